@@ -1,0 +1,35 @@
+# `make demo` and `make test` set up everything they need, given Python >= 3.11 and make.
+# While .venv is made, TORCH='torch==2.11.0' (any pip requirement) installs another torch, and TORCH=system uses the one
+# that your Python already has. `make clean` first to change it later.
+
+.PHONY: demo test test-lowest lint clean
+
+PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
+	$$python -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$python && break; done)
+
+PYTEST = -m pytest -n 2 --dist worksteal -m "not perf"
+
+demo: .venv/.ready
+	@.venv/bin/python -m hf_prefix_tree.demo
+
+test: lint
+	.venv/bin/python $(PYTEST)
+
+test-lowest: .venv-lowest/.ready
+	.venv-lowest/bin/python $(PYTEST)
+
+lint: .venv/.ready
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+.venv/.ready: requirements-dev.txt
+.venv-lowest/.ready: requirements-dev.txt requirements-lowest.txt
+.venv/.ready .venv-lowest/.ready: pyproject.toml scripts/create_venv.py
+	@test -n "$(PYTHON)" || { echo "No Python >= 3.11 with the venv module found (tried python3.13, python3.12," \
+	  "python3.11, python3). Install one, or name it: make PYTHON=/path/to/python" >&2; exit 1; }
+	@TORCH="$(TORCH)" $(PYTHON) scripts/create_venv.py $(@D) $(filter %.txt,$^)
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-lowest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,190 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Useful TFLOP/s of tree attention, forward and backward, 16 query and 8 key-value heads of 128 in bf16.
+
+    python -m benchmarks.attention --output attention.csv
+
+| method | what runs |
+|---|---|
+| `flex` | the project's path: FlexAttention (Triton), heaviest child first |
+| `flash` | FlexAttention's FLASH backend on the same mask, where `flash-attn-4` is installed |
+| `sdpa` | the project's dense mask |
+| `flex, leaf first` | the project's path, children in the reverse order |
+| `stock, leaf first` | the same with the mask of `create_block_mask` |
+| `gather` | keys and values copied per path from the root to a node, into varlen flash attention |
+| `causal` | no tree: plain causal attention over 8,192 tokens, cuDNN |
+
+Only visible pairs count as useful. `error` is the largest of output and gradients against the dense mask in float32,
+where the tree has at most 16,384 tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from benchmarks.common import (
+    Row,
+    attention_flops,
+    default_device,
+    make_parser,
+    measure,
+    progress,
+    relative_error,
+    report,
+)
+from benchmarks.mask import stock_block_mask
+from benchmarks.packed import causal, gather_paths, installed_kernels, select_flash
+from benchmarks.shapes import QUICK, SHAPES, build, leaf_first_rows
+from hf_prefix_tree.attention.context import Mask, TreeContext
+from hf_prefix_tree.attention.interface import prefix_tree_attention
+from hf_prefix_tree.batch import concatenate_trees
+from hf_prefix_tree.tree import PrefixTree
+
+METHODS = ("flex", "flash", "sdpa", "flex, leaf first", "stock, leaf first", "gather", "causal")
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # [1, heads, N, head_dim] -> [1, N, ...]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+LONGEST_CHECKED = 16_384
+COLUMNS = [
+    "shape",
+    "method",
+    "kernel",
+    "tokens",
+    "error",
+    "forward_ms",
+    "forward_tflops",
+    "ms",
+    "low",
+    "high",
+    "tflops",
+]
+
+
+class StockContext(TreeContext):
+    """A context whose block mask comes from PyTorch."""
+
+    def mask(self, window: int | None, *, flex: bool) -> Mask:
+        return self._masks.setdefault(window, stock_block_mask(self.prefix_tree))
+
+
+def through_the_project(rows: torch.Tensor, backend: str, context_class: type[TreeContext] = TreeContext) -> Attend:
+    context = context_class(rows, attn_backend=backend)
+    mask = context.mask(None, flex=backend != "sdpa")
+    module = torch.nn.Module()
+    return lambda q, k, v: prefix_tree_attention(module, q, k, v, mask, prefix_tree=context)[0]
+
+
+@functools.cache
+def _compiled_flash() -> Callable:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> torch.Tensor:
+        output = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, kernel_options={"BACKEND": "FLASH"})
+        return output.transpose(1, 2)
+
+    return torch.compile(attend, dynamic=False)
+
+
+def through_flash(rows: torch.Tensor) -> Attend:
+    mask = TreeContext(rows).mask(None, flex=True)
+    return lambda q, k, v: _compiled_flash()(q, k, v, mask)
+
+
+def attend_of(method: str, tree: PrefixTree, device: torch.device) -> tuple[Attend, torch.Tensor, str] | None:
+    """A method's function, the rows that it attends along, and the kernel; `None` where it is not available."""
+    rows = (leaf_first_rows(tree) if "leaf first" in method else concatenate_trees([tree], 0)["prefix_tree"]).to(
+        device
+    )
+    flash = "fa4" if "fa4" in installed_kernels(device) else "fa2"
+    if method == "gather":
+        return gather_paths(tree, device), rows, flash if device.type == "cuda" else "sdpa"
+    if method == "sdpa" or device.type == "cpu":
+        # FlexAttention does not train on a CPU: the order of the children is still tried
+        available = method in ("sdpa", "flex", "flex, leaf first")
+        return (through_the_project(rows, "sdpa"), rows, "dense") if available else None
+    if method == "flash":
+        return (through_flash(rows), rows, "FLASH") if flash == "fa4" else None
+    context_class = StockContext if method.startswith("stock") else TreeContext
+    return through_the_project(rows, "flex", context_class), rows, "Triton"
+
+
+def values(attend: Attend, leaves: list[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
+    """The output, and the gradients of query, key and value."""
+    output = attend(*leaves)
+    return [output, *torch.autograd.grad(output, leaves, grad[:, : output.shape[1]].to(output.dtype))]
+
+
+def largest_error(got: list[torch.Tensor], exact: list[torch.Tensor], tokens: int) -> float:
+    """Largest relative error of the output and the gradients; the padding of the row does not count."""
+    dims = (1, 2, 2, 2)  # of the tokens
+    return max(
+        relative_error(x.narrow(d, 0, tokens), y.narrow(d, 0, tokens))
+        for x, y, d in zip(got, exact, dims, strict=True)
+    )
+
+
+def measure_method(
+    attend: Attend, expected: Attend | None, tokens: int, heads: tuple[int, int, int], device: torch.device
+) -> Row:
+    """Times of a forward and of forward and backward over `tokens` random tokens, in a row padded to 128."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    generator = torch.Generator(device).manual_seed(0)
+    length = -(-tokens // 128) * 128
+    leaves = [
+        torch.randn(1, n, length, heads[2], device=device, dtype=dtype, generator=generator).requires_grad_()
+        for n in (heads[0], heads[1], heads[1])
+    ]
+    grad = torch.randn(1, length, heads[0], heads[2], device=device, dtype=dtype, generator=generator)
+    grad[:, tokens:] = 0
+    row: Row = {}
+    got = values(attend, leaves, grad)
+    if expected is not None:
+        exact = values(expected, [x.detach().float().requires_grad_() for x in leaves], grad)
+        row["error"] = largest_error(got, exact, tokens)
+        if not row["error"] < TOLERANCE[dtype]:
+            raise RuntimeError(f"an output or a gradient is off by {row['error']:.1e}")
+        del exact
+    row["forward_ms"] = measure(lambda: attend(*leaves), device).ms
+    return row | measure(lambda: values(attend, leaves, grad), device)._asdict()
+
+
+def main(argv: Sequence[str] | None = None) -> list[Row]:
+    parser = make_parser(__doc__, SHAPES)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD")
+    args = parser.parse_args(argv)
+    device = default_device(args.quick)
+    heads = (4, 2, 16) if args.quick else (16, 8, 128)
+    if "fa4" in installed_kernels(device):
+        select_flash("fa4")
+    rows: list[Row] = []
+
+    def add(shape: str, method: str, kernel: str, attend: Attend, expected: Attend | None, tokens: int, pairs: int):
+        row = {"shape": shape, "method": method, "kernel": kernel, "tokens": tokens, "pairs": pairs}
+        row |= measure_method(attend, expected, tokens, heads, device)
+        row["forward_tflops"] = attention_flops(pairs, heads[0], heads[2], factor=1.0) / row["forward_ms"] / 1e9
+        row["tflops"] = attention_flops(pairs, heads[0], heads[2]) / row["ms"] / 1e9
+        progress(rows, row)
+
+    try:
+        if "causal" in args.methods:
+            tokens = 128 if args.quick else 8192
+            kernel = "SDPA" if args.quick else "cuDNN"
+            pairs = tokens * (tokens + 1) // 2
+            add("causal-8k", "causal", kernel, lambda q, k, v: causal(q, k, v).transpose(1, 2), None, tokens, pairs)
+        for shape in args.only:
+            tree = build((QUICK if args.quick else SHAPES)[shape])
+            for method in args.methods:
+                found = attend_of(method, tree, device) if method != "causal" else None
+                if found is None:
+                    continue
+                attend, prefix_tree, kernel = found
+                expected = through_the_project(prefix_tree, "sdpa") if len(tree) <= LONGEST_CHECKED else None
+                add(shape, method, kernel, attend, expected, len(tree), tree.stats().tree_pairs)
+    finally:
+        rows = report(rows, COLUMNS, device, args)
+    return rows
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

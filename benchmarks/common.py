@@ -1,0 +1,182 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""What all benchmarks share: options, timing, the matmul roof, useful FLOPs, and a table and a CSV of the results."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.metadata
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+Row = dict[str, Any]
+PACKAGES = ("torch", "triton", "transformers", "trl", "numpy", "flash-attn-4")
+# A backward is 2.5 forwards: five matrix products of queries by keys instead of two.
+FORWARD_AND_BACKWARD = 3.5
+
+
+class Timing(NamedTuple):
+    """Milliseconds of several runs."""
+
+    ms: float  # median
+    low: float
+    high: float
+    runs: int
+
+
+def make_parser(
+    doc: str | None, names: Iterable[str], defaults: Iterable[str] | None = None
+) -> argparse.ArgumentParser:
+    """The options that every benchmark has; `--only` selects among `names`."""
+    names = list(names)
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes, for a CPU: shows that it runs, measures nothing"
+    )
+    parser.add_argument("--output", type=Path, help="CSV file to write")
+    parser.add_argument("--commit", help="commit to record; asked of git by default")
+    chosen = list(defaults or names)
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=chosen, metavar="NAME", help=f"any of: {', '.join(names)}"
+    )
+    return parser
+
+
+def default_device(quick: bool) -> torch.device:
+    """A CUDA device, or the CPU where `quick` was asked for."""
+    if not quick and not torch.cuda.is_available():
+        raise SystemExit("This benchmark needs a CUDA GPU; `--quick` shows on a CPU that it runs.")
+    return torch.device("cpu" if quick else "cuda")
+
+
+def measure(
+    function: Callable[[], Any],
+    device: torch.device,
+    *,
+    warmup: int = 2,
+    seconds: float = 1.0,
+    least: int = 3,
+    most: int = 10,
+) -> Timing:
+    """Runs `function` `least` to `most` times, for about `seconds`, each with a cold L2 cache on a GPU."""
+    for _ in range(warmup):
+        function()
+    times: list[float] = []
+    flush = torch.empty(2**28, dtype=torch.int8, device=device) if device.type == "cuda" else None
+    while len(times) < least or (len(times) < most and sum(times) < 1e3 * seconds):
+        if flush is None:
+            start = time.perf_counter()
+            function()
+            times.append(1e3 * (time.perf_counter() - start))
+        else:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            begin.record()
+            function()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+    return Timing(statistics.median(times), min(times), max(times), len(times))
+
+
+def peak_gib(function: Callable[[], Any], device: torch.device) -> float | None:
+    """Highest GPU memory in use during `function`, in GiB; `None` on a CPU."""
+    if device.type != "cuda":
+        function()
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+def attention_flops(pairs: int, heads: int, head_dim: int, factor: float = FORWARD_AND_BACKWARD) -> float:
+    """Useful FLOPs of one layer's attention: visible pairs only, 4 FLOPs per pair and dimension forward."""
+    return factor * 4 * head_dim * heads * pairs
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of what was expected; not a number passes no comparison."""
+    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def matmul_roof(device: torch.device, dtype: torch.dtype) -> float:
+    """TFLOP/s of a large square matrix product of random numbers: what no step can exceed."""
+    size = 8192 if device.type == "cuda" else 256
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / measure(lambda: left @ right, device, most=20).ms / 1e9
+
+
+def versions() -> dict[str, str]:
+    """Version of every package that matters, empty where it is not installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def environment(device: torch.device, commit: str | None = None) -> Row:
+    """The columns that say where a row was measured."""
+    cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else f"CPU {platform.machine()}",
+        "python": platform.python_version(),
+        **versions(),
+        "cuda": torch.version.cuda or "",
+        "cudnn": torch.backends.cudnn.version() if cuda else "",
+        "commit": commit or _git_commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+
+
+def _git_commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, check=True, cwd=Path(__file__).resolve().parent
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return result.stdout.strip()
+
+
+def progress(rows: list[Row], row: Row) -> None:
+    """Adds a row and prints it at once: a long run that breaks off leaves what it had."""
+    rows.append(row)
+    print("  ".join(f"{name}={_text(value)}" for name, value in row.items() if value not in (None, "")), flush=True)
+
+
+def report(rows: list[Row], columns: list[str], device: torch.device, args: argparse.Namespace) -> list[Row]:
+    """Writes all columns to `--output`, prints the chosen ones, and returns the rows with the environment."""
+    where = environment(device, args.commit)
+    rows = [{**row, **where} for row in rows]
+    if args.output is not None:
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        with args.output.open("w", newline="") as file:
+            writer = csv.DictWriter(file, names, restval="")
+            writer.writeheader()
+            writer.writerows(rows)
+    print(" | ".join(f"{name} {value}" for name, value in where.items() if value != ""))
+    table = [columns] + [[_text(row.get(name)) for name in columns] for row in rows]
+    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
+    for line in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    return rows
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

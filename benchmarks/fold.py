@@ -1,0 +1,71 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""How fast branches fold: branch tokens per second on one core.
+
+    python -m benchmarks.fold --output fold.csv
+
+`fold` is the fold alone; `fold+check` also makes each `Branch` of plain arrays, which checks and copies them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from benchmarks.common import Row, make_parser, measure, report
+from benchmarks.shapes import FOLD_SHAPES, QUICK, build
+from hf_prefix_tree.tree import Branch, fold
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Binds the process to one of its cores, where the system can."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def main(argv: Sequence[str] | None = None) -> list[Row]:
+    args = make_parser(__doc__, FOLD_SHAPES).parse_args(argv)
+    device = torch.device("cpu")
+    # the smallest shapes stand in for the large ones
+    shapes = dict(zip(FOLD_SHAPES, QUICK.values(), strict=False)) if args.quick else FOLD_SHAPES
+    rows = []
+    for name in args.only:
+        tree = build(shapes[name])
+        branches = tree.branches()
+        arrays = [(branch.input_ids, branch.weights) for branch in branches]
+        with one_core():
+            bare = measure(lambda branches=branches: fold(branches), device, warmup=1, seconds=3)
+            checked = measure(
+                lambda arrays=arrays: fold([Branch(*own) for own in arrays]), device, warmup=1, seconds=3
+            )
+        stats = tree.stats()
+        assert fold(branches) == tree
+        for method, timing in (("fold", bare), ("fold+check", checked)):
+            rows.append(
+                {
+                    "shape": name,
+                    "method": method,
+                    "branches": stats.branches,
+                    "branch_tokens": stats.branch_tokens,
+                    "tree_tokens": stats.tree_tokens,
+                    **timing._asdict(),
+                    "tokens_per_s": stats.branch_tokens / timing.ms * 1e3,
+                }
+            )
+    columns = ["shape", "method", "branches", "branch_tokens", "tree_tokens", "ms", "low", "high", "tokens_per_s"]
+    return report(rows, columns, device, args)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

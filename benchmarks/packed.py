@@ -1,0 +1,157 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""What folding is compared with: causal attention over branches packed in one row, by every fast kernel installed.
+
+| kernel | what runs |
+|---|---|
+| `fa2` | the varlen FlashAttention-2 that PyTorch carries |
+| `fa4` | the varlen FlashAttention of `flash-attn-4` |
+| `cudnn` | cuDNN's causal attention through SDPA, one call for all branches of a length |
+| `flex` | this project's FlexAttention path, over single-branch trees |
+| `sdpa` | PyTorch's choice for a CPU, one call for all branches of a length |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.common import versions
+from hf_prefix_tree import layout
+from hf_prefix_tree.attention.context import TreeContext
+from hf_prefix_tree.attention.interface import prefix_tree_attention
+from hf_prefix_tree.batch import BLOCK_SIZE
+from hf_prefix_tree.tree import PrefixTree
+
+IMPLEMENTATION = "packed_branches"
+
+
+def installed_kernels(device: torch.device) -> list[str]:
+    """The kernels of the table above that can run here."""
+    if device.type != "cuda":
+        return ["sdpa"]
+    has_fa4 = versions()["flash-attn-4"] and hasattr(torch.nn.attention, "activate_flash_attention_impl")
+    return ["fa2", *(["fa4"] if has_fa4 else []), "cudnn", "flex"]
+
+
+def select_flash(kernel: str) -> None:
+    """Makes PyTorch's flash attention run `fa4`, or its own `fa2` again."""
+    if kernel == "fa4":
+        torch.nn.attention.activate_flash_attention_impl("FA4")
+    elif kernel == "fa2" and hasattr(torch.nn.attention, "restore_flash_attention_impl"):
+        torch.nn.attention.restore_flash_attention_impl(_raise_warn=False)
+
+
+@dataclass
+class Packed:
+    """The branches of a row, those of one length next to each other; the padding at the end is a branch of its own."""
+
+    lengths: list[int]
+    longest: int
+    starts: torch.Tensor  # [branches + 1] int32
+    context: TreeContext  # every branch a tree
+    kernel: str = "sdpa"
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> Packed:
+        """Branches of these lengths, in this order; their sum is a multiple of 128."""
+        lengths = list(lengths)
+        assert sum(lengths) % BLOCK_SIZE == 0
+        counts = torch.tensor(lengths)
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+        depth = torch.arange(sum(lengths)) - starts[:-1].repeat_interleave(counts)
+        before = torch.where(depth > 0, torch.arange(sum(lengths)) - 1, -1)
+        rows = torch.stack([starts[1:].repeat_interleave(counts), depth, before]).to(torch.int32)
+        context = TreeContext(rows[None].to(device), attn_backend="flex")
+        return cls(lengths, max(lengths), starts.to(torch.int32).to(device), context)
+
+
+def varlen_causal(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_starts: torch.Tensor,
+    key_starts: torch.Tensor,
+    longest_query: int,
+    longest_key: int,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Flash attention over `[tokens, heads, head_dim]`; queries are aligned with the end of their keys."""
+    return torch.ops.aten._flash_attention_forward(
+        query, key, value, query_starts, key_starts, longest_query, longest_key, 0.0, True, False, scale=scale
+    )[0]
+
+
+def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+    """Causal SDPA over `[batch, heads, tokens, head_dim]`, cuDNN on a GPU."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if query.is_cuda else nullcontext():
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+
+
+@torch.compiler.disable  # the calls follow the lengths of the row: a graph for each row would help nobody
+def _by_length(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Packed, scale: float | None
+) -> torch.Tensor:
+    outputs, start = [], 0
+    for length, members in groupby(packed.lengths):
+        count = len(list(members))
+        end = start + count * length
+        own = [x[0, :, start:end].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value)]
+        outputs.append(causal(*own, scale).transpose(1, 2).flatten(0, 1))
+        start = end
+    return torch.cat(outputs)[None]
+
+
+def gather_paths(tree: PrefixTree, device: torch.device) -> Callable[..., torch.Tensor]:
+    """Each node's tokens are the last queries of the path to it, whose keys and values are copied."""
+    nodes = np.arange(len(tree.node_lengths))
+    paths = layout.branch_positions(tree.node_lengths, tree.node_parents, nodes)
+    counts = [tree.node_lengths.tolist(), [len(path) for path in paths]]
+    index = torch.from_numpy(np.concatenate(paths)).to(device)
+    starts = [torch.from_numpy(np.cumsum([0, *count], dtype=np.int32)).to(device) for count in counts]
+    longest = [max(count) for count in counts]
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        key, value = (x.index_select(0, index) for x in (key, value))
+        return varlen_causal(query[: len(tree)], key, value, *starts, *longest)[None]
+
+    def attend_on_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        outputs = []
+        for count, path in zip(counts[0], paths, strict=True):
+            mask = torch.ones(count, len(path), dtype=torch.bool).tril(len(path) - count)
+            own = (query[:, :, path[-count:]], key[:, :, path], value[:, :, path])
+            outputs.append(torch.nn.functional.scaled_dot_product_attention(*own, mask, enable_gqa=True))
+        return torch.cat(outputs, dim=2).transpose(1, 2)
+
+    return attend if device.type == "cuda" else attend_on_cpu
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    packed: Packed | None = None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function for Transformers: rows of branches, `packed` given to the model as a keyword argument."""
+    assert packed is not None and attention_mask is None and not kwargs.get("dropout")
+    if packed.kernel == "flex":
+        mask = packed.context.mask(None, flex=True)
+        return prefix_tree_attention(module, query, key, value, mask, prefix_tree=packed.context, scaling=scaling)
+    if packed.kernel in ("cudnn", "sdpa"):
+        return _by_length(query, key, value, packed, scaling), None
+    rows = (x[0].transpose(0, 1) for x in (query, key, value))
+    longest = packed.longest
+    return varlen_causal(*rows, packed.starts, packed.starts, longest, longest, scaling)[None], None

@@ -1,0 +1,59 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Train causal language models on sequences that share prefixes, each shared token computed once.
+
+Importing the package registers `attn_implementation="prefix_tree"` with Transformers. Everything else is loaded on
+first use: neither TRL nor datasets is imported before a name that needs them.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from hf_prefix_tree.attention.interface import register
+
+if TYPE_CHECKING:  # what tools see; at run time `__getattr__` loads the same names on first use
+    from hf_prefix_tree.collators.prefix_tree import DataCollatorForPrefixTree as DataCollatorForPrefixTree
+    from hf_prefix_tree.conversations import conversation_branches as conversation_branches
+    from hf_prefix_tree.datasets import prepare_trees as prepare_trees
+    from hf_prefix_tree.model import prepare_model as prepare_model
+    from hf_prefix_tree.model import unprepare_model as unprepare_model
+    from hf_prefix_tree.rollouts import CROSS_ENTROPY_IGNORE_IDX as CROSS_ENTROPY_IGNORE_IDX
+    from hf_prefix_tree.rollouts import FoldedRollouts as FoldedRollouts
+    from hf_prefix_tree.rollouts import fold_shared_prefix_rollouts as fold_shared_prefix_rollouts
+    from hf_prefix_tree.trainers.config import TreeSFTConfig as TreeSFTConfig
+    from hf_prefix_tree.trainers.mixin import TreeLossMixin as TreeLossMixin
+    from hf_prefix_tree.trainers.sft import TreeSFTTrainer as TreeSFTTrainer
+    from hf_prefix_tree.tree import Branch as Branch
+    from hf_prefix_tree.tree import PrefixTree as PrefixTree
+    from hf_prefix_tree.tree import fold as fold
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Branch": "tree",
+    "PrefixTree": "tree",
+    "fold": "tree",
+    "conversation_branches": "conversations",
+    "CROSS_ENTROPY_IGNORE_IDX": "rollouts",
+    "FoldedRollouts": "rollouts",
+    "fold_shared_prefix_rollouts": "rollouts",
+    "prepare_trees": "datasets",
+    "prepare_model": "model",
+    "unprepare_model": "model",
+    "DataCollatorForPrefixTree": "collators.prefix_tree",
+    "TreeLossMixin": "trainers.mixin",
+    "TreeSFTConfig": "trainers.config",
+    "TreeSFTTrainer": "trainers.sft",
+}
+__all__ = ["__version__", *sorted(_HOMES)]
+
+register()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

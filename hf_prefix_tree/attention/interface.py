@@ -1,0 +1,285 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""What `attn_implementation="prefix_tree"` means to Transformers: one attention function and one mask function.
+
+Without a tree both hand over to the model's default implementation: sdpa, or eager where the model has no sdpa. With a
+tree the mask function returns the tree's mask of the layer type, and the attention function runs FlexAttention where
+it got a block mask, SDPA where it got a dense one, and plain matmul and softmax where a dense mask meets softcap or
+sinks.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+
+from hf_prefix_tree.attention.context import Mask, TreeContext, active_context, can_use_flex
+from hf_prefix_tree.batch import BLOCK_SIZE
+
+IMPLEMENTATION = "prefix_tree"
+
+
+def register() -> None:
+    """Makes `"prefix_tree"` an attention implementation that Transformers knows."""
+    AttentionInterface.register(IMPLEMENTATION, prefix_tree_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, prefix_tree_mask)
+
+
+def prefix_tree_mask(
+    *,
+    config: Any,
+    mask_function: Callable,
+    q_length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> Mask | None:
+    """The mask function behind `"prefix_tree"`; called by Transformers once per layer type and forward."""
+    context = active_context()
+    if context is None:
+        return AttentionMaskInterface()[default_implementation(config.__class__)](
+            config=config,
+            mask_function=mask_function,
+            q_length=q_length,
+            dtype=dtype,
+            device=device,
+            use_vmap=use_vmap,
+            allow_is_causal_skip=allow_is_causal_skip,
+            **kwargs,
+            **({} if local_size is None else {"local_size": local_size}),
+        )
+    if use_vmap or not allow_is_causal_skip or (local_size is None and mask_function is not causal_mask_function):
+        raise ValueError(
+            f"{type(config).__name__}: this model overlays its causal mask with one of its own, which the tree mask "
+            f"does "
+            "not carry. Train it on unfolded branches."
+        )
+    if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
+        raise ValueError(
+            f"{type(config).__name__}: chunked attention (`attention_chunk_size={local_size}`) is not supported on "
+            f"the "
+            "tree path. Train it on unfolded branches."
+        )
+    reason = can_use_flex(device, _attention_dtype(device, dtype), _head_dim(config), context.prefix_tree.shape[-1])
+    if context.attn_backend == "flex" and reason is not None:
+        raise ValueError(f"`attn_backend='flex'` cannot serve this call: {reason}. Use `attn_backend='auto'`.")
+    if context.attn_backend == "auto" and context.prefix_tree.shape[-1] == BLOCK_SIZE:
+        reason = "a single block needs a graph of its own and is nothing to a dense mask"
+    return context.mask(local_size, flex=context.attn_backend != "sdpa" and reason is None)
+
+
+def prefix_tree_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Mask | None,
+    prefix_tree: TreeContext | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """
+    The attention function behind `"prefix_tree"`, with the signature that Transformers expects.
+
+    Args:
+        module (`torch.nn.Module`): The attention layer.
+        query (`torch.Tensor` of shape `(B, heads, N, head_dim)`): Queries.
+        key (`torch.Tensor` of shape `(B, kv_heads, N, head_dim)`): Keys.
+        value (`torch.Tensor` of shape `(B, kv_heads, N, value_dim)`): Values.
+        attention_mask (`torch.Tensor` or `BlockMask`, *optional*): What [`prefix_tree_mask`] returned.
+        prefix_tree ([`TreeContext`], *optional*): The call's tree; without it the model's default attention runs.
+
+    Returns:
+        `tuple`: the output `(B, N, heads, value_dim)` and the attention weights where the default gives them.
+    """
+    if prefix_tree is None:
+        if active_context() is not None:
+            raise ValueError(
+                f"{type(module).__name__} drops the keyword arguments of the call, so the tree does not reach its "
+                "attention. This architecture is not supported: train it on unfolded branches."
+            )
+        return _default_attention(module)(module, query, key, value, attention_mask, **kwargs)
+    if not isinstance(prefix_tree, TreeContext):
+        raise ValueError(
+            "`prefix_tree` reached the attention as a raw tensor: call `hf_prefix_tree.prepare_model(model)` before "
+            "training (and use peft >= 0.21: older versions go around the model's hooks)."
+        )
+    if not torch.compiler.is_compiling() and not prefix_tree.owns(attention_mask):
+        raise ValueError(
+            f"{type(module).__name__} got an attention mask that is not the tree's (the model builds or changes "
+            f"masks by "
+            "itself). This architecture is not supported: train it on unfolded branches."
+        )
+    assert attention_mask is not None
+    return _tree_attention(module, query, key, value, attention_mask, **kwargs)
+
+
+def _tree_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Mask,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    if dropout:
+        raise ValueError(f"attention dropout ({dropout}) cannot be shared by branches: set `attention_dropout=0.0`.")
+    if position_bias is not None or is_causal is False:
+        raise ValueError(
+            f"{type(module).__name__} adds a position bias or attends to both sides, which the tree path does not "
+            f"carry. "
+            "Train it on unfolded branches."
+        )
+    dtype = _attention_dtype(query.device, value.dtype)
+    query, key, value = (x.to(dtype) for x in (query, key, value))
+    if isinstance(mask, BlockMask):
+        output = _flex(query, key, value, mask, scaling, softcap, s_aux)
+    else:
+        output = _dense(query, key, value, mask, scaling, softcap, s_aux)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _attention_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    # Norms and rotary embeddings leave query and key in float32 under autocast, and FlexAttention, unlike SDPA, is not
+    # on autocast's list.
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return dtype
+
+
+def _dense(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    if softcap is None and s_aux is None:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = torch.matmul(query, key.transpose(2, 3)) * scale
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if s_aux is not None:  # the sink: one more key, whose probability goes nowhere
+        sinks = s_aux.to(scores.dtype).view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    probabilities = torch.softmax(scores, dim=-1)[..., : key.shape[2]]
+    return torch.matmul(probabilities.to(value.dtype), value)
+
+
+def _flex(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: BlockMask,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    blocks = [x.contiguous().unflatten(2, (-1, BLOCK_SIZE)) for x in (query, key, value)]
+    score_mod = None if softcap is None else _softcap_mod(softcap)
+    attend = _attend_in_blocks if torch.compiler.is_compiling() else _compiled_attend
+    output, lse = attend(*blocks, mask, score_mod, scaling)
+    if s_aux is None:
+        return output
+    # softmax over keys and sink = softmax over keys * sigmoid(lse - sink), in float32
+    kept = torch.sigmoid(lse - s_aux.to(lse.dtype).view(1, -1, 1))
+    return (output * kept[..., None]).to(query.dtype)
+
+
+def _attend_in_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: BlockMask,
+    score_mod: Callable | None,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # The length arrives as blocks x 128: with a dynamic number of blocks the compiler still knows that 128 divides the
+    # length. One graph then serves every length at the speed of a static one (without this it is 25-30% slower).
+    query, key, value = (x.flatten(2, 3) for x in (query, key, value))
+    output, aux = flex_attention(
+        query,
+        key,
+        value,
+        score_mod=score_mod,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    assert aux.lse is not None  # it was asked for
+    return output, aux.lse
+
+
+# - A recompile limit that is hit runs attention unfused, in silence: fail instead. The limit is raised because every
+#   dtype, head size and kind of mask of every model in the process needs a graph of its own.
+# - Floats (softcap, scale) are constants of a model.
+_DYNAMO_OPTIONS: dict[str, Any] = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True, "specialize_float": True}
+
+
+def _compiled_attend(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    # No duck shapes: taking two sizes that happen to be equal (heads and blocks, say) for the same size costs another
+    # graph at every other length.
+    distinct_sizes = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    with torch._dynamo.config.patch(_DYNAMO_OPTIONS), distinct_sizes:
+        return _compile()(*args)
+
+
+@functools.cache
+def _compile() -> Callable:
+    return torch.compile(_attend_in_blocks, dynamic=True)
+
+
+@functools.cache
+def _softcap_mod(softcap: float) -> Callable:
+    def score_mod(
+        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+    ) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return score_mod
+
+
+def _head_dim(config: Any) -> int:
+    head_dim = getattr(config, "head_dim", None)
+    return head_dim if head_dim is not None else config.hidden_size // config.num_attention_heads
+
+
+@functools.cache
+def default_implementation(config_class: type) -> str:
+    """`"sdpa"` where the models of this config class support it, otherwise `"eager"`."""
+    classes = [PreTrainedModel]
+    for model_class in classes:
+        if getattr(model_class, "config_class", None) is config_class and model_class._supports_sdpa:
+            return "sdpa"
+        classes.extend(model_class.__subclasses__())
+    return "eager"
+
+
+def _default_attention(module: torch.nn.Module) -> Callable:
+    config: Any = module.config
+    name = default_implementation(config.__class__)
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return AttentionInterface().get_interface(name, eager)

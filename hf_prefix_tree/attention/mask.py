@@ -1,0 +1,117 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""The tree mask: key k is visible to query q iff `k <= q < subtree_end[k]`, and `depth[q] - depth[k] < window`.
+
+[`dense_mask`] is the reference: an N x N tensor, plain and slow. [`tree_block_mask`] describes the same mask to
+FlexAttention, built directly from block-wise minima and maxima: O(N + (N/128)^2) time and memory, no N x N tensor and
+no wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from hf_prefix_tree.batch import BLOCK_SIZE, DEPTH, SUBTREE_END
+
+
+def dense_mask(prefix_tree: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    """
+    The mask as one boolean per pair of tokens.
+
+    Args:
+        prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): The tree rows of the batch contract.
+        window (`int`, *optional*): Sliding window in tokens of path distance.
+
+    Returns:
+        `torch.Tensor` of shape `(B, 1, N, N)`, bool: `True` where the query (third axis) sees the key (fourth).
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> tree = torch.tensor([[[3, 2, 3], [0, 1, 1], [-1, 0, 0]]], dtype=torch.int32)  # a root with two children
+    >>> dense_mask(tree)[0, 0].int()
+    tensor([[1, 0, 0],
+            [1, 1, 0],
+            [1, 0, 1]], dtype=torch.int32)
+    ```
+    """
+    subtree_end, depth = prefix_tree[:, SUBTREE_END], prefix_tree[:, DEPTH]
+    index = torch.arange(subtree_end.shape[1], device=subtree_end.device, dtype=subtree_end.dtype)
+    mask = (index[None, None, :] <= index[None, :, None]) & (index[None, :, None] < subtree_end[:, None, :])
+    if window is not None:
+        mask &= depth[:, :, None] - depth[:, None, :] < window
+    return mask[:, None]
+
+
+def tree_block_mask(prefix_tree: torch.Tensor, window: int | None = None) -> BlockMask:
+    """
+    The mask as FlexAttention's [`~torch.nn.attention.flex_attention.BlockMask`].
+
+    For a block of keys strictly before the block of queries, with the largest and smallest `subtree_end` of its keys:
+    no pair is visible iff `max <= first query`, all are iff `min > last query`. Blocks on the diagonal are partial. A
+    window hides a block where even the closest depths are too far apart, and leaves it full where the farthest are
+    not.
+
+    Args:
+        prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): The tree rows; N a multiple of 128.
+        window (`int`, *optional*): Sliding window in tokens of path distance.
+
+    Raises:
+        `ValueError`: if N is not a multiple of 128.
+    """
+    batch_size, _, length = prefix_tree.shape
+    if length % BLOCK_SIZE != 0:
+        raise ValueError(
+            f"`prefix_tree` has rows of {length} tokens, but FlexAttention needs a multiple of {BLOCK_SIZE}: build "
+            f"the "
+            f"batch with `DataCollatorForPrefixTree(pad_to_multiple_of={BLOCK_SIZE})`."
+        )
+    # Clones, not views: the compiler would also specialise on the tensor that they are views of.
+    subtree_end, depth = prefix_tree[:, SUBTREE_END].clone(), prefix_tree[:, DEPTH].clone()
+    num_blocks = length // BLOCK_SIZE
+    end_low, end_high = subtree_end.view(batch_size, num_blocks, BLOCK_SIZE).aminmax(dim=-1)
+    block = torch.arange(num_blocks, device=subtree_end.device, dtype=subtree_end.dtype)
+    first_query, last_query = (block * BLOCK_SIZE)[:, None], (block * BLOCK_SIZE + BLOCK_SIZE - 1)[:, None]
+    before = block[None, :] < block[:, None]
+    visible = before & (end_high[:, None, :] > first_query)  # [B, query blocks, key blocks]
+    full = before & (end_low[:, None, :] > last_query)
+    if window is not None:
+        depth_low, depth_high = depth.view(batch_size, num_blocks, BLOCK_SIZE).aminmax(dim=-1)
+        visible &= depth_low[:, :, None] - depth_high[:, None, :] < window
+        full &= depth_high[:, :, None] - depth_low[:, None, :] < window
+    partial = (visible & ~full) | (block[None, :] == block[:, None])
+    # A window may be a scalar of the model, but the kernel reads it from a tensor: one compiled graph for all windows.
+    reach = None if window is None else torch.full((1,), window, device=depth.device, dtype=depth.dtype)
+    return BlockMask.from_kv_blocks(
+        *_listed(partial),
+        *_listed(full),
+        BLOCK_SIZE=BLOCK_SIZE,
+        mask_mod=_mask_mod(subtree_end, depth, reach),
+        seq_lengths=(length, length),
+    )
+
+
+def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per row of blocks, how many are set and which, the set ones first: `[B, 1, nb]` and `[B, 1, nb, nb]` int32."""
+    count = blocks.sum(dim=-1, dtype=torch.int32)
+    order = torch.argsort(blocks.to(torch.uint8), dim=-1, descending=True, stable=True).to(torch.int32)
+    return count[:, None], order[:, None]
+
+
+def _mask_mod(
+    subtree_end: torch.Tensor, depth: torch.Tensor, reach: torch.Tensor | None
+) -> Callable[..., torch.Tensor]:
+    # Two code objects that read tensors, never Python numbers: FlexAttention compiles each once.
+    def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return (k <= q) & (q < subtree_end[b, k])
+
+    if reach is None:
+        return visible
+
+    def visible_in_window(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return (k <= q) & (q < subtree_end[b, k]) & (depth[b, q] - depth[b, k] < reach[0])
+
+    return visible_in_window

@@ -1,0 +1,105 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""[`DataCollatorForPrefixTree`]: trees, or what folds into one, to one row of the batch contract."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_prefix_tree.batch import BLOCK_SIZE, concatenate_trees
+from hf_prefix_tree.rollouts import rollout_branches
+from hf_prefix_tree.tree import Branch, PrefixTree, fold
+
+# What fills an uneven last step of distributed training: a row without tokens weighs nothing.
+PADDING_FEATURE: dict[str, list[int]] = {"input_ids": []}
+
+
+@dataclass
+class DataCollatorForPrefixTree:
+    """
+    Data collator for prefix trees: all features of a batch become one row, padded to a multiple of 128 tokens.
+
+    A feature is one tree, given as
+
+    - a [`PrefixTree`], or a dataset row that holds one (`PrefixTree.to_dict`),
+    - `branches`: a list of [`Branch`] or of `{"input_ids": [...], "weights": [...]}`,
+    - `prompt_ids` and `completions`: token ids; every completion token is supervised, the prompt is not.
+
+    Folding here or beforehand gives the same batch. The collator pickles and runs in worker processes.
+
+    Args:
+        pad_token_id (`int`):
+            Token id of the padding.
+        weighting (`str`, *optional*, defaults to `"tree"`):
+            How raw features are weighted, see [`fold`]. Trees keep the weighting that they were folded with.
+        pad_to_multiple_of (`int`, *optional*, defaults to `128`):
+            Rows are padded to a multiple of it. FlexAttention needs a multiple of 128.
+        return_tensors (`str`, *optional*, defaults to `"pt"`):
+            Only `"pt"`.
+
+    Raises:
+        `ValueError`: for a feature of another form.
+
+    Example:
+
+    ```python
+    >>> from hf_prefix_tree import DataCollatorForPrefixTree
+
+    >>> collator = DataCollatorForPrefixTree(pad_token_id=0, pad_to_multiple_of=8)
+    >>> batch = collator([{"prompt_ids": [5, 6], "completions": [[7], [8, 9]]}])
+    >>> batch["input_ids"]
+    tensor([[5, 6, 8, 9, 7, 0, 0, 0]])
+    >>> batch["labels"]
+    tensor([[-100, -100,    8,    9,    7, -100, -100, -100]])
+    >>> batch["position_ids"]
+    tensor([[0, 1, 2, 3, 2, 0, 0, 0]])
+    ```
+    """
+
+    pad_token_id: int
+    weighting: str = "tree"
+    pad_to_multiple_of: int = BLOCK_SIZE
+    return_tensors: str = "pt"
+
+    def __post_init__(self) -> None:
+        if self.return_tensors != "pt":
+            raise ValueError(f"`return_tensors` must be 'pt', got {self.return_tensors!r}: only PyTorch is supported.")
+
+    def __call__(self, features: Sequence[PrefixTree | Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        trees = [_as_tree(feature, self.weighting) for feature in features if not _is_padding(feature)]
+        return concatenate_trees(trees, self.pad_token_id, self.pad_to_multiple_of)
+
+
+def _is_padding(feature: object) -> bool:
+    return isinstance(feature, Mapping) and dict(feature) == PADDING_FEATURE
+
+
+def _as_tree(feature: object, weighting: str) -> PrefixTree:
+    if isinstance(feature, PrefixTree):
+        return feature
+    if isinstance(feature, Mapping):
+        if "node_parents" in feature:
+            return PrefixTree.from_dict(feature)
+        if "node_lengths" in feature and "sample_paths" in feature:
+            raise ValueError(
+                "A feature holds `node_lengths` and `sample_paths`: convert it with `PrefixTree.from_node_paths` "
+                "first."
+            )
+        if "branches" in feature:
+            branches = feature["branches"]
+            return fold(
+                [b if isinstance(b, Branch) else Branch(b["input_ids"], b["weights"]) for b in branches], weighting
+            )
+        if "prompt_ids" in feature and "completions" in feature:
+            return fold(rollout_branches(feature["prompt_ids"], feature["completions"]), weighting)
+        found = f"the keys {sorted(feature)}"
+    else:
+        found = type(feature).__name__
+    raise ValueError(
+        f"`features` must be trees, `branches`, or `prompt_ids` with `completions`, got {found}. Turn conversations "
+        f"into "
+        "trees with `hf_prefix_tree.prepare_trees`, or let `TreeSFTTrainer` do it."
+    )

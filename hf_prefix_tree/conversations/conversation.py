@@ -1,0 +1,82 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""One conversation under one chat template: rendering parts of it, and finding its turns in the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hf_prefix_tree.conversations.messages import Message, split_reasoning
+from hf_prefix_tree.conversations.template import ChatTemplate
+from hf_prefix_tree.conversations.tokenization import common_prefix
+from hf_prefix_tree.tree import Branch
+
+if TYPE_CHECKING:
+    from hf_prefix_tree.conversations.tokenization import Ids
+
+
+@dataclass
+class Conversation:
+    """
+    A conversation, and what was found missing in it.
+
+    Args:
+        template ([`ChatTemplate`]):
+            How it is rendered.
+        messages (`list[Message]`):
+            Normalized messages.
+        tools (`list`, *optional*):
+            Tool schemas.
+        variables (`dict[str, Any]`):
+            Further variables for the template.
+        turns (`list[int]`):
+            Indices of the assistant messages to train on, at least one.
+    """
+
+    template: ChatTemplate
+    messages: list[Message]
+    tools: list[Any] | None
+    variables: dict[str, Any]
+    turns: list[int]
+    prefix_mismatches: int = field(default=0, init=False)
+    unrendered_reasoning: int = field(default=0, init=False)
+
+    @cached_property
+    def visible(self) -> list[Message]:
+        """The messages without reasoning."""
+        return [split_reasoning(message)[1] for message in self.messages]
+
+    def has_reasoning(self, turn: int) -> bool:
+        return bool(split_reasoning(self.messages[turn])[0])
+
+    def text(self, messages: Sequence[Message], **variables: Any) -> str:
+        """The messages, rendered."""
+        return self.template.render(messages, self.tools, self.variables | variables)
+
+    def prompt(self, messages: Sequence[Message], **variables: Any) -> str:
+        """The messages and the header of an assistant turn, rendered."""
+        return self.template.render(messages, self.tools, self.variables | variables, add_generation_prompt=True)
+
+    def reasoning_is_in(self, text: str, turn: int) -> bool:
+        """Whether the turn's rendering has its reasoning, if it has any; counts it if not."""
+        missing = split_reasoning(self.messages[turn])[0] not in text
+        self.unrendered_reasoning += missing
+        return not missing
+
+    def turn_start(self, prompt: Ids, ids: Ids) -> int:
+        """Where the turn starts in a rendering that contains it; counts a prompt that is no prefix."""
+        start = common_prefix(prompt, ids)
+        self.prefix_mismatches += start < len(prompt)
+        return start
+
+
+def branch_of(ids: Ids, spans: Iterable[tuple[int, int]]) -> Branch:
+    """The branch that supervises the tokens of the spans."""
+    weights = np.zeros(len(ids))
+    for start, end in spans:
+        weights[start:end] = 1.0
+    return Branch(ids, weights)

@@ -1,0 +1,145 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Chat messages and tool schemas as real data has them, brought to the one form that chat templates agree on.
+
+Cost: linear in the messages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Message = dict[str, Any]
+Tools = Sequence[Mapping[str, Any] | str | Callable[..., Any]] | str
+
+# Names that data uses for a message's reasoning. Templates read the first; gpt-oss reads the second.
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+def normalize_messages(messages: Sequence[Mapping[str, Any]] | str, parse_arguments: bool) -> list[Message]:
+    """
+    Copy messages into plain data that every template can read.
+
+    Keys that are `None` are dropped, a missing `content` becomes `""`, an empty `tool_calls` is dropped, and reasoning
+    is found under `reasoning_content` and `thinking`.
+
+    Args:
+        messages (sequence of mappings, or a JSON string of one):
+            OpenAI chat messages.
+        parse_arguments (`bool`):
+            Whether tool-call arguments that are JSON strings become objects. A string that isn't a JSON object stays.
+
+    Raises:
+        `ValueError`: If there is no message, a message has no role, or something in it is not plain data.
+    """
+    if isinstance(messages, str):
+        messages = _parse_json(messages, "messages")
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+        raise ValueError(f"`messages` is a {type(messages).__name__}; pass a list of dicts with `role` and `content`.")
+    if not messages:
+        raise ValueError("`messages` is empty; drop the row or give it at least one assistant message.")
+    return [_normalize_message(message, f"messages[{i}]", parse_arguments) for i, message in enumerate(messages)]
+
+
+def normalize_tools(tools: Tools | None) -> list[Any] | None:
+    """
+    Tool schemas as a list of dicts, `None` if there are none.
+
+    Args:
+        tools (sequence or `str`, *optional*):
+            JSON schemas, JSON strings of them, or documented functions; or one JSON string of a list.
+
+    Raises:
+        `ValueError`: If it is not a list of tools, or not JSON.
+    """
+    if isinstance(tools, str):
+        tools = _parse_json(tools, "tools") if tools.strip() else None
+    if tools is None:
+        return None
+    if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence):
+        raise ValueError(f"`tools` is a {type(tools).__name__}; pass a list of tool schemas, or a JSON string of one.")
+    return [_normalize_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)] or None
+
+
+def split_reasoning(message: Message) -> tuple[str, Message]:
+    """
+    The reasoning of a normalized message, `""` if there is none, and the message without it.
+
+    Reasoning is `reasoning_content`, or what stands in `content` up to `</think>`. The line breaks that set the
+    content apart from it go with it.
+    """
+    visible = {key: value for key, value in message.items() if key not in _REASONING_KEYS}
+    reasoning = str(message.get("reasoning_content", "")).strip()
+    content = message["content"]
+    if not isinstance(content, str):
+        return reasoning, visible
+    if "</think>" in content:
+        thought, _, after = content.rpartition("</think>")
+        before, opened, inner = thought.partition("<think>")
+        reasoning = reasoning or (inner if opened else thought).strip()
+        visible["content"] = (before if opened else "") + after.lstrip("\n")
+    elif reasoning:
+        visible["content"] = content.lstrip("\n")
+    return reasoning, visible
+
+
+def _normalize_message(message: Any, name: str, parse_arguments: bool) -> Message:
+    if not isinstance(message, Mapping):
+        raise ValueError(f"`{name}` is a {type(message).__name__}; pass a dict with `role` and `content`.")
+    plain = {key: value for key, value in _plain(message, name).items() if value is not None}
+    if not isinstance(plain.get("role"), str) or not plain["role"]:
+        raise ValueError(f"`{name}` has the keys {sorted(message)} and no `role`; name who says it, e.g. 'user'.")
+    content = plain.setdefault("content", "")
+    if not isinstance(content, (str, list)):
+        raise ValueError(f"`{name}.content` is a {type(content).__name__}; pass a string, e.g. with `json.dumps`.")
+    calls = plain.pop("tool_calls", None) or []
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ValueError(f"`{name}.tool_calls` is {str(calls)[:80]!r}; pass a list of dicts with a `function`.")
+    if calls:
+        plain["tool_calls"] = [_with_arguments(call) for call in calls] if parse_arguments else calls
+    reasoning = next((plain[key] for key in _REASONING_KEYS if key in plain), None)
+    if reasoning is not None:
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    return plain
+
+
+def _with_arguments(call: Message) -> Message:
+    """The tool call with its arguments as an object, if they are the JSON string of one."""
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _with_arguments(call["function"])}
+    try:
+        arguments = json.loads(call.get("arguments", ""))
+    except (TypeError, ValueError):  # an object already, or no JSON: the template prints what is there
+        return call
+    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
+
+
+def _normalize_tool(tool: Any, name: str) -> Any:
+    if isinstance(tool, str):
+        tool = _parse_json(tool, name)
+    if callable(tool):
+        from transformers.utils import get_json_schema
+
+        tool = get_json_schema(tool)
+    if not isinstance(tool, Mapping):
+        raise ValueError(f"`{name}` is a {type(tool).__name__}; pass a tool's JSON schema, a dict.")
+    return _plain(tool, name)
+
+
+def _parse_json(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"`{name}` is no JSON ({error}), got {text[:80]!r}; pass the object itself.") from None
+
+
+def _plain(value: Any, name: str) -> Any:
+    """A copy made of dicts, lists and JSON scalars: a template prints anything else as a placeholder, or crashes."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _plain(item, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{name}[{i}]") for i, item in enumerate(value)]
+    raise ValueError(f"`{name}` is a {type(value).__name__}, which is not JSON; pass a string or a number.")

@@ -1,0 +1,255 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""One row of a dataset to branches: which kinds of rows there are, and what each becomes.
+
+Cost: that of rendering and tokenizing the row, see `hf_prefix_tree.conversations`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hf_prefix_tree.conversations import common_prefix, conversation_branches
+from hf_prefix_tree.folding import integer_array, weight_array
+from hf_prefix_tree.rollouts import rollout_branches
+from hf_prefix_tree.tree import Branch, PrefixTree
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TREE_COLUMNS = tuple(field.name for field in dataclasses.fields(PrefixTree))
+# What makes a row one of a kind. Other columns are ignored, except for those that a kind reads besides.
+ROW_KINDS = {
+    "branches": ("branches",),
+    "rollouts": ("prompt_ids", "completions"),
+    "nodes": ("parents", "nodes"),
+    "conversation": ("messages",),
+    "completions": ("prompt", "completions"),
+    "completion": ("prompt", "completion"),
+    "tokens": ("input_ids",),
+}
+TEXT_KINDS = ("conversation", "completions", "completion")
+_MASKS = ("completion_mask", "assistant_masks")
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """
+    How rows become branches, see `prepare_trees`. `features` is the dataset's schema, if it has one, `code` the state
+    of the code that reads the rows: a cached result is known by all of this.
+    """
+
+    kind: str
+    tokenizer: PreTrainedTokenizerBase | None
+    features: Mapping[str, Any]
+    reasoning: str
+    tools: Any
+    group_column: str
+    chat_template_kwargs: Mapping[str, Any]
+    empty_thinking_in_prompt: bool
+    max_length: int | None
+    overlong: str
+    code: str
+
+
+def row_kind(columns: Iterable[str]) -> str:
+    """
+    The kind of rows with these columns, a key of `ROW_KINDS` or `"tree"`.
+
+    Raises:
+        `ValueError`: If they fit no kind, or several.
+    """
+    present = set(columns)
+    if present.issuperset(_TREE_COLUMNS):
+        return "tree"
+    kinds = [kind for kind, needed in ROW_KINDS.items() if present.issuperset(needed)]
+    if len(kinds) == 1:
+        return kinds[0]
+    known = "; ".join(" + ".join(f"`{name}`" for name in needed) for needed in ROW_KINDS.values())
+    found = f"`dataset` has the columns {', '.join(sorted(present)) or 'none at all'}"
+    if not kinds:
+        raise ValueError(f"{found}, which are no known kind of rows; rename them to one of: {known}; or pass trees.")
+    raise ValueError(f"{found}, which fit {' and '.join(kinds)} rows; remove those that are not to be read ({known}).")
+
+
+def row_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
+    """
+    The branches of one row, capped at `max_length`, without those that supervise nothing.
+
+    Args:
+        row (`Mapping[str, Any]`):
+            One row.
+        options ([`RowOptions`]):
+            How to read it.
+        counts (`Counter[str]`):
+            Is added what was truncated (`truncated`), dropped as too long (`overlong`) or as without supervised token
+            (`unsupervised`), the counts of [`ConversationBranches`], and whether Arrow filled in keys of tool schemas
+            or arguments (`filled`).
+
+    Raises:
+        `ValueError`: If the row is malformed, or a branch is too long under `overlong="raise"`.
+    """
+    found: Counter[str] = Counter()
+    branches = []
+    for branch in _BRANCHES_OF[options.kind](_without_fill(row, options.features, found), options, found):
+        if options.max_length is not None and len(branch) > options.max_length:
+            if options.overlong == "raise":
+                raise ValueError(
+                    f"a branch has {len(branch)} tokens, `max_length` is {options.max_length}; raise it, or pass "
+                    "`overlong='truncate'` or 'drop'."
+                )
+            if options.overlong == "drop":
+                found["overlong"] += 1
+                continue
+            found["truncated"] += 1
+            branch = Branch(branch.input_ids[: options.max_length], branch.weights[: options.max_length])
+        if branch.weights.any():
+            branches.append(branch)
+        else:
+            found["unsupervised"] += 1
+    counts.update(found)  # only now: a row that raises counts as skipped and as nothing else
+    return branches
+
+
+def _of_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
+    return [Branch(branch.get("input_ids"), branch.get("weights")) for branch in _list(row, "branches", Mapping)]
+
+
+def _of_rollouts(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
+    return rollout_branches(row["prompt_ids"], _list(row, "completions"))
+
+
+def _of_nodes(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
+    nodes = [node if isinstance(node, Mapping) else {"input_ids": node} for node in _list(row, "nodes")]
+    ids = [integer_array(node.get("input_ids"), f"nodes[{i}].input_ids") for i, node in enumerate(nodes)]
+    given = [node.get("weights") for node in nodes]
+    weights = [np.ones(len(x)) if own is None else own for x, own in zip(ids, given, strict=True)]
+    return PrefixTree.from_nodes(_list(row, "parents"), ids, weights).branches()
+
+
+def _of_tokens(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
+    ids = integer_array(row["input_ids"], "input_ids")
+    weights = np.ones(len(ids))
+    if row.get("labels") is not None:
+        labels = integer_array(row["labels"], "labels", minimum=-100)
+        if len(labels) != len(ids):
+            raise ValueError(f"`labels` has {len(labels)} entries for {len(ids)} `input_ids`; pass one per token.")
+        if (wrong := (labels != -100) & (labels != ids)).any():
+            at = int(wrong.argmax())
+            raise ValueError(
+                f"`labels` is {labels[at]} at index {at} where `input_ids` is {ids[at]}; pass them unshifted, and "
+                "-100 where a token is not supervised."
+            )
+        weights *= labels != -100
+    for name in ("weights", *_MASKS):
+        if row.get(name) is not None:
+            own = weight_array(row[name], name)
+            if len(own) != len(ids):
+                raise ValueError(f"`{name}` has {len(own)} entries for {len(ids)} `input_ids`; pass one per token.")
+            weights *= own
+    return [Branch(ids, weights)]
+
+
+def _of_conversation(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
+    return _conversation(row["messages"], 0, row, options, counts)
+
+
+def _of_completions(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
+    completions = [row["completion"]] if options.kind == "completion" else _list(row, "completions")
+    if not completions:
+        raise ValueError("`completions` is empty; drop the row or give it a completion.")
+    prompt = row["prompt"]
+    if isinstance(prompt, str) and all(isinstance(completion, str) for completion in completions):
+        return _texts(prompt, completions, options, counts)
+    if isinstance(prompt, str) or any(isinstance(completion, str) for completion in completions):
+        raise ValueError("`prompt` and its completions mix strings and messages; make them all one or the other.")
+    return [
+        branch
+        for completion in completions
+        for branch in _conversation([*prompt, *completion], len(prompt), row, options, counts)
+    ]
+
+
+_BRANCHES_OF = {
+    "branches": _of_branches,
+    "rollouts": _of_rollouts,
+    "nodes": _of_nodes,
+    "conversation": _of_conversation,
+    "completions": _of_completions,
+    "completion": _of_completions,
+    "tokens": _of_tokens,
+}
+
+
+def _conversation(
+    messages: Any, num_prompt_messages: int, row: Mapping[str, Any], options: RowOptions, counts: Counter[str]
+) -> list[Branch]:
+    assert options.tokenizer is not None
+    tools = row.get("tools")
+    if not tools and options.tools is not None:
+        tools = options.tools
+        if isinstance(tools, Mapping):
+            group = row.get(options.group_column)
+            if group not in tools:
+                raise ValueError(f"`tools` has no entry for {options.group_column}={group!r}; add it, or pass a list.")
+            tools = tools[group]
+    result = conversation_branches(
+        messages,
+        options.tokenizer,
+        tools=tools,
+        reasoning=options.reasoning,
+        chat_template_kwargs={**options.chat_template_kwargs, **(row.get("chat_template_kwargs") or {})},
+        empty_thinking_in_prompt=options.empty_thinking_in_prompt,
+        num_prompt_messages=num_prompt_messages,
+    )
+    counts["prefix_mismatches"] += result.prefix_mismatches
+    counts["unrendered_reasoning"] += result.unrendered_reasoning
+    return result.branches
+
+
+def _texts(prompt: str, completions: Sequence[str], options: RowOptions, counts: Counter[str]) -> list[Branch]:
+    """Prompt and completion as one text, as TRL tokenizes it: with special tokens, and an end token after each."""
+    assert options.tokenizer is not None
+    end = options.tokenizer.eos_token or ""
+    texts = [prompt + (text if text.endswith(end) else text + end) for text in completions]
+    encoded = options.tokenizer([prompt, *texts], return_attention_mask=False, verbose=False)["input_ids"]
+    prompt_ids, *ids = (np.array(x, dtype=np.int64) for x in encoded)
+    branches = []
+    for own in ids:
+        start = common_prefix(prompt_ids, own)
+        counts["prefix_mismatches"] += start < len(prompt_ids)
+        branches.append(Branch(own, np.arange(len(own)) >= start))
+    return branches
+
+
+def _list(row: Mapping[str, Any], name: str, of: type = object) -> list[Any]:
+    if not isinstance(row[name], list):
+        raise ValueError(f"`{name}` is a {type(row[name]).__name__}; pass a list.")
+    for i, item in enumerate(row[name]):
+        if not isinstance(item, of):
+            raise ValueError(f"`{name}[{i}]` is a {type(item).__name__}; pass a dict with `input_ids` and `weights`.")
+    return row[name]
+
+
+def _without_fill(value: Any, feature: Any, counts: Counter[str], open_keys: bool = False) -> Any:
+    """
+    Drop what Arrow filled in: a key that any struct of a column has is `None` in all structs without it. Counts the
+    row if this concerns keys that are data.
+    """
+    if isinstance(feature, Mapping) and isinstance(value, Mapping):
+        if open_keys and None in value.values():
+            counts["filled"] = 1
+        return {
+            key: _without_fill(item, feature.get(key), counts, open_keys or key in ("arguments", "properties"))
+            for key, item in value.items()
+            if item is not None
+        }
+    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    if isinstance(value, list) and (isinstance(inner, (Mapping, list)) or hasattr(inner, "feature")):
+        return [_without_fill(item, inner, counts, open_keys) for item in value]
+    return value

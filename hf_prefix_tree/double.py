@@ -1,0 +1,59 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Float64 all the way through a Transformers model.
+
+Norms, routers and eager softmax cast to float32 inside, so a model in float64 agrees with itself only to about 1e-6.
+[`keep_double`] turns those casts of float64 tensors off, which makes comparisons to 1e-10 possible. Slow; for tests
+and checks only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class keep_double(TorchFunctionMode):
+    """
+    While active, float64 tensors stay float64 where code asks for a lower precision.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> with keep_double():
+    ...     torch.ones(1, dtype=torch.float64).float().dtype
+    torch.float64
+    ```
+    """
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if tensor is not None and tensor.dtype == torch.float64:
+            if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
+                return tensor
+            if func in (torch.Tensor.to, torch.Tensor.type):
+                args = tuple(torch.float64 if _is_low(value) else value for value in args)
+            if _is_low(kwargs.get("dtype")):
+                kwargs["dtype"] = torch.float64
+            other = args[1] if func is torch.Tensor.to and len(args) > 1 else None
+            if isinstance(other, torch.Tensor) and other.is_floating_point():
+                args = (tensor, other.to(torch.float64), *args[2:])
+        return func(*args, **kwargs)
+
+
+def _is_low(dtype: object) -> bool:
+    return dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
+def double_checkpoint_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """`context_fn` for non-reentrant checkpointing: recomputation re-enters [`keep_double`]."""
+    from contextlib import nullcontext
+
+    return nullcontext(), keep_double()

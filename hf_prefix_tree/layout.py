@@ -1,0 +1,307 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Node tables: their order, and the three integers per token that the mask, the positions and the labels need.
+
+A node table is two integer arrays over M nodes: `node_lengths` (tokens of each node) and `node_parents` (index of the
+parent, -1 for a root; a parent comes before its children). Laid out in DFS preorder, every subtree is one contiguous
+range of tokens, so `subtree_end` alone is the attention mask.
+
+Cost: O(M) Python steps over nodes, vectorised over tokens; memory O(M + N). Nothing recurses.
+
+The two functions at the end read trees that users give by their nodes, and raise a `ValueError` where that is no tree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.integer]
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeStats:
+    """
+    Counts of one tree, or of several: statistics add up with `+` (the two maxima stay maxima).
+
+    Args:
+        branches (`int`): Branches.
+        branch_tokens (`int`): Tokens of all branches: what training branch by branch computes.
+        tree_tokens (`int`): Tokens of the tree.
+        branch_pairs (`int`): Visible query-key pairs of causal attention over every branch, diagonal included.
+        tree_pairs (`int`): Visible query-key pairs of the tree, diagonal included.
+        longest_path (`int`): Tokens of the longest branch.
+        depth (`int`): Largest number of nodes on a path.
+        nodes (`int`): Nodes.
+        supervised_tokens (`int`): Tokens of the tree with a weight above 0.
+    """
+
+    branches: int
+    branch_tokens: int
+    tree_tokens: int
+    branch_pairs: int
+    tree_pairs: int
+    longest_path: int
+    depth: int
+    nodes: int
+    supervised_tokens: int
+
+    @property
+    def token_ratio(self) -> float:
+        """Tokens of the branches per token of the tree."""
+        return self.branch_tokens / self.tree_tokens
+
+    @property
+    def pair_ratio(self) -> float:
+        """Attention pairs of the branches per pair of the tree."""
+        return self.branch_pairs / self.tree_pairs
+
+    def __add__(self, other: TreeStats) -> TreeStats:
+        maxima = ("longest_path", "depth")
+        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self)}
+        return TreeStats(**{name: max(pair) if name in maxima else sum(pair) for name, pair in pairs.items()})
+
+
+def heavy_first_order(node_lengths: IntArray, node_parents: IntArray, first_seen: IntArray) -> Int64Array:
+    """
+    DFS preorder of the nodes with the heaviest child first, so that the longest shared work is one contiguous run.
+
+    A child's weight is the number of tokens in its subtree, its own included. Ties go to the child that was seen
+    first. Roots are ordered in the same way.
+
+    Args:
+        node_lengths (`np.ndarray` of shape `[M]`):
+            Tokens of each node.
+        node_parents (`np.ndarray` of shape `[M]`):
+            Parent of each node, -1 for a root. A parent comes before its children.
+        first_seen (`np.ndarray` of shape `[M]`):
+            Index of the first branch that passes through each node.
+
+    Returns:
+        `np.ndarray` of shape `[M]`, int64: the nodes in their new order.
+
+    Example:
+
+    ```python
+    >>> # a trunk of 2 tokens with children of 1 and 3 tokens
+    >>> heavy_first_order(np.array([2, 1, 3]), np.array([-1, 0, 0]), np.array([0, 0, 1])).tolist()
+    [0, 2, 1]
+
+    ```
+    """
+    parents = node_parents.tolist()
+    tokens_below = node_lengths.tolist()
+    for node in range(len(parents) - 1, -1, -1):
+        if parents[node] >= 0:
+            tokens_below[parents[node]] += tokens_below[node]
+    # Lightest and latest first: the last child pushed on the stack, the heaviest, is the next one to leave it.
+    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]  # the last list holds the roots (parent -1)
+    for node in np.lexsort((-first_seen, np.array(tokens_below))).tolist():
+        children[parents[node]].append(node)
+    order: list[int] = []
+    stack = children[-1]
+    while stack:
+        node = stack.pop()
+        order.append(node)
+        stack.extend(children[node])
+    return np.array(order, dtype=np.int64)
+
+
+def first_out_of_preorder(node_parents: IntArray) -> int | None:
+    """Index of the first node whose parent is not on the path of the node before it, `None` if all are in preorder."""
+    path: list[int] = [-1]
+    for node, parent in enumerate(node_parents.tolist()):
+        while path and path[-1] != parent:
+            path.pop()
+        if not path:
+            return node
+        path.append(node)
+    return None
+
+
+def node_starts(node_lengths: IntArray) -> Int64Array:
+    """Index of each node's first token, int64 `[M]`."""
+    ends = np.cumsum(node_lengths, dtype=np.int64)
+    return ends - node_lengths
+
+
+def node_depths(node_lengths: IntArray, node_parents: IntArray) -> Int64Array:
+    """Tokens above each node on its path (the depth of its first token), int64 `[M]`."""
+    lengths = node_lengths.tolist()
+    tops = [0] * len(lengths)
+    for node, parent in enumerate(node_parents.tolist()):
+        if parent >= 0:
+            tops[node] = tops[parent] + lengths[parent]
+    return np.array(tops, dtype=np.int64)
+
+
+def depth(node_lengths: IntArray, node_parents: IntArray) -> Int32Array:
+    """
+    Number of tokens before each token on its path: the RoPE position.
+
+    Args:
+        node_lengths (`np.ndarray` of shape `[M]`), node_parents (`np.ndarray` of shape `[M]`):
+            A node table in preorder.
+
+    Returns:
+        `np.ndarray` of shape `[N]`, int32: 0 at a root's first token, +1 along the path.
+
+    Example:
+
+    ```python
+    >>> depth(np.array([2, 3, 1]), np.array([-1, 0, 0])).tolist()
+    [0, 1, 2, 3, 4, 2]
+
+    ```
+    """
+    index = np.arange(node_lengths.sum(), dtype=np.int32)
+    # Inside a node, depth and index grow together: only their difference changes from node to node.
+    offset = node_depths(node_lengths, node_parents) - node_starts(node_lengths)
+    return index + np.repeat(offset.astype(np.int32), node_lengths)
+
+
+def subtree_end(node_lengths: IntArray, node_parents: IntArray) -> Int32Array:
+    """
+    One past the last token of each token's subtree: key `k` is visible to query `q` iff `k <= q < subtree_end[k]`.
+
+    Args:
+        node_lengths (`np.ndarray` of shape `[M]`), node_parents (`np.ndarray` of shape `[M]`):
+            A node table in preorder.
+
+    Returns:
+        `np.ndarray` of shape `[N]`, int32.
+
+    Example:
+
+    ```python
+    >>> subtree_end(np.array([2, 3, 1]), np.array([-1, 0, 0])).tolist()
+    [6, 6, 5, 5, 5, 6]
+
+    ```
+    """
+    parents = node_parents.tolist()
+    ends = np.cumsum(node_lengths, dtype=np.int64).tolist()
+    # In preorder a subtree ends where its last node does, and that node has been visited before its ancestors.
+    for node in range(len(parents) - 1, -1, -1):
+        parent = parents[node]
+        if parent >= 0 and ends[parent] < ends[node]:
+            ends[parent] = ends[node]
+    return np.repeat(np.array(ends, dtype=np.int32), node_lengths)
+
+
+def predecessor(node_lengths: IntArray, node_parents: IntArray) -> Int32Array:
+    """
+    Index of the token before each token on its path: token `t` is predicted from the hidden state there.
+
+    Args:
+        node_lengths (`np.ndarray` of shape `[M]`), node_parents (`np.ndarray` of shape `[M]`):
+            A node table in preorder; every node has at least one token.
+
+    Returns:
+        `np.ndarray` of shape `[N]`, int32: -1 at a root's first token.
+
+    Example:
+
+    ```python
+    >>> predecessor(np.array([2, 3, 1]), np.array([-1, 0, 0])).tolist()
+    [-1, 0, 1, 2, 3, 1]
+
+    ```
+    """
+    before = np.arange(-1, node_lengths.sum() - 1, dtype=np.int32)
+    starts = node_starts(node_lengths)
+    last = starts + node_lengths - 1
+    before[starts] = np.where(node_parents >= 0, last[node_parents], -1)
+    return before
+
+
+def branch_positions(node_lengths: IntArray, node_parents: IntArray, branch_nodes: IntArray) -> list[Int64Array]:
+    """
+    Token indices of every branch, root to end, in the order of `branch_nodes`.
+
+    Args:
+        node_lengths (`np.ndarray` of shape `[M]`), node_parents (`np.ndarray` of shape `[M]`):
+            A node table in preorder.
+        branch_nodes (`np.ndarray` of shape `[B]`):
+            The node that each branch ends with.
+
+    Returns:
+        `list` of B int64 arrays.
+
+    Example:
+
+    ```python
+    >>> [p.tolist() for p in branch_positions(np.array([2, 3, 1]), np.array([-1, 0, 0]), np.array([2, 1]))]
+    [[0, 1, 5], [0, 1, 2, 3, 4]]
+
+    ```
+    """
+    starts = node_starts(node_lengths).tolist()
+    lengths = node_lengths.tolist()
+    tops = node_depths(node_lengths, node_parents).tolist()
+    path = np.empty(max(top + length for top, length in zip(tops, lengths, strict=True)), dtype=np.int64)
+    positions: list[Int64Array] = [path] * len(branch_nodes)
+    ends = branch_nodes.tolist()
+    done = 0
+    # One walk in preorder. `path` holds the token index at every depth of the open path: whatever was written below a
+    # node's first depth belongs to its ancestors.
+    for branch in np.argsort(branch_nodes, kind="stable").tolist():
+        for node in range(done, ends[branch] + 1):
+            path[tops[node] : tops[node] + lengths[node]] = np.arange(starts[node], starts[node] + lengths[node])
+        done = ends[branch] + 1
+        positions[branch] = path[: tops[done - 1] + lengths[done - 1]].copy()
+    return positions
+
+
+def leaf_paths(parents: list[int]) -> list[list[int]]:
+    """Path of nodes, root first, to every node without children. A `ValueError` names `parents` that are no forest."""
+    if not parents:
+        raise ValueError("`parents` has no nodes; pass at least one.")
+    for node, parent in enumerate(parents):
+        if parent >= len(parents):
+            raise ValueError(
+                f"`parents[{node}]` is {parent}, out of range for {len(parents)} nodes; use -1 for a root."
+            )
+        if parent == node:
+            raise ValueError(f"`parents[{node}]` is {parent}, a cycle: no node is its own parent; use -1 for a root.")
+        if parent > node:
+            raise ValueError(
+                f"`parents[{node}]` is {parent}, a parent after its child or a cycle; order the nodes parents first."
+            )
+    inner = set(parents)
+    paths = []
+    for leaf in range(len(parents)):
+        if leaf not in inner:
+            path, node = [], leaf
+            while node >= 0:
+                path.append(node)
+                node = parents[node]
+            paths.append(path[::-1])
+    return paths
+
+
+def check_sample_paths(node_lengths: list[int], sample_paths: list[list[int]]) -> None:
+    """A `ValueError` names `sample_paths` if the paths don't form a tree of all tokens. Indices are in range."""
+    if not sample_paths:
+        raise ValueError("`sample_paths` is empty; pass one path of nodes for each branch.")
+    parents: dict[int, int] = {}
+    for index, path in enumerate(sample_paths):
+        for parent, node in zip([-1, *path], path, strict=False):
+            if parent >= node:
+                raise ValueError(
+                    f"`sample_paths[{index}]` goes from node {parent} to node {node}; number the nodes parents first, "
+                    "each once in a path."
+                )
+            if parents.setdefault(node, parent) != parent:
+                raise ValueError(
+                    f"`sample_paths[{index}]` gives node {node} the parent {parent}, an earlier path {parents[node]} "
+                    "(-1: none); give every node one parent."
+                )
+    for node, length in enumerate(node_lengths):
+        if length and node not in parents:
+            raise ValueError(
+                f"`sample_paths` never visits node {node} of {length} tokens; add its path or remove the node."
+            )

@@ -1,0 +1,119 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""[`TreeSFTConfig`]: TRL's `SFTConfig`, less what cannot be exact on trees, plus how trees are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl import SFTConfig
+
+# Inherited options that are refused: the value that passes, and what to do instead.
+REFUSED: dict[str, tuple[Any, str]] = {
+    "packing": (False, "trees are packed by `per_device_train_batch_size`: all trees of a batch become one row"),
+    "eval_packing": (None, "trees are packed by `per_device_eval_batch_size`"),
+    "padding_free": (False, "rows of trees hold next to no padding"),
+    "assistant_only_loss": (False, "every assistant turn is supervised already, and nothing else"),
+    "completion_only_loss": (
+        None,
+        "completions are supervised and prompts are not; pass `branches` for other weights",
+    ),
+    "loss_type": (
+        "nll",
+        "the loss of shared tokens is weighted, which is defined for the negative log-likelihood only",
+    ),
+    "label_smoothing_factor": (0.0, "label smoothing needs the full logits"),
+    "neftune_noise_alpha": (None, "a shared token draws one noise for all its branches"),
+    "use_liger_kernel": (False, "Liger replaces the model's forward"),
+    "average_tokens_across_devices": (True, "the loss is normalised over all ranks"),
+    "truncation_mode": ("keep_start", "branches share their start"),
+    "batch_eval_metrics": (False, "it needs `compute_metrics`, which sees logits of rows, not of branches"),
+    "include_for_metrics": ([], "it needs `compute_metrics`, which sees logits of rows, not of branches"),
+    "torch_compile": (False, "compiling the whole model is not tested on trees"),
+    "pad_token": (None, "set `processing_class.pad_token`"),
+}
+
+
+@dataclass
+class TreeSFTConfig(SFTConfig):
+    r"""
+    Configuration of [`TreeSFTTrainer`]: `SFTConfig` with these parameters on top.
+
+    Options of `SFTConfig` that cannot be exact on trees raise `ValueError`: `packing`, `eval_packing`, `padding_free`,
+    `assistant_only_loss`, `completion_only_loss`, `loss_type="dft"`, `label_smoothing_factor`, `neftune_noise_alpha`,
+    `use_liger_kernel`, `average_tokens_across_devices=False`, `truncation_mode="keep_end"`, `batch_eval_metrics`,
+    `include_for_metrics`, `torch_compile`, `pad_token`.
+
+    Args:
+        weighting (`str`, *optional*, defaults to `"tree"`):
+            `"tree"` weighs each branch 1/K (a token that g of K branches supervise weighs g/K), `"branch"` weighs each
+            branch 1 (identical to training the unfolded branches), `"branch_mean"` weighs each branch 1 / its
+            supervised tokens, `"once"` counts every unique supervised token once.
+        reasoning (`str`, *optional*, defaults to `"per_turn"`):
+            How conversations become branches, see [`conversation_branches`].
+        group_by (`str`, *optional*):
+            Column whose equal values make one tree out of several rows.
+        overlong (`str`, *optional*, defaults to `"truncate"`):
+            What happens to a branch longer than `max_length`: `"truncate"`, `"drop"` or `"raise"`.
+        on_error (`str`, *optional*, defaults to `"raise"`):
+            What happens to a row that cannot be rendered: `"raise"` or `"skip"` (counted and logged).
+        attn_backend (`str`, *optional*, defaults to `"auto"`):
+            See [`prepare_model`].
+
+    > [!NOTE]
+    > These parameters have other defaults than in `SFTConfig`: `max_length` is `None` instead of `1024`, which would
+    cut
+    > most agent dialogues before their first supervised token.
+    """
+
+    max_length: int | None = field(
+        default=None,
+        metadata={"help": "Longest branch in tokens; see `overlong`. `None` leaves branches whole."},
+    )
+    weighting: str = field(
+        default="tree",
+        metadata={
+            "help": "Weight of a branch: 'tree' 1/K, 'branch' 1, 'branch_mean' 1 / its supervised tokens; 'once' "
+            "counts "
+            "every unique supervised token once.",
+            "choices": ["tree", "branch", "branch_mean", "once"],
+        },
+    )
+    reasoning: str = field(
+        default="per_turn",
+        metadata={
+            "help": "How conversations become branches.",
+            "choices": ["per_turn", "side_leaf", "think_split", "keep"],
+        },
+    )
+    group_by: str | None = field(
+        default=None, metadata={"help": "Column whose equal values make one tree out of several rows."}
+    )
+    overlong: str = field(
+        default="truncate",
+        metadata={
+            "help": "What happens to a branch longer than `max_length`.",
+            "choices": ["truncate", "drop", "raise"],
+        },
+    )
+    on_error: str = field(
+        default="raise",
+        metadata={"help": "What happens to a row that cannot be rendered.", "choices": ["raise", "skip"]},
+    )
+    attn_backend: str = field(
+        default="auto",
+        metadata={"help": "Attention of the tree path.", "choices": ["auto", "flex", "sdpa"]},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, (allowed, remedy) in REFUSED.items():
+            value = getattr(self, name)
+            if value != allowed and not (name in ("neftune_noise_alpha", "include_for_metrics") and not value):
+                raise ValueError(
+                    f"`{name}={value!r}` is not supported on prefix trees: {remedy}. Leave it at {allowed!r}."
+                )
+        for name in ("weighting", "reasoning", "overlong", "on_error", "attn_backend"):
+            choices = self.__dataclass_fields__[name].metadata["choices"]
+            if getattr(self, name) not in choices:
+                raise ValueError(f"`{name}` must be one of {choices}, got {getattr(self, name)!r}.")

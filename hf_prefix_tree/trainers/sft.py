@@ -1,0 +1,166 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""[`TreeSFTTrainer`]: TRL's `SFTTrainer` on prefix trees.
+
+Everything that is not about trees is TRL's: the fused LM head (no logits of the row are built), PEFT, activation
+offloading, metrics, saving. Overridden are what a dataset becomes, the columns that are kept, and the weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from trl import SFTTrainer
+from trl.trainer.utils import global_then_local_main_first
+
+from hf_prefix_tree.batch import BLOCK_SIZE, gather_supervised
+from hf_prefix_tree.collators.prefix_tree import DataCollatorForPrefixTree
+from hf_prefix_tree.datasets import prepare_trees
+from hf_prefix_tree.trainers.config import TreeSFTConfig
+from hf_prefix_tree.trainers.mixin import TreeLossMixin
+from hf_prefix_tree.tree import PrefixTree
+
+
+class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
+    """
+    Supervised fine-tuning on prefix trees: a drop-in for TRL's [`~trl.SFTTrainer`].
+
+    A dataset row is one of: a folded tree ([`PrefixTree.to_dict`]), `branches`, `prompt_ids` + `completions`, `prompt`
+    + `completion(s)`, `messages` (with `tools`), or `input_ids` (with `labels`); `TreeSFTConfig(group_by="group")`
+    makes one tree of the rows with an equal `group`. Each row or group becomes one tree; the trees of a micro-batch
+    share one row.
+
+    Args:
+        model (`str`, `PreTrainedModel` or `PeftModel`):
+            As for `SFTTrainer`. The model is prepared with [`prepare_model`].
+        args ([`TreeSFTConfig`], *optional*):
+            Configuration.
+        data_collator (`DataCollatorForPrefixTree`, *optional*):
+            Defaults to one with the tokenizer's padding token.
+        train_dataset, eval_dataset, processing_class, peft_config, callbacks, optimizers, ...:
+            As for `SFTTrainer`. Refused: `compute_loss_func`, `compute_metrics`, `preprocess_logits_for_metrics`,
+            `formatting_func`, vision datasets, prompt-learning PEFT.
+
+    Example:
+
+    ```python
+    >>> from datasets import load_dataset
+    >>> from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer
+
+    >>> trainer = TreeSFTTrainer(
+    ...     model="Qwen/Qwen3-0.6B",
+    ...     args=TreeSFTConfig(group_by="group"),
+    ...     train_dataset=load_dataset("json", data_files="dialogues.jsonl", split="train"),
+    ... )  # doctest: +SKIP
+    >>> trainer.train()  # doctest: +SKIP
+    ```
+    """
+
+    _signature_columns: list[str] | None
+    _tag_names = ["trl", "sft", "prefix-tree"]  # noqa: RUF012 - as in TRL
+    _name = "Tree SFT"
+
+    def __init__(
+        self,
+        model: Any,
+        args: TreeSFTConfig | None = None,
+        data_collator: DataCollatorForPrefixTree | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = TreeSFTConfig(f"{name.split('/')[-1] or type(model).__name__}-TreeSFT")
+        elif not isinstance(args, TreeSFTConfig):
+            raise ValueError(f"`args` must be a `TreeSFTConfig`, got `{type(args).__name__}`.")
+        for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "formatting_func"):
+            if kwargs.get(name) is not None:
+                raise ValueError(f"`{name}` is not supported on prefix trees: it would see rows, not branches.")
+        if data_collator is None:
+            multiple = args.pad_to_multiple_of or BLOCK_SIZE
+            # TRL settles which token pads while it initialises; it is set below
+            data_collator = DataCollatorForPrefixTree(-1, weighting=args.weighting, pad_to_multiple_of=multiple)
+        elif not isinstance(data_collator, DataCollatorForPrefixTree):
+            raise ValueError(
+                f"`data_collator` must be a `DataCollatorForPrefixTree`, got `{type(data_collator).__name__}`."
+            )
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            **kwargs,
+        )
+        if self._is_vision_dataset:
+            raise ValueError("`train_dataset` has images, which prefix trees do not hold yet. Use `SFTTrainer`.")
+        if data_collator.pad_token_id < 0:
+            data_collator.pad_token_id = _pad_token_id(self._tokenizer)
+
+    def _prepare_dataset(
+        self, dataset: Any, processing_class: Any, args: TreeSFTConfig, packing: bool, formatting_func: Any, name: str
+    ) -> Any:
+        with global_then_local_main_first():
+            dataset = prepare_trees(
+                dataset,
+                self._tokenizer,
+                reasoning=args.reasoning,
+                weighting=args.weighting,
+                group_by=args.group_by,
+                max_length=args.max_length,
+                overlong=args.overlong,
+                on_error=args.on_error,
+                num_proc=args.dataset_num_proc,
+            )
+        return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
+
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None:
+            raw = ["branches", "prompt_ids", "completions"]  # folded by the collator under `skip_prepare_dataset`
+            self._signature_columns = [field.name for field in dataclasses.fields(PrefixTree)] + raw
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        divisor = self.divisor(inputs, num_items_in_batch)
+        if not self.model.training:
+            divisor = divisor * self._averaging_ranks()  # TRL multiplies by them whenever it is given a divisor
+        weighted = _WeightedLogProbs(model, divisor)
+        # TRL clamps its divisor at 1, while summed weights are often smaller: divide first and hand it a 1.
+        result = SFTTrainer.compute_loss(self, weighted, inputs, return_outputs, num_items_in_batch=1)
+        self.record(weighted.loss_sum, inputs)
+        return result
+
+
+class _WeightedLogProbs:
+    """Stands in for the model in TRL's `compute_loss`: its log-probs come out times their weight over the divisor."""
+
+    def __init__(self, model: Callable, divisor: torch.Tensor) -> None:
+        self.model, self.divisor = model, divisor
+        self.loss_sum: torch.Tensor
+
+    def __call__(self, **inputs: Any) -> Any:
+        outputs = self.model(**inputs)
+        if inputs.get("fused_lm_head"):
+            weights = gather_supervised(inputs["prefix_tree"], inputs["labels"], inputs.get("loss_weights")).weights
+            weighted = outputs.log_probs.double() * weights
+            self.loss_sum = -weighted.detach().sum()
+            outputs.log_probs = weighted / self.divisor
+        return outputs
+
+
+def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return token_id
+    raise ValueError("`processing_class` has neither a padding nor an end token: set `processing_class.pad_token`.")

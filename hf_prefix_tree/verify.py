@@ -1,0 +1,143 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Self-verification: a prepared model runs a small forest and the same branches one by one, and must agree with
+itself.
+
+The forest has a fork, a strict prefix, a second tree and one path longer than the smallest sliding window. Three
+numbers are compared, each the largest over the checked tokens of the root mean square over the vocabulary: the tree's
+error against the branches; the model's own spread (a branch alone against the same branch right-padded); and, as a
+control that must be large, the error of a plain causal run over the same row. Four short forwards without gradients.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from hf_prefix_tree.batch import BLOCK_SIZE, IGNORE_INDEX, concatenate_trees
+from hf_prefix_tree.support import attention_windows
+from hf_prefix_tree.tree import Branch, PrefixTree, fold
+
+logger = logging.getLogger(__name__)
+
+CHECKED_TOKENS = 6  # the last ones of each branch: what a fork, a window or a neighbour would disturb
+# Rounding that no model is blamed for, relative to the logits: a few units of the dtype over some tens of layers.
+_ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+
+def weights_are_whole(model: PreTrainedModel) -> bool:
+    """Whether every parameter is here in full: not on the meta device, not sharded by FSDP or ZeRO-3."""
+    return not any(
+        parameter.is_meta
+        or hasattr(parameter, "ds_id")
+        or isinstance(parameter.data, torch.distributed.tensor.DTensor)
+        for parameter in model.parameters()
+    )
+
+
+def verify_tree_forward(model: PreTrainedModel, forward: Callable) -> None:
+    """
+    Compares the tree path of a prepared model with independent runs of the branches.
+
+    Args:
+        model (`PreTrainedModel`): The prepared causal LM; its training flags, buffers and random state are restored.
+        forward (`Callable`): What is called, `model` itself or its wrapper under FSDP or DDP.
+
+    Raises:
+        `ValueError`: if the tree path does not give the branches' logits.
+    """
+    trees = _forest(model)
+    device = model.device
+    # two blocks at least: the kernels that will train are the ones to check
+    row = concatenate_trees(trees, pad_token_id=0, pad_to_multiple_of=2 * BLOCK_SIZE)
+    row = {key: value.to(device) for key, value in row.items()}
+    positions = _checked_positions(trees)
+    where = torch.from_numpy(np.unique(np.concatenate(positions))).to(device)  # row order: that of the gathered logits
+    labels = torch.full_like(row["labels"], IGNORE_INDEX)
+    labels[0, where] = row["input_ids"][0, where]
+    with _undisturbed(model), torch.no_grad():
+        logits = forward(**{**row, "labels": labels}).logits[0]
+        found = dict(zip(where.tolist(), logits, strict=True))
+        causal = _plain_logits(forward, row["input_ids"], row["prefix_tree"][0, 2, where].long())
+        found_causal = dict(zip(where.tolist(), causal, strict=True))
+        error = control = spread = scale = 0.0
+        branches = [branch for tree in trees for branch in tree.branches()]
+        for branch, checked in zip(branches, positions, strict=True):
+            ids = torch.from_numpy(branch.input_ids.copy()).to(device)[None]
+            keep = torch.arange(ids.shape[1] - len(checked) - 1, ids.shape[1] - 1, device=device)
+            alone = _plain_logits(forward, ids, keep)
+            padded = _plain_logits(forward, torch.nn.functional.pad(ids, (0, 5)), keep, length=ids.shape[1])
+            tree_logits = torch.stack([found[position] for position in checked])
+            error = max(error, _distance(tree_logits, alone))
+            control = max(control, _distance(torch.stack([found_causal[position] for position in checked]), alone))
+            spread = max(spread, _distance(padded, alone))
+            scale = max(scale, _distance(alone, torch.zeros_like(alone)))
+    numbers = f"error {error:.1e}, own spread {spread:.1e}, causal control {control:.1e}, logits {scale:.1e}"
+    logger.info("Tree path of %s on %s: %s.", type(model).__name__, device.type, numbers)
+    rounding = max(4 * spread, _ROUNDING.get(logits.dtype, 0.0) * scale)
+    if not error <= rounding:  # also where the error is not a number
+        raise ValueError(
+            f"{type(model).__name__} does not give the same logits on a prefix tree as on its branches ({numbers}): "
+            f"a layer "
+            "carries information that the tree mask and path positions do not control. Train it on unfolded branches."
+        )
+    if control < 4 * error:
+        logger.warning(
+            "The self-check of %s cannot tell a tree mask from a causal one (%s): these weights hardly attend.",
+            type(model).__name__,
+            numbers,
+        )
+
+
+def _forest(model: PreTrainedModel) -> list[PrefixTree]:
+    config = model.config
+    limit = getattr(config, "max_position_embeddings", None) or 2**31
+    longest = min(min(attention_windows(config), default=0) + 24, limit)
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, size=4 * longest)
+    trunk, fork = ids[:longest], 2 * longest // 3
+    sibling = np.concatenate([trunk[:fork], ids[longest : longest + longest - fork]])
+    paths = [[trunk, sibling, trunk[: longest - 4]], [ids[2 * longest : 2 * longest + 12]]]
+    return [fold([Branch(path, np.ones(len(path))) for path in tree]) for tree in paths]
+
+
+def _checked_positions(trees: list[PrefixTree]) -> list[np.ndarray]:
+    """For each branch of the row, the positions in the row of its last tokens."""
+    positions, start = [], 0
+    for tree in trees:
+        positions += [path[-CHECKED_TOKENS:] + start for path in tree.paths()]
+        start += len(tree)
+    return positions
+
+
+def _plain_logits(
+    forward: Callable, input_ids: torch.Tensor, keep: torch.Tensor, length: int | None = None
+) -> torch.Tensor:
+    mask = torch.ones_like(input_ids)
+    if length is not None:
+        mask[:, length:] = 0
+    output = forward(input_ids=input_ids, attention_mask=mask, logits_to_keep=keep, use_cache=False)
+    return output.logits[0]
+
+
+def _distance(left: torch.Tensor, right: torch.Tensor) -> float:
+    return (left.double() - right.double()).square().mean(dim=-1).sqrt().max().item()
+
+
+@contextmanager
+def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
+    training = {module: module.training for module in model.modules()}
+    buffers = {buffer: buffer.clone() for buffer in model.buffers()}
+    model.eval()
+    devices = [model.device] if model.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for module, flag in training.items():
+            module.training = flag
+        for buffer, value in buffers.items():
+            buffer.copy_(value)

@@ -1,0 +1,179 @@
+"""The benchmarks run end to end on a CPU, and what they compute beside times is right."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import attention, fold, mask, step
+from benchmarks.flops import flop_counts, model_config
+from benchmarks.microbatches import pack
+from benchmarks.packed import Packed
+from benchmarks.shapes import FOLD_SHAPES, QUICK, SHAPES, build, conversation_trees, leaf_first_rows, lightest_first
+from hf_prefix_tree.attention.mask import dense_mask
+
+ENVIRONMENT = {"device", "python", "torch", "transformers", "trl", "flash-attn-4", "cuda", "commit", "date"}
+
+
+def read(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "branches", "branch_tokens"),
+    [
+        ("caterpillar-8k", 8_165, 20, 69_250),
+        ("caterpillar-37k", 37_428, 61, 727_608),
+        ("4k+16x512", 4096 + 16 * 512, 16, 16 * 4608),
+        ("1k+64x64", 1024 + 64 * 64, 64, 64 * 1088),
+        ("search", 12_544, 81, 114_048),
+        ("caterpillar-400", 70_683, 400, 9_600_000),
+    ],
+)
+def test_shapes(name, tokens, branches, branch_tokens):
+    stats = build({**SHAPES, **FOLD_SHAPES}[name]).stats()
+    assert (stats.tree_tokens, stats.branches, stats.branch_tokens) == (tokens, branches, branch_tokens)
+
+
+def test_a_shape_is_the_same_every_time_and_follows_its_seed():
+    assert build(QUICK["search"]) == build(QUICK["search"])
+    assert build(QUICK["search"], seed=1) != build(QUICK["search"])
+
+
+def test_caterpillar_supervises_reasoning_and_answer_of_each_turn():
+    branches = build(SHAPES["caterpillar-8k"]).branches()
+    assert [int(branch.weights.sum()) for branch in branches] == [60 + 70] * 20
+    # turn t follows t contexts and answers
+    lengths = sorted(len(branch) for branch in branches)
+    assert lengths == [935 + turn * (165 + 70) + 165 + 60 + 70 for turn in range(20)]
+
+
+def test_flops_of_4k_16_by_hand():
+    config = model_config(quick=False)
+    counts = flop_counts([build(SHAPES["4k+16x512"])], config)
+    layer = 1024 * 2048 + 2 * 1024 * 1024 + 2048 * 1024 + 3 * 1024 * 3072
+    head = 6 * 1024 * 151_936 * 16 * 512
+    tree_pairs = 4096 * 4097 // 2 + 16 * sum(range(4097, 4609))
+    branch_pairs = 16 * 4608 * 4609 // 2
+    pair = 3.5 * 4 * 128 * 16 * 28
+    tree = 6 * 28 * layer * 12_288 + head + pair * tree_pairs
+    branches = 6 * 28 * layer * 73_728 + head + pair * branch_pairs
+    assert counts["folded"]["tflop"] == pytest.approx(tree / 1e12, rel=1e-12)
+    assert counts["branches"]["tflop"] == pytest.approx(branches / 1e12, rel=1e-12)
+    assert branches / tree == pytest.approx(4.49, abs=0.005)
+
+
+def test_pack_fills_bins_first_fit_decreasing():
+    assert pack([3, 9, 4, 6, 30], 10) == [[4], [1], [3, 2], [0]]
+
+
+def test_packed_branches_do_not_see_each_other():
+    row = Packed.of([3, 60, 65], torch.device("cpu"))
+    expected = torch.block_diag(*(torch.ones(n, n).tril() for n in (3, 60, 65))).bool()
+    assert torch.equal(dense_mask(row.context.prefix_tree)[0, 0], expected)
+    assert row.starts.tolist() == [0, 3, 63, 128] and row.longest == 65
+
+
+def test_leaf_first_is_the_same_tree_in_the_reverse_order():
+    tree = build(QUICK["caterpillar-8k"])
+    lengths, parents = lightest_first(tree)
+    assert parents.tolist() == [-1, 0, 0, 2, 2, 4, 4]  # each turn's leaf, then the trunk
+    assert lengths.tolist() == [14, 7, 9, 7, 9, 7, 9 + 7]  # the last answer continues the trunk
+    visible = dense_mask(leaf_first_rows(tree))[0, 0, : len(tree), : len(tree)]
+    assert visible.sum() == tree.stats().tree_pairs
+    assert not visible[14 + 7, 14 : 14 + 7].any()  # the second turn does not see the first one's leaf
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    output = tmp_path_factory.mktemp("step") / "sub" / "step.csv"
+    # rows of 128 tokens make several micro-batches of branches
+    arguments = ["--quick", "--checkpointing", "off", "on", "--micro-batch-tokens", "128", "--seconds", "0"]
+    return step.main([*arguments, "--output", str(output)]), read(output)
+
+
+def test_folded_and_per_branch_steps_have_the_same_loss(steps):
+    rows, _ = steps
+    assert len(rows) == 4 * 2 * 2
+    for shape in step.DEFAULT_SHAPES:
+        losses = {(r["method"], r["checkpointing"]): r["loss"] for r in rows if r["shape"] == shape}
+        assert len(losses) == 4
+        assert all(loss == pytest.approx(losses["folded", "off"], rel=1e-5) for loss in losses.values()), losses
+    assert (
+        len({round(row["loss"], 4) for row in rows}) == 4
+    )  # the shapes' losses differ: the comparison tells something
+    assert any(row["micro_batches"] > 1 for row in rows if row["method"] == "branches")
+    assert all(row["micro_batches"] == 1 for row in rows if row["method"] == "folded")
+
+
+def test_step_writes_every_column(steps):
+    rows, written = steps
+    measured = {"shape", "method", "mode", "checkpointing", "kernel", "row_tokens", "ms", "peak_gib", "flop_ratio"}
+    assert len(written) == len(rows) and written[0].keys() >= measured | ENVIRONMENT | {"speedup", "roof_share"}
+    for row in rows:
+        if row["method"] == "folded":
+            other = next(
+                r
+                for r in rows
+                if r["method"] == "branches" and all(r[k] == row[k] for k in ("shape", "checkpointing"))
+            )
+            assert row["speedup"] == other["ms"] / row["ms"]
+            assert row["flop_ratio"] == other["tflop"] / row["tflop"] > 1
+    assert written[0]["torch"] == torch.__version__
+    assert all(row["kernel"] == "sdpa" for row in rows if row["method"] == "branches")
+
+
+def test_attention_agrees_with_the_dense_mask(tmp_path):
+    rows = attention.main(["--quick", "--only", "search", "1k+64x64", "--output", str(tmp_path / "a.csv")])
+    methods = {row["method"] for row in rows}
+    assert methods == {"causal", "flex", "sdpa", "flex, leaf first", "gather"}
+    assert all(row["error"] < 1e-5 for row in rows if row["method"] != "causal")
+    assert read(tmp_path / "a.csv")[0].keys() >= ENVIRONMENT | {
+        "shape",
+        "method",
+        "kernel",
+        "tflops",
+        "forward_tflops",
+    }
+    row = next(row for row in rows if row["shape"] == "1k+64x64")
+    pairs = 16 * 17 // 2 + 8 * (17 + 18 + 19)
+    assert row["tflops"] == pytest.approx(pairs * 4 * 16 * 4 * 3.5 / (row["ms"] * 1e-3) / 1e12)
+
+
+def test_a_wrong_kernel_is_refused(monkeypatch):
+    monkeypatch.setattr(
+        attention, "gather_paths", lambda tree, device: lambda q, k, v: attention.causal(q, k, v).transpose(1, 2)
+    )
+    with pytest.raises(RuntimeError, match="is off by"):
+        attention.main(["--quick", "--only", "search", "--methods", "gather"])
+
+
+def test_mask_and_fold_rows(tmp_path):
+    rows = mask.main(["--quick", "--output", str(tmp_path / "m.csv")])
+    assert [(row["method"], row["tokens"]) for row in rows] == [
+        (method, tokens) for tokens in (128, 384) for method in ("tree_block_mask", "create_block_mask", "dense_mask")
+    ]
+    assert read(tmp_path / "m.csv")[0].keys() >= ENVIRONMENT | {"method", "tokens", "ms", "peak_gib"}
+    rows = fold.main(["--quick", "--only", "caterpillar-400", "--output", str(tmp_path / "f.csv")])
+    assert [row["method"] for row in rows] == ["fold", "fold+check"]
+    assert rows[0]["tokens_per_s"] == pytest.approx(138 / (rows[0]["ms"] * 1e-3))
+    assert read(tmp_path / "f.csv")[0].keys() >= ENVIRONMENT | {"shape", "tokens_per_s"}
+
+
+def test_stock_block_mask_is_the_same_mask():
+    rows = torch.from_numpy(np.stack([leaf_first_rows(build(QUICK["search"]))[0].numpy()]))
+    stock = mask.stock_block_mask(rows)
+    index = torch.arange(128)
+    visible = stock.mask_mod(torch.tensor(0), None, index[:, None], index[None])
+    assert torch.equal(visible, dense_mask(rows)[0, 0])
+
+
+def test_conversations_make_one_tree_per_group(shared_data):
+    data = shared_data("data/tau_bench_airline.jsonl")
+    tools = Path(shared_data("data/tau_bench_airline.tools.json"))
+    (tree,) = conversation_trees(data, shared_data("tokenizers/qwen3"), tools, most=1)
+    stats = tree.stats()
+    assert (stats.branches, stats.branch_tokens, stats.tree_tokens) == (60, 376_759, 27_706)

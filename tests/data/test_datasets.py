@@ -1,0 +1,423 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Datasets of every kind of rows to datasets of trees."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import numpy as np
+import pytest
+from datasets import Dataset, DatasetDict, Features, IterableDataset, List, Value, load_dataset, load_from_disk
+
+from hf_prefix_tree.conversations import conversation_branches
+from hf_prefix_tree.datasets import prepare_trees
+from hf_prefix_tree.demo.dialogues import generate_dialogues
+from hf_prefix_tree.rollouts import rollout_branches
+from hf_prefix_tree.tree import Branch, PrefixTree, fold
+
+HI = {"role": "user", "content": "Hi"}
+HELLO = {"role": "assistant", "content": "Hello"}
+CIAO = {"role": "assistant", "content": "Ciao"}
+BRANCH = {"input_ids": [1, 2, 3], "weights": [0.0, 1.0, 1.0]}
+
+
+@pytest.fixture(scope="module")
+def dialogues() -> list[dict]:
+    """Rows whose tools and tool-call arguments are JSON strings, so that Arrow changes nothing."""
+    rows = generate_dialogues(num_groups=3, trials=2, seed=0)
+    for row in rows:
+        row["tools"] = json.dumps(row["tools"])
+        for message in row["messages"]:
+            for call in message.get("tool_calls", ()):
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    return rows
+
+
+def trees(dataset) -> list[PrefixTree]:
+    return [PrefixTree.from_dict(row) for row in dataset]
+
+
+def branches_of(row: dict, tokenizer) -> list[Branch]:
+    return conversation_branches(row["messages"], tokenizer, tools=row["tools"]).branches
+
+
+def prepare_rows(rows: list[dict], tokenizer=None, **options) -> list[PrefixTree]:
+    return trees(prepare_trees(Dataset.from_list(rows), tokenizer, **options))
+
+
+def stream_of(rows: list[dict]) -> IterableDataset:
+    return IterableDataset.from_generator(lambda: iter(rows))
+
+
+# --- rows of token ids ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"branches": [BRANCH, {**BRANCH, "weights": [0.0, 0.5, 0.0]}]}, [BRANCH, ([1, 2, 3], [0, 0.5, 0])]),
+        ({"prompt_ids": [1, 2], "completions": [[3], [4, 5]]}, [([1, 2, 3], [0, 0, 1]), ([1, 2, 4, 5], [0, 0, 1, 1])]),
+        ({"parents": [None, 0, 0], "nodes": [[1, 2], [3], [4]]}, [([1, 2, 3], [1, 1, 1]), ([1, 2, 4], [1, 1, 1])]),
+        (
+            {
+                "parents": [-1, 0],
+                "nodes": [{"input_ids": [1], "weights": [0.0]}, {"input_ids": [2, 3], "weights": None}],
+            },
+            [([1, 2, 3], [0, 1, 1])],
+        ),
+        ({"input_ids": [1, 2, 3]}, [([1, 2, 3], [1, 1, 1])]),
+        ({"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}, [([1, 2, 3], [0, 0, 1])]),
+        ({"input_ids": [1, 2, 3], "weights": [0.0, 0.0, 2.5]}, [([1, 2, 3], [0, 0, 2.5])]),
+        ({"input_ids": [1, 2, 3], "labels": [1, 2, 3], "completion_mask": [0, 1, 0]}, [([1, 2, 3], [0, 1, 0])]),
+        ({"input_ids": [1, 2, 3], "labels": [-100, -100, 3], "weights": [1, 1, 2]}, [([1, 2, 3], [0, 0, 2])]),
+        ({"input_ids": [1, 2, 3], "assistant_masks": [0, 1, 1], "other": "x"}, [([1, 2, 3], [0, 1, 1])]),
+    ],
+)
+def test_kinds_of_token_rows(row, expected):
+    branches = [Branch(**item) if isinstance(item, dict) else Branch(*item) for item in expected]
+    for weighting in ("tree", "branch_mean"):
+        assert prepare_rows([row], weighting=weighting) == [fold(branches, weighting)]
+        streamed = prepare_trees(stream_of([row, row]), weighting=weighting)
+        assert trees(streamed) == [fold(branches, weighting)] * 2
+
+
+def test_trees_are_returned_as_they_are():
+    dataset = prepare_trees(Dataset.from_list([{"branches": [BRANCH]}]))
+    assert prepare_trees(dataset) is dataset
+    for options in ({"group_by": "weighting"}, {"max_length": 5}):
+        with pytest.raises(ValueError, match="holds trees already"):
+            prepare_trees(dataset, **options)
+
+
+def test_the_rows_survive_arrow_with_an_explicit_schema(tmp_path):
+    weights = [0.0, 0.1, 1 / 3]
+    rows = [{"branches": [{"input_ids": [1, 2**40, 3], "weights": weights}, BRANCH]}, {"branches": [BRANCH]}]
+    prepare_trees(Dataset.from_list(rows)).save_to_disk(tmp_path / "trees")
+    loaded = load_from_disk(tmp_path / "trees")
+    assert trees(loaded) == [fold([Branch(**branch) for branch in row["branches"]]) for row in rows]
+    tree = fold([Branch(**BRANCH)]).to_dict()
+    assert loaded.column_names == list(tree)
+    for name, value in tree.items():
+        if isinstance(value, np.ndarray):
+            assert loaded.features[name] == List(Value(str(value.dtype))), name
+
+
+# --- rows of text ---------------------------------------------------------------------------------------------------
+
+
+def test_conversations(tiny_tokenizer, dialogues):
+    expected = [fold(branches_of(row, tiny_tokenizer)) for row in dialogues]
+    assert prepare_rows(dialogues, tiny_tokenizer) == expected
+    strings = [{**row, "messages": json.dumps(row["messages"])} for row in dialogues]
+    assert prepare_rows(strings, tiny_tokenizer) == expected
+    leaves = conversation_branches(
+        dialogues[0]["messages"], tiny_tokenizer, tools=dialogues[0]["tools"], reasoning="side_leaf"
+    )
+    assert prepare_rows(dialogues[:1], tiny_tokenizer, reasoning="side_leaf") == [fold(leaves.branches)]
+
+
+def test_two_processes_and_streaming_give_the_same(tiny_tokenizer, dialogues):
+    expected = prepare_rows(dialogues, tiny_tokenizer)
+    assert prepare_rows(dialogues, tiny_tokenizer, num_proc=2) == expected
+    assert trees(prepare_trees(stream_of(dialogues), tiny_tokenizer)) == expected
+    grouped = prepare_rows(dialogues, tiny_tokenizer, group_by="group")
+    assert prepare_rows(dialogues, tiny_tokenizer, group_by="group", num_proc=2) == grouped
+    streamed = prepare_trees(stream_of(dialogues), tiny_tokenizer, group_by="group")
+    assert trees(streamed) == grouped
+    assert trees(streamed) == grouped  # a second epoch
+
+
+def test_rows_of_a_group_become_one_tree_wherever_they_are(tiny_tokenizer, dialogues):
+    shuffled = [dialogues[i] for i in (4, 0, 2, 1, 5, 3)]
+    expected = [
+        fold([branch for row in shuffled if row["group"] == group for branch in branches_of(row, tiny_tokenizer)])
+        for group in ("desk-2", "desk-0", "desk-1")
+    ]
+    assert prepare_rows(shuffled, tiny_tokenizer, group_by="group") == expected
+    assert len(trees(prepare_trees(stream_of(shuffled), tiny_tokenizer, group_by="group"))) == 6  # none are neighbours
+
+
+def test_prompts_and_completions_as_text(tiny_tokenizer):
+    def ids(text: str) -> list[int]:
+        return tiny_tokenizer(text)["input_ids"]
+
+    both = [("a b", "c"), ("a b", "d<|im_end|>")]
+    expected = [
+        Branch(ids(text), np.arange(len(ids(text))) >= len(ids("a b")))
+        for text in ("a bc<|im_end|>", "a bd<|im_end|>")
+    ]
+    row = {"prompt": "a b", "completions": [completion for _, completion in both]}
+    assert prepare_rows([row], tiny_tokenizer) == [fold(expected)]
+    single = [{"prompt": prompt, "completion": completion} for prompt, completion in both]
+    assert prepare_rows(single, tiny_tokenizer) == [fold([branch]) for branch in expected]
+
+
+def test_a_merge_across_the_boundary_of_prompt_and_completion_is_counted(tiny_tokenizer, caplog):
+    (tree,) = prepare_rows([{"prompt": "Thank yo", "completion": "u"}], tiny_tokenizer)
+    assert "1 turns whose prompt is no token prefix" in caplog.text
+    (branch,) = tree.branches()
+    assert tiny_tokenizer.decode(branch.input_ids[branch.weights > 0]) == " you<|im_end|>"
+
+
+def test_prompts_and_completions_as_messages(tiny_tokenizer):
+    completions = [[HELLO], [CIAO, HI, HELLO]]
+    expected = [
+        branch
+        for completion in completions
+        for branch in conversation_branches([HI, *completion], tiny_tokenizer, num_prompt_messages=1).branches
+    ]
+    assert len(expected) == 3
+    assert prepare_rows([{"prompt": [HI], "completions": completions}], tiny_tokenizer) == [fold(expected)]
+    assert prepare_rows([{"prompt": [HI], "completion": completions[1]}], tiny_tokenizer) == [fold(expected[1:])]
+
+
+def test_tools_come_from_the_row_or_from_the_group(tiny_tokenizer, dialogues):
+    bare = [{"group": row["group"], "desk": row["group"], "messages": row["messages"]} for row in dialogues]
+    expected = prepare_rows(dialogues, tiny_tokenizer)
+    by_group = {row["group"]: row["tools"] for row in dialogues}
+    assert prepare_rows(bare, tiny_tokenizer, tools=by_group) == expected
+    parsed = {group: json.loads(tools) for group, tools in by_group.items()}
+    grouped = prepare_rows(dialogues, tiny_tokenizer, group_by="group")
+    assert prepare_rows(bare, tiny_tokenizer, tools=parsed, group_by="desk") == grouped
+    assert prepare_rows(bare[:2], tiny_tokenizer, tools=by_group["desk-0"]) == expected[:2]
+    assert prepare_rows(dialogues, tiny_tokenizer, tools="[]") == expected  # the row's own come first
+    assert prepare_rows(bare, tiny_tokenizer) != expected
+    del by_group["desk-1"]
+    with pytest.raises(ValueError, match="row 2: `tools` has no entry for group='desk-1'"):
+        prepare_rows(bare, tiny_tokenizer, tools=by_group)
+
+
+def test_chat_template_kwargs_come_from_the_row_or_from_the_call(tiny_tokenizer):
+    rows = [{"messages": [HI, HELLO], "chat_template_kwargs": {"enable_thinking": False, "other": None}}]
+    rows += [{"messages": [HI, HELLO], "chat_template_kwargs": None}]
+    without, on, off = (
+        fold(conversation_branches([HI, HELLO], tiny_tokenizer, chat_template_kwargs=kwargs).branches)
+        for kwargs in ({}, {"enable_thinking": True}, {"enable_thinking": False})
+    )
+    assert without == off != on
+    assert prepare_rows(rows, tiny_tokenizer, chat_template_kwargs={"enable_thinking": True}) == [off, on]
+    assert prepare_rows(rows, tiny_tokenizer, empty_thinking_in_prompt=False) == [off, on]
+
+
+def test_arrow_structs_lose_what_they_filled_in_and_warn(tiny_tokenizer, caplog):
+    raw = [row for row in generate_dialogues(num_groups=3, trials=1, seed=0) if row["group"] != "desk-2"]
+    calls = [call for row in raw for m in row["messages"] for call in m.get("tool_calls", ())]
+    for call in calls:  # Arrow sorts the keys by their first appearance
+        call["function"]["arguments"] = dict(list(call["function"]["arguments"].items())[:1])
+    for row in raw:
+        row["tools"] = json.dumps(row["tools"])
+    assert len({tuple(call["function"]["arguments"]) for call in calls}) > 1  # so each has keys of the others
+    dataset = Dataset.from_list(raw)
+    assert (
+        None
+        in next(call for m in dataset[0]["messages"] for call in m["tool_calls"] or ())["function"][
+            "arguments"
+        ].values()
+    )
+    assert trees(prepare_trees(dataset, tiny_tokenizer)) == [fold(branches_of(row, tiny_tokenizer)) for row in raw]
+    assert "2 rows whose tool schemas or arguments are Arrow structs" in caplog.text
+    caplog.clear()
+    json_columns = Dataset.from_list(generate_dialogues(num_groups=2, trials=1), on_mixed_types="use_json")
+    expected = [fold(branches_of(row, tiny_tokenizer)) for row in generate_dialogues(num_groups=2, trials=1)]
+    assert trees(prepare_trees(json_columns, tiny_tokenizer)) == expected
+    assert not caplog.messages
+
+
+def test_a_null_argument_survives_in_json_columns(tiny_tokenizer):
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": None}}}
+    rows = [{"messages": [HI, {"role": "assistant", "tool_calls": [call]}]}, {"messages": [HI, HELLO]}]
+    dataset = Dataset.from_list(rows, on_mixed_types="use_json")
+    (branch,) = trees(prepare_trees(dataset, tiny_tokenizer))[0].branches()
+    assert '"arguments": {"x": null}' in tiny_tokenizer.decode(branch.input_ids)
+
+
+# --- what is lost is counted ----------------------------------------------------------------------------------------
+
+LONG = {"branches": [{"input_ids": [1, 2, 3, 4, 5], "weights": [0.0, 0, 0, 1, 1]}, BRANCH]}
+HOPELESS = {"branches": [{"input_ids": [7, 8, 9, 6], "weights": [0.0, 0, 0, 1]}]}
+
+
+@pytest.mark.parametrize(
+    ("max_length", "overlong", "expected", "losses"),
+    [
+        (None, "truncate", [LONG["branches"], HOPELESS["branches"]], ""),
+        (
+            4,
+            "truncate",
+            [[{"input_ids": [1, 2, 3, 4], "weights": [0, 0, 0, 1]}, BRANCH], HOPELESS["branches"]],
+            "1 branches truncated to `max_length`.",
+        ),
+        (
+            3,
+            "truncate",
+            [[BRANCH]],
+            "2 branches truncated to `max_length`; 2 branches dropped that have no supervised token; 1 trees left out "
+            "because no branch remained.",
+        ),
+        (4, "drop", [[BRANCH], HOPELESS["branches"]], "1 branches dropped as longer than `max_length`."),
+    ],
+)
+def test_long_branches(caplog, max_length, overlong, expected, losses):
+    caplog.set_level(logging.INFO, "hf_prefix_tree")
+    options = {"max_length": max_length, "overlong": overlong}
+    want = [fold([Branch(**branch) for branch in branches]) for branches in expected]
+    assert prepare_rows([LONG, HOPELESS], **options) == want
+    total = sum(map(len, expected))
+    note = f"Prepared 2 rows: {total} branches."
+    assert caplog.messages == [note + (f" Not all is trained on as it was: {losses}" if losses else "")]
+    caplog.clear()
+    assert trees(prepare_trees(stream_of([LONG, HOPELESS]), **options)) == want
+    assert caplog.messages == ([f"{note} Not all is trained on as it was: {losses}"] if losses else [])
+
+
+def test_counts_of_a_group_add_up(caplog):
+    rows = [{**LONG, "group": "a"}, {**HOPELESS, "group": "a"}, {**HOPELESS, "group": "b"}]
+    (tree,) = prepare_rows(rows, group_by="group", max_length=3)
+    assert tree == fold([Branch(**BRANCH)])
+    assert "Prepared 3 rows: 1 branches." in caplog.text
+    assert "3 branches truncated to `max_length`; 3 branches dropped that" in caplog.text
+    assert "; 1 trees left out" in caplog.text
+
+
+def test_long_branches_can_stop_the_preparation():
+    with pytest.raises(ValueError, match="row 1: a branch has 4 tokens, `max_length` is 3"):
+        prepare_rows([{"branches": [BRANCH]}, HOPELESS], max_length=3, overlong="raise")
+
+
+def test_no_tree_left():
+    with pytest.raises(ValueError, match=r"no tree is left of 1 rows: 0 branches \(1 branches dropped as longer"):
+        prepare_rows([HOPELESS], max_length=3, overlong="drop")
+
+
+BAD_ROWS = [{"messages": json.dumps(messages)} for messages in ([HI, HELLO], [HI], [HI, CIAO], [])]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_proc": 2}, {"group_by": "group"}])
+def test_a_bad_row_stops_or_is_skipped(tiny_tokenizer, caplog, options):
+    rows = [{**row, "group": i} for i, row in enumerate(BAD_ROWS)]
+    with pytest.raises(ValueError, match="row 1: `messages` has no assistant message"):
+        prepare_rows(rows, tiny_tokenizer, **options)
+    good = prepare_rows(rows[::2], tiny_tokenizer)
+    caplog.clear()
+    assert prepare_rows(rows, tiny_tokenizer, on_error="skip", **options) == good
+    assert "2 rows skipped" in caplog.text
+    assert "; row 1: `messages` has no assistant" in caplog.text and "; row 3: `messages` is empty" in caplog.text
+
+
+def test_a_bad_row_of_a_stream_or_of_a_group_is_skipped_alone(tiny_tokenizer, caplog):
+    assert len(trees(prepare_trees(stream_of(BAD_ROWS), tiny_tokenizer, on_error="skip"))) == 2
+    assert "row 3: `messages` is empty" in caplog.text
+    caplog.clear()
+    (tree,) = prepare_rows(
+        [{**row, "group": 0} for row in BAD_ROWS], tiny_tokenizer, on_error="skip", group_by="group"
+    )
+    assert tree.num_branches == 2 and "2 rows skipped" in caplog.text
+    with pytest.raises(ValueError, match="row 1: `messages` has no assistant"):
+        list(prepare_trees(stream_of(BAD_ROWS), tiny_tokenizer))
+
+
+def test_a_row_that_is_skipped_counts_as_nothing_else(tiny_tokenizer, caplog):
+    rows = [{"branches": [HOPELESS["branches"][0], {"input_ids": [1], "weights": [1.0, 1.0]}]}, LONG]
+    prepare_rows(rows, on_error="skip", max_length=4)
+    assert "1 branches truncated" in caplog.text and "no supervised" not in caplog.text
+
+
+def test_a_cached_result_is_reported_again(tmp_path, tiny_tokenizer, caplog):
+    rows = [{"messages": [HI, HELLO], "group": 1}, {"messages": [HI], "group": 2}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def prepare(**options):
+        dataset = load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), split="train", cache_dir=str(tmp_path))
+        return prepare_trees(dataset, tiny_tokenizer, on_error="skip", **options)
+
+    for options in ({}, {"group_by": "group"}):
+        first = prepare(**options)
+        files = {file["filename"]: (tmp_path / file["filename"]).stat().st_mtime_ns for file in first.cache_files}
+        assert len(files) == 1
+        caplog.clear()
+        second = prepare(**options)
+        assert {file["filename"] for file in second.cache_files} == set(files)
+        assert all((tmp_path / name).stat().st_mtime_ns == time for name, time in files.items())
+        assert "1 rows skipped; 1 trees left out" in caplog.text
+        assert trees(first) == trees(second)
+        assert prepare(weighting="once", **options).cache_files != second.cache_files
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "expected"),
+    [
+        (
+            {"text": "x"},
+            {},
+            "`dataset` has the columns text, which are no known kind of rows; rename them to one of: ",
+        ),
+        ({"messages": [HI], "prompt": "x", "completion": "y"}, {}, "fit conversation and completion rows; remove"),
+        ({"messages": [HI, HELLO]}, {}, "`tokenizer` is None, but conversation rows are text"),
+        ({"branches": [BRANCH]}, {"reasoning": "none"}, "`reasoning` is 'none'; pass one of"),
+        ({"branches": [BRANCH]}, {"overlong": "cut"}, "`overlong` is 'cut'; pass one of 'truncate', 'drop', 'raise'"),
+        ({"branches": [BRANCH]}, {"on_error": "ignore"}, "`on_error` is 'ignore'; pass one of 'raise', 'skip'"),
+        ({"branches": [BRANCH]}, {"weighting": "mean"}, "`weighting` is 'mean'; pass one of"),
+        ({"branches": [BRANCH]}, {"max_length": 1}, "`max_length` is 1; pass at least 2"),
+        (
+            {"branches": [BRANCH]},
+            {"group_by": "group"},
+            "`group_by` is 'group', which is no column; pass one of branches",
+        ),
+        ({"branches": []}, {}, "no tree is left"),
+        ({"branches": [{**BRANCH, "weights": [1.0]}]}, {}, "row 0: `weights` has 1 entries but `input_ids` has 3"),
+        ({"branches": [{"input_ids": [1, 2]}]}, {}, "row 0: `weights` has 0 dimensions, got None"),
+        ({"branches": [[1, 2]]}, {}, r"row 0: `branches\[0\]` is a list; pass a dict with `input_ids` and `weights`"),
+        ({"branches": "x"}, {}, "row 0: `branches` is a str; pass a list"),
+        ({"prompt_ids": [1], "completions": []}, {}, "row 0: `completions` is empty"),
+        ({"parents": [0], "nodes": [[1, 2]]}, {}, "row 0: `parents"),
+        ({"input_ids": [1, 2], "labels": [2, -100]}, {}, "row 0: `labels` is 2 at index 0 where `input_ids` is 1"),
+        ({"input_ids": [1, 2], "labels": [2]}, {}, "row 0: `labels` has 1 entries for 2 `input_ids`"),
+        ({"input_ids": [1, 2], "completion_mask": [1]}, {}, "row 0: `completion_mask` has 1 entries for 2"),
+    ],
+)
+def test_errors(row, options, expected):
+    with pytest.raises(ValueError, match=expected):
+        prepare_rows([row], **options)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "x", "completions": []}, "`completions` is empty; drop the row"),
+        ({"prompt": "x", "completion": [HELLO]}, "mix strings and messages"),
+        ({"prompt": [HI], "completion": "x"}, "mix strings and messages"),
+        ({"messages": "[1"}, "`messages` is no JSON"),
+        ({"messages": [{"from": "human", "value": "x"}]}, r"`messages\[0\]` has the keys \['from', 'value'\]"),
+    ],
+)
+def test_errors_of_text_rows(tiny_tokenizer, row, expected):
+    with pytest.raises(ValueError, match=f"row 0: .*{expected}"):
+        prepare_rows([row], tiny_tokenizer)
+
+
+def test_what_is_no_split():
+    dataset = Dataset.from_list([{"branches": [BRANCH]}])
+    for wrong, expected in (
+        (DatasetDict(train=dataset), "`dataset` is a DatasetDict; pass one split"),
+        ([{"branches": [BRANCH]}], "`dataset` is a list; pass one split"),
+        (
+            dataset.with_format("numpy"),
+            r"the format 'numpy'; pass `dataset.with_format\(None\)`",
+        ),
+        (dataset.select([]), "`dataset` has no rows"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            prepare_trees(wrong)
+    with pytest.raises(ValueError, match="`num_proc` is 2, but a stream is read in one process"):
+        prepare_trees(stream_of([{"branches": [BRANCH]}]), num_proc=2)
+
+
+def test_rollouts_of_an_explicit_schema():
+    features = Features({"prompt_ids": List(Value("int32")), "completions": List(List(Value("int32")))})
+    rows = {"prompt_ids": [[1, 2], []], "completions": [[[3], [4]], [[5, 6]]]}
+    expected = [fold(rollout_branches(*row)) for row in zip(*rows.values(), strict=True)]
+    assert trees(prepare_trees(Dataset.from_dict(rows, features=features))) == expected

@@ -1,0 +1,142 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""What may import what: `import hf_prefix_tree` stays light, and modules import only from rooms before their own."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPO_ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "hf_prefix_tree"
+
+# In order: a module imports from its own room and from rooms before it. "__init__" stands for the package's top level,
+# whose own imports are free (what it must not load is measured below).
+ROOMS = (
+    "layout",
+    "folding",
+    "tree",
+    "splitting",
+    "packing",
+    "conversations",
+    "rollouts",
+    "datasets",
+    "batch",
+    "loss",
+    "attention",
+    "double",
+    "support",
+    "verify",
+    "model",
+    "collators",
+    "trainers",
+    "diffusion",
+    "eagle3",
+    "__init__",
+    "report",
+    "demo",
+    "cli",
+)
+WITHOUT_TORCH = ("layout", "folding", "tree", "splitting", "packing", "conversations", "rollouts")
+WITH_TRL = ("trainers", "diffusion", "eagle3", "report", "demo", "cli")
+NOT_LOADED = ("datasets", "trl")
+
+
+def loaded_modules(statement: str) -> list[str]:
+    """Which of `NOT_LOADED` a fresh interpreter has loaded after the statement."""
+    code = f"{statement}\nimport sys\nprint(*[name for name in {NOT_LOADED} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_import_loads_no_trl_and_no_datasets():
+    assert loaded_modules(f"import {PACKAGE}") == []
+
+
+@pytest.mark.parametrize("name", NOT_LOADED)
+def test_the_check_above_can_fail(name: str):
+    assert name in loaded_modules(f"import {name}")
+
+
+def imported_names(module: str, is_package: bool, source: str) -> Iterator[tuple[int, str]]:
+    """Line number and full dotted name of everything that the source imports, at any level of nesting."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            # One dot is the module's own package, each further dot one package up.
+            up = node.level - is_package
+            base = module.split(".")[: -up or None] if node.level else []
+            prefix = [*base, *([node.module] if node.module else [])]
+            for alias in node.names:
+                yield node.lineno, ".".join([*prefix, alias.name])
+
+
+def violations(module: str, source: str, is_package: bool = False) -> list[str]:
+    """One line for every import of the module that breaks the order of the rooms or the bans on torch and TRL."""
+    parts = module.split(".")
+    if parts == [PACKAGE]:
+        return []
+    room = parts[1]
+    if room not in ROOMS:
+        return [f"{module}: no room is named {room!r}; add it to ROOMS"]
+    found = []
+    for line, name in imported_names(module, is_package, source):
+        head, *rest = name.split(".")
+        if head == "torch" and room in WITHOUT_TORCH:
+            found.append(f"{module}:{line}: {room} imports torch")
+        if head == "trl" and room not in WITH_TRL:
+            found.append(f"{module}:{line}: {room} imports trl")
+        if head == PACKAGE:
+            target = rest[0] if rest and rest[0] in ROOMS else "__init__"
+            if ROOMS.index(target) > ROOMS.index(room):
+                found.append(f"{module}:{line}: {room} imports from {target}, a later room")
+    return found
+
+
+def test_modules_import_only_from_earlier_rooms():
+    found = []
+    files = sorted((REPO_ROOT / PACKAGE).rglob("*.py"))
+    for file in files:
+        parts = file.relative_to(REPO_ROOT).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        module = ".".join(parts[:-1] if is_package else parts)
+        found += violations(module, file.read_text(), is_package)
+    assert len(files) > 5
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "expected"),
+    [
+        ("tree", "import torch", "tree imports torch"),
+        ("folding", "def f():\n    from torch.nn import Linear", "folding imports torch"),
+        ("collators.prefix_tree", "import trl", "collators imports trl"),
+        ("model", "from trl.trainer import SFTTrainer", "model imports trl"),
+        ("layout", "from .tree import fold", "layout imports from tree"),
+        ("layout", "from . import tree", "layout imports from tree"),
+        ("attention.mask", "from ..model import prepare_model", "attention imports from model"),
+        ("attention.mask", "from .. import model", "attention imports from model"),
+        ("attention.mask", "import hf_prefix_tree.model", "attention imports from model"),
+        ("loss", "from hf_prefix_tree.collators.prefix_tree import X", "loss imports from collators"),
+        ("batch", "from hf_prefix_tree import fold_all", "batch imports from __init__"),
+        ("nowhere", "", "no room is named 'nowhere'"),
+    ],
+)
+def test_a_wrong_import_is_reported(module: str, source: str, expected: str):
+    found = violations(f"{PACKAGE}.{module}", source)
+    assert len(found) == 1 and expected in found[0]
+
+
+def test_right_imports_are_not_reported():
+    source = "import datasets, torch, trl\nfrom ..tree import fold\nfrom . import sft\nfrom .sft import X"
+    assert violations(f"{PACKAGE}.trainers", source, is_package=True) == []
+    assert violations(f"{PACKAGE}.trainers.grpo", source) == []
+    assert violations(f"{PACKAGE}.demo.__main__", f"from {PACKAGE} import TreeSFTTrainer") == []
+    assert violations(PACKAGE, "from .model import prepare_model", is_package=True) == []

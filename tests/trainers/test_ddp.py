@@ -1,0 +1,55 @@
+"""Two gloo processes against one: the same gradients, metrics and evaluation, also where the data does not divide."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from runs import distance, make_model, weights
+
+WORKER = Path(__file__).parent / "ddp_worker.py"
+
+
+def run(folder, processes, *args):
+    folder.mkdir()
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--master-port=0", "--standalone"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, str(WORKER), str(folder), *map(str, args)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(folder / "weights.pt"), json.loads((folder / "log.json").read_text())
+
+
+@pytest.mark.parametrize("num_trees", [8, 7])
+def test_two_processes_equal_one(tmp_path, num_trees):
+    steps = 2
+    # 7 trees: the second step holds 3 trees; the two processes fill it up with an empty row, not with a repeated one
+    one, log_one = run(tmp_path / "one", 1, num_trees, 4, 1, steps)
+    two, log_two = run(tmp_path / "two", 2, num_trees, 2, 1, steps)
+    start = weights(make_model())
+    assert distance(one, start) > 1e-3
+    assert distance(two, one, start) < 1e-5
+    keys = (
+        "loss",
+        "loss/sum",
+        "loss/token_count",
+        "tree/branches",
+        "tree/tokens",
+        "tree/token_ratio",
+        "tree/pair_ratio",
+    )
+    for entry_one, entry_two in zip(log_one[:steps], log_two[:steps], strict=True):
+        for key in keys:
+            assert entry_two[key] == pytest.approx(entry_one[key], rel=2e-6), key
+    evaluations = [[e["eval_loss"] for e in log if "eval_loss" in e] for log in (log_one, log_two)]
+    assert evaluations[1] == pytest.approx(evaluations[0], rel=2e-6)

@@ -1,0 +1,268 @@
+"""`TreeSFTTrainer` against TRL's `SFTTrainer` on the unfolded branches, and against itself under every setting."""
+
+import pytest
+import torch
+from datasets import Dataset
+from models import branch_runs, gradients
+from peft import LoraConfig
+from runs import config, distance, make_model, make_trees, tokenizer, train, tree_dataset, weights
+from transformers import Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from hf_prefix_tree import DataCollatorForPrefixTree, TreeLossMixin, TreeSFTTrainer, prepare_model
+from hf_prefix_tree.tree import fold
+
+
+def step_reference(trees, model=None):
+    """Loss and gradients of one optimizer step over these trees, from independent runs of the branches."""
+    model = make_model() if model is None else model
+    loss, _ = branch_runs(model, trees)
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def step_gradient(start, end, learning_rate=1.0):
+    return {name: (start[name] - end[name]) / learning_rate for name in start}
+
+
+# ---- against TRL's SFTTrainer ----
+
+
+def stock_run(folder, trees, attn_implementation="sdpa", **kwargs):
+    branches = [branch for tree in trees for branch in tree.branches()]
+    rows = [
+        {
+            "input_ids": branch.input_ids.tolist(),
+            "labels": [int(i) if w else -100 for i, w in zip(branch.input_ids, branch.weights, strict=True)],
+        }
+        for branch in branches
+    ]
+    trainer = SFTTrainer(
+        model=make_model(attn_implementation=attn_implementation),
+        args=config(folder, SFTConfig, per_device_train_batch_size=6, **kwargs),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer(),
+    )
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw_torch"])
+def test_branch_weighting_is_sft_on_the_unfolded_branches(tmp_path, optimizer):
+    trees = make_trees(10, weighting="branch", fractional=False)
+    options = {"max_steps": 20, "optim": optimizer, "learning_rate": 0.05 if optimizer == "sgd" else 1e-3}
+    stock = stock_run(tmp_path, trees, **options)
+    ours = train(tmp_path, trees, weighting="branch", **options)
+    start = weights(make_model())
+    apart = distance(weights(ours.model), weights(stock.model))
+    assert distance(weights(stock.model), start) > 1e-2
+    if optimizer == "sgd":
+        assert apart < 1e-7
+    else:
+        eager = stock_run(tmp_path, trees, attn_implementation="eager", **options)
+        assert apart <= 2 * distance(weights(eager.model), weights(stock.model))
+    losses = [[entry["loss"] for entry in run.state.log_history if "loss" in entry] for run in (ours, stock)]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-6)
+
+
+# ---- one step against independent runs of the branches ----
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_step_is_normalised_over_accumulation(tmp_path, accumulation):
+    trees = make_trees(4)
+    loss, expected = step_reference(trees)
+    start = weights(make_model())
+    trainer = train(
+        tmp_path, trees, gradient_accumulation_steps=accumulation, per_device_train_batch_size=4 // accumulation
+    )
+    got = step_gradient(start, weights(trainer.model))
+    assert distance(got, expected) < 5e-6
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_weights_far_below_one_are_not_clamped(tmp_path):
+    trees = [fold([b for b in make_trees(1)[0].branches() for _ in range(1)]) for _ in range(1)]
+    small = [fold([type(b)(b.input_ids, b.weights * 1e-4) for b in tree.branches()]) for tree in trees]
+    ends = [weights(train(tmp_path, data).model) for data in (trees, small)]
+    assert distance(ends[1], ends[0], weights(make_model())) < 1e-5
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_changes_nothing(tmp_path, use_reentrant):
+    trees = make_trees(2)
+    plain = train(tmp_path, trees, per_device_train_batch_size=2)
+    model = make_model()
+    if use_reentrant:
+        model.enable_input_require_grads()
+    checkpointed = train(
+        tmp_path,
+        trees,
+        model,
+        per_device_train_batch_size=2,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": use_reentrant},
+    )
+    for name, value in weights(plain.model).items():
+        assert torch.equal(value, weights(checkpointed.model)[name]), name
+
+
+def test_lora(tmp_path):
+    trees = make_trees(3)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    trainer = TreeSFTTrainer(
+        model=make_model(),
+        args=config(tmp_path, per_device_train_batch_size=3),
+        train_dataset=tree_dataset(trees),
+        processing_class=tokenizer(),
+        peft_config=lora,
+    )
+    loss, _ = branch_runs(trainer.model, trees)
+    loss.backward()
+    expected, start = gradients(trainer.model), weights(trainer.model)
+    trainer.model.zero_grad()
+    trainer.train()
+    got = {name: value for name, value in step_gradient(start, weights(trainer.model)).items() if name in expected}
+    assert all("lora_" in name for name in got) and len(got) == 8
+    assert distance(got, expected) < 5e-6
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "gemma3"])
+def test_other_architectures(tmp_path, name):
+    trees = make_trees(2)
+    _, expected = step_reference(trees, make_model(name, attn_implementation=None))
+    start = weights(make_model(name, attn_implementation=None))
+    kwargs = {} if name == "gemma3" else {"router_aux_loss_coef": 0.0}
+    model = make_model(name, attn_implementation=None)
+    trainer = train(tmp_path, trees, model, per_device_train_batch_size=2, **kwargs)
+    got = {key: value for key, value in step_gradient(start, weights(trainer.model)).items() if key in expected}
+    assert distance(got, expected) < 2e-5
+
+
+def test_autocast(tmp_path):
+    """bf16 autocast: the tree's gradients are no farther from float32 than twice those of the branches in bf16."""
+    trees = make_trees(2)
+    _, exact = step_reference(trees)
+    model = make_model()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = branch_runs(model, trees)
+    loss.backward()
+    by_branch = distance(gradients(model), exact)
+    start = weights(make_model())
+    trainer = train(tmp_path, trees, per_device_train_batch_size=2, bf16=True)
+    by_tree = distance(step_gradient(start, weights(trainer.model)), exact)
+    assert 1e-4 < by_tree <= 2 * by_branch
+
+
+# ---- plain Trainer ----
+
+
+class TreeTrainer(TreeLossMixin, Trainer):
+    """The step-wide normaliser on a plain Trainer."""
+
+
+def plain_arguments(folder, **kwargs):
+    options = config(folder).to_dict()
+    names = ("optim", "learning_rate", "lr_scheduler_type", "max_grad_norm", "train_sampling_strategy", "max_steps")
+    kept = {name: options[name] for name in (*names, "use_cpu", "report_to", "save_strategy", "logging_steps")}
+    return TrainingArguments(str(folder), **{**kept, "disable_tqdm": True, **kwargs})
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize("normaliser", ["micro-batch", "step"])
+def test_plain_trainer(tmp_path, accumulation, normaliser):
+    trees = make_trees(4)
+    arguments = plain_arguments(
+        tmp_path,
+        gradient_accumulation_steps=accumulation,
+        per_device_train_batch_size=4 // accumulation,
+        remove_unused_columns=False,
+    )
+    trainer_class = TreeTrainer if normaliser == "step" else Trainer
+    model = prepare_model(make_model())
+    trainer = trainer_class(
+        model=model,
+        args=arguments,
+        train_dataset=tree_dataset(trees),
+        data_collator=DataCollatorForPrefixTree(pad_token_id=0),
+    )
+    trainer.train()
+    if normaliser == "step":
+        groups = [trees]
+    else:  # the mean of the micro-batches' weighted means
+        size = 4 // accumulation
+        groups = [trees[i : i + size] for i in range(0, 4, size)]
+    losses, grads = zip(*(step_reference(group) for group in groups), strict=True)
+    expected = {name: sum(grad[name] for grad in grads) / len(groups) for name in grads[0]}
+    got = step_gradient(weights(make_model()), weights(trainer.model))
+    assert distance(got, expected) < 5e-6
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+
+
+# ---- evaluation and reports ----
+
+
+def test_evaluation_does_not_depend_on_the_batch_size(tmp_path):
+    trees, model = make_trees(5), make_model()
+    expected, _ = branch_runs(model, trees)
+    found = []
+    for batch_size in (1, 2, 5):
+        trainer = TreeSFTTrainer(
+            model=make_model(),
+            args=config(tmp_path, per_device_eval_batch_size=batch_size),
+            train_dataset=tree_dataset(trees),
+            eval_dataset=tree_dataset(trees),
+            processing_class=tokenizer(),
+        )
+        found.append(trainer.evaluate()["eval_loss"])
+        found.append(trainer.evaluate(tree_dataset(trees))["eval_loss"])
+    assert found == pytest.approx([expected.item()] * 6, rel=1e-6)
+
+
+def test_logged_numbers(tmp_path):
+    trees = make_trees(4)
+    trainer = train(tmp_path, trees, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    log = trainer.state.log_history[0]
+    stats = [tree.stats() for tree in trees]
+    tokens = sum(s.tree_tokens for s in stats)
+    assert log["tree/branches"] == 24
+    assert log["tree/tokens"] == tokens == log["num_tokens"]
+    assert log["tree/token_ratio"] == pytest.approx(sum(s.branch_tokens for s in stats) / tokens)
+    assert log["tree/pair_ratio"] == pytest.approx(
+        sum(s.branch_pairs for s in stats) / sum(s.tree_pairs for s in stats)
+    )
+    rows = [-(-sum(s.tree_tokens for s in stats[i : i + 2]) // 128) * 128 for i in (0, 2)]
+    assert log["tree/padding"] == pytest.approx(1 - tokens / sum(rows))
+    assert log["loss/token_count"] == pytest.approx(sum(tree.weights.sum() for tree in trees))
+    assert log["loss/sum"] / log["loss/token_count"] == pytest.approx(log["loss"], rel=1e-6)
+    assert {"entropy", "mean_token_accuracy", "grad_norm", "learning_rate"} <= log.keys()
+
+
+def test_saving_and_resuming(tmp_path):
+    trees = make_trees(4)
+    options = {
+        "max_steps": 4,
+        "optim": "adamw_torch",
+        "learning_rate": 1e-3,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    whole = train(tmp_path / "whole", trees, **options)
+    resumed = TreeSFTTrainer(
+        model=make_model(),
+        args=config(tmp_path / "resumed", **options),
+        train_dataset=tree_dataset(trees),
+        processing_class=tokenizer(),
+    )
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    for name, value in weights(whole.model).items():
+        assert torch.equal(value, weights(resumed.model)[name]), name
+
+
+def test_workers(tmp_path):
+    trees = make_trees(4)
+    plain = train(tmp_path, trees, max_steps=4)
+    workers = train(tmp_path, trees, max_steps=4, dataloader_num_workers=2)
+    for name, value in weights(plain.model).items():
+        assert torch.equal(value, weights(workers.model)[name]), name
