@@ -28,7 +28,6 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from benchmarks.common import (
     Row,
-    attention_flops,
     default_device,
     make_parser,
     measure,
@@ -42,6 +41,7 @@ from benchmarks.shapes import QUICK, SHAPES, build, leaf_first_rows
 from hf_prefix_tree.attention.context import Mask, TreeContext
 from hf_prefix_tree.attention.interface import prefix_tree_attention
 from hf_prefix_tree.batch import concatenate_trees
+from hf_prefix_tree.report.flops import attention_flops
 from hf_prefix_tree.tree import PrefixTree
 
 METHODS = ("flex", "flash", "sdpa", "flex, leaf first", "stock, leaf first", "gather", "causal")

@@ -18,8 +18,6 @@ import torch
 
 Row = dict[str, Any]
 PACKAGES = ("torch", "triton", "transformers", "trl", "numpy", "flash-attn-4")
-# A backward is 2.5 forwards: five matrix products of queries by keys instead of two.
-FORWARD_AND_BACKWARD = 3.5
 
 
 class Timing(NamedTuple):
@@ -96,11 +94,6 @@ def peak_gib(function: Callable[[], Any], device: torch.device) -> float | None:
     function()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() / 2**30
-
-
-def attention_flops(pairs: int, heads: int, head_dim: int, factor: float = FORWARD_AND_BACKWARD) -> float:
-    """Useful FLOPs of one layer's attention: visible pairs only, 4 FLOPs per pair and dimension forward."""
-    return factor * 4 * head_dim * heads * pairs
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:

@@ -27,11 +27,12 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
 from trl.trainer.utils import add_fused_lm_head
 
 from benchmarks.common import Row, default_device, make_parser, matmul_roof, measure, peak_gib, progress, report
-from benchmarks.flops import flop_counts, model_config
+from benchmarks.flops import model_config
 from benchmarks.microbatches import BranchStep, FoldedStep
 from benchmarks.packed import IMPLEMENTATION, packed_attention
 from benchmarks.shapes import QUICK, SHAPES, build, conversation_trees
 from hf_prefix_tree import prepare_model
+from hf_prefix_tree.report.flops import flop_counts
 from hf_prefix_tree.tree import PrefixTree
 
 DEFAULT_SHAPES = ("caterpillar-8k", "4k+16x512", "1k+64x64", "search")

@@ -65,14 +65,18 @@ def load_model(args: argparse.Namespace) -> torch.nn.Module:
 
 
 def make_trees(args: argparse.Namespace) -> list[PrefixTree]:
-    dialogues = generate_dialogues(num_groups=args.trees, trials=1)
+    dialogues = generate_dialogues(num_groups=args.trees or args.steps, trials=1)
     if args.model_name_or_path is None:
         tokenizer = train_tokenizer(dialogue_texts(dialogues))
     else:
         tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, gguf_file=args.gguf_file)
         if tokenizer.chat_template is None or args.demo_template:
             tokenizer.chat_template = train_tokenizer(dialogue_texts(dialogues)).chat_template
-    return [fold(conversation_branches(row["messages"], tokenizer, tools=row["tools"]).branches) for row in dialogues]
+    trees = []
+    for row in dialogues:
+        branches = conversation_branches(row["messages"], tokenizer, tools=row["tools"]).branches
+        trees.append(fold(branches[: args.turns]))
+    return trees
 
 
 def tree_step(model: torch.nn.Module, tree: PrefixTree) -> float:
@@ -103,7 +107,8 @@ def main(args: argparse.Namespace) -> float:
     stats = sum((tree.stats() for tree in trees[1:]), trees[0].stats())
     models = [load_model(args), load_model(args)]
     initial = [p.detach().clone() for p in models[0].parameters()]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=args.learning_rate) for model in models]
+    optimizer_class = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[args.optimizer]
+    optimizers = [optimizer_class(model.parameters(), lr=args.learning_rate, fused=True) for model in models]
     rows, seconds = [], np.zeros(2)
     for step in range(args.steps):
         tree, losses = trees[step % len(trees)], []
@@ -128,6 +133,7 @@ def main(args: argparse.Namespace) -> float:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "steps": args.steps,
+        "optimizer": f"{args.optimizer}, learning rate {args.learning_rate:g}, gradients clipped at norm 1",
         "token_ratio": f"{stats.token_ratio:.2f}",
         "first_loss": f"{rows[0][2]:.4f}",
         "last_loss": f"{rows[-1][2]:.4f}",
@@ -157,8 +163,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--demo_template", action="store_true", help="render with the demo's chat template")
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--trees", type=int, default=8, help="dialogues that the steps cycle through")
-    parser.add_argument("--learning_rate", type=float, default=1e-5)
+    parser.add_argument("--trees", type=int, help="dialogues that the steps cycle through; a new one each by default")
+    parser.add_argument("--turns", type=int, default=4, help="assistant turns of a dialogue: its branches")
+    parser.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw")
+    parser.add_argument("--learning_rate", type=float, default=1e-6)
     parser.add_argument("--output", help="CSV file for the losses of every step")
     return parser
 

@@ -251,7 +251,7 @@ def fold_branches(branches: Sequence[Branch], weighting: str) -> dict[str, Any]:
     branch_nodes = np.empty(len(order), dtype=np.int64)
     branch_nodes[order] = np.searchsorted(starts, last, side="right") - 1
 
-    nodes = layout.heavy_first_order(node_lengths, parents, _first_seen(branch_nodes, parents))
+    nodes = layout.heavy_first_order(node_lengths, parents, layout.first_seen(branch_nodes, parents))
     rank = np.empty(len(nodes) + 1, dtype=np.int64)
     rank[nodes] = np.arange(len(nodes))
     rank[-1] = -1  # a root's parent
@@ -293,17 +293,6 @@ def _common_prefixes(ids: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
         at = int(differs.argmax())
         shared.append(at if differs[at] else length)
     return np.array(shared)
-
-
-def _first_seen(branch_nodes: npt.NDArray[np.int64], parents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Index of the first branch through each node."""
-    seen = np.full(len(parents), len(branch_nodes))
-    np.minimum.at(seen, branch_nodes, np.arange(len(branch_nodes)))
-    first = seen.tolist()
-    for node, parent in zip(range(len(parents) - 1, -1, -1), parents[::-1].tolist(), strict=True):
-        if parent >= 0 and first[node] < first[parent]:
-            first[parent] = first[node]
-    return np.array(first)
 
 
 def _weighted(

@@ -65,6 +65,17 @@ class TreeStats:
         return TreeStats(**{name: max(pair) if name in maxima else sum(pair) for name, pair in pairs.items()})
 
 
+def first_seen(branch_nodes: IntArray, node_parents: IntArray) -> Int64Array:
+    """Index of the first branch through each node, int64 `[M]`, given the node that each branch ends with."""
+    seen = np.full(len(node_parents), len(branch_nodes))
+    np.minimum.at(seen, branch_nodes, np.arange(len(branch_nodes)))
+    first = seen.tolist()
+    for node, parent in zip(range(len(first) - 1, -1, -1), node_parents[::-1].tolist(), strict=True):
+        if parent >= 0 and first[node] < first[parent]:
+            first[parent] = first[node]
+    return np.array(first)
+
+
 def heavy_first_order(node_lengths: IntArray, node_parents: IntArray, first_seen: IntArray) -> Int64Array:
     """
     DFS preorder of the nodes with the heaviest child first, so that the longest shared work is one contiguous run.

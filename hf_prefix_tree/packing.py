@@ -1,8 +1,8 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """Packing trees into rows: which trees share a row, by best fit with the largest first.
 
-Packing is by size alone. What must stay in one optimizer step, such as the parts of a split tree, is the sampler's
-to keep together.
+Packing is by size, apart from trees that must not share a row. What must stay in one optimizer step, such as the parts
+of a split tree, is the sampler's to keep together.
 
 Cost: O(n log n) Python steps for n trees.
 """
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from hf_prefix_tree.folding import INT32_MAX, integer_array
 
 
-def pack_rows(lengths: npt.ArrayLike, max_tokens: int) -> list[list[int]]:
+def pack_rows(lengths: npt.ArrayLike, max_tokens: int, apart: Sequence[int] = ()) -> list[list[int]]:
     """
     Pack trees into few rows of at most `max_tokens` tokens: best-fit decreasing.
 
@@ -31,6 +31,8 @@ def pack_rows(lengths: npt.ArrayLike, max_tokens: int) -> list[list[int]]:
             Tokens of each tree, at least 1.
         max_tokens (`int`):
             Tokens that a row holds.
+        apart (sequence of `int`, *optional*, defaults to `()`):
+            Indices of trees that each open a row, before all others: no two of them share one.
 
     Returns:
         `list` of `list` of `int`: the indices of each row's trees, ascending; rows ordered by their first index.
@@ -60,7 +62,14 @@ def pack_rows(lengths: npt.ArrayLike, max_tokens: int) -> list[list[int]]:
     takes: list[tuple[int, int]] = []
     waits: list[tuple[int, int]] = []
     tokens = sizes.tolist()
+    openers = set(apart)
+    for index in sorted(openers):
+        row_of[index] = num_rows
+        heappush(waits, (tokens[index] - max_tokens, num_rows))
+        num_rows += 1
     for index in np.argsort(-sizes, kind="stable").tolist():
+        if index in openers:
+            continue
         size = tokens[index]
         while waits and -waits[0][0] >= size:
             room, row = heappop(waits)

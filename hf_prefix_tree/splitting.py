@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_prefix_tree import layout
-from hf_prefix_tree.folding import INT32_MAX, _first_seen, integer_array
+from hf_prefix_tree.folding import INT32_MAX, integer_array
 from hf_prefix_tree.tree import PrefixTree
 
 
@@ -131,7 +131,7 @@ def _part(tree: PrefixTree, nodes: npt.NDArray[np.int64], own: npt.NDArray[np.bo
     lengths = np.add.reduceat(tree.node_lengths[nodes], first)
     parents, ends = merged[parents[first]], merged[ends]
 
-    order = layout.heavy_first_order(lengths, parents, _first_seen(ends, parents))
+    order = layout.heavy_first_order(lengths, parents, layout.first_seen(ends, parents))
     rank = np.full(len(order) + 1, -1)
     rank[order] = np.arange(len(order))
     moved = _ranges(layout.node_starts(lengths)[order], lengths[order])

@@ -197,10 +197,10 @@ def _flex(
     softcap: float | None,
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
-    blocks = [x.contiguous().unflatten(2, (-1, BLOCK_SIZE)) for x in (query, key, value)]
+    query, key, value = (x.contiguous().unflatten(2, (-1, BLOCK_SIZE)) for x in (query, key, value))
     score_mod = None if softcap is None else _softcap_mod(softcap)
     attend = _attend_in_blocks if torch.compiler.is_compiling() else _compiled_attend
-    output, lse = attend(*blocks, mask, score_mod, scaling)
+    output, lse = attend(query, key, value, mask, score_mod, scaling)
     if s_aux is None:
         return output
     # softmax over keys and sink = softmax over keys * sigmoid(lse - sink), in float32

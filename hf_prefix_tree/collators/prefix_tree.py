@@ -22,9 +22,10 @@ class DataCollatorForPrefixTree:
     """
     Data collator for prefix trees: all features of a batch become one row, padded to a multiple of 128 tokens.
 
-    A feature is one tree, given as
+    A feature is one tree or several, given as
 
     - a [`PrefixTree`], or a dataset row that holds one (`PrefixTree.to_dict`),
+    - `trees`: a list of either,
     - `branches`: a list of [`Branch`] or of `{"input_ids": [...], "weights": [...]}`,
     - `prompt_ids` and `completions`: token ids; every completion token is supervised, the prompt is not.
 
@@ -69,12 +70,26 @@ class DataCollatorForPrefixTree:
             raise ValueError(f"`return_tensors` must be 'pt', got {self.return_tensors!r}: only PyTorch is supported.")
 
     def __call__(self, features: Sequence[PrefixTree | Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        trees = [_as_tree(feature, self.weighting) for feature in features if not _is_padding(feature)]
-        return concatenate_trees(trees, self.pad_token_id, self.pad_to_multiple_of)
+        return concatenate_trees(self.trees(features), self.pad_token_id, self.pad_to_multiple_of)
+
+    def trees(self, features: Sequence[PrefixTree | Mapping[str, Any]]) -> list[PrefixTree]:
+        """
+        The trees of a batch, in order.
+
+        Args:
+            features (`Sequence`): The features that the collator is called with.
+        """
+        return [tree for feature in features if not _is_padding(feature) for tree in _trees(feature, self.weighting)]
 
 
 def _is_padding(feature: object) -> bool:
     return isinstance(feature, Mapping) and dict(feature) == PADDING_FEATURE
+
+
+def _trees(feature: object, weighting: str) -> list[PrefixTree]:
+    if isinstance(feature, Mapping) and "trees" in feature:
+        return [tree if isinstance(tree, PrefixTree) else PrefixTree.from_dict(tree) for tree in feature["trees"]]
+    return [_as_tree(feature, weighting)]
 
 
 def _as_tree(feature: object, weighting: str) -> PrefixTree:
@@ -86,7 +101,7 @@ def _as_tree(feature: object, weighting: str) -> PrefixTree:
         if "node_lengths" in feature and "sample_paths" in feature:
             raise ValueError(
                 "A feature holds `node_lengths` and `sample_paths`: convert it with `PrefixTree.from_node_paths` "
-                "first."
+                "first, or collate it with `prefix_tree_collate_fn`."
             )
         if "branches" in feature:
             branches = feature["branches"]
@@ -100,6 +115,5 @@ def _as_tree(feature: object, weighting: str) -> PrefixTree:
         found = type(feature).__name__
     raise ValueError(
         f"`features` must be trees, `branches`, or `prompt_ids` with `completions`, got {found}. Turn conversations "
-        f"into "
-        "trees with `hf_prefix_tree.prepare_trees`, or let `TreeSFTTrainer` do it."
+        "into trees with `hf_prefix_tree.prepare_trees`, or let `TreeSFTTrainer` do it."
     )

@@ -1,13 +1,16 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""What was read, and what was lost on the way: counted per tree, summed, logged."""
+"""What was read, what was made of it and what was lost on the way: counted per tree, summed, logged."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import Counter
 from typing import Any
 
 from datasets import List, Value
+
+from hf_prefix_tree.layout import TreeStats
 
 logger = logging.getLogger(__name__)
 
@@ -21,23 +24,33 @@ LOSSES = {
     "filled": "rows whose tool schemas or arguments are Arrow structs, which lose nulls and the order of their keys "
     "(store them as JSON strings, or build the dataset with `on_mixed_types='use_json'`)",
     "skipped": "rows skipped",
+    "oversized": "trees dropped as larger than `max_packed_tokens`",
     "empty": "trees left out because no branch remained",
 }
-COUNTS = ("rows", "branches", *LOSSES)
-FEATURES = {**dict.fromkeys(COUNTS, Value("int32")), "errors": List(Value("string"))}
+COUNTS = ("rows", *LOSSES)
+SIZES = tuple(field.name for field in dataclasses.fields(TreeStats))
+FEATURES = {**dict.fromkeys((*COUNTS, *SIZES), Value("int64")), "errors": List(Value("string"))}
+NO_SIZES = dict.fromkeys(SIZES, 0)
 
 
 class Report:
-    """The sum of the counts of many trees."""
+    """The sum of the counts of many trees, and what selection and packing count besides (`further`)."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._errors: list[str] = []
+        self._stats = TreeStats(**NO_SIZES)
+        self._trees = 0
+        self._max_branches = 0
+        self.further: dict[str, Any] = {}
 
     def add(self, counts: dict[str, Any]) -> None:
         """Add what one tree's rows counted: a value of `FEATURES`."""
         self._counts.update({name: counts[name] for name in COUNTS})
         self._errors += counts["errors"]
+        self._stats += TreeStats(**{name: counts[name] for name in SIZES})
+        self._trees += counts["branches"] > 0
+        self._max_branches = max(self._max_branches, counts["branches"])
 
     def losses(self) -> str:
         """What was lost, with the first few errors; empty if nothing was."""
@@ -45,8 +58,28 @@ class Report:
         errors = [error.rstrip(".") for error in self._errors[:3]]
         return "; ".join([*losses, *errors, *(["..."] if len(self._errors) > 3 else [])])
 
+    def sizes(self) -> str:
+        """The trees in one line. There is at least one."""
+        stats = self._stats
+        return (
+            f"K {stats.branches / self._trees:.2f} on average and {self._max_branches} at most, {stats.tree_tokens} "
+            f"tokens, longest path {stats.longest_path}, token ratio {stats.token_ratio:.2f}, pair ratio "
+            f"{stats.pair_ratio:.2f}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything that was counted, by name. `prepare_trees` documents the names."""
+        return {
+            **{name: self._counts[name] for name in COUNTS},
+            "trees": self._trees,
+            "max_branches": self._max_branches,
+            **dataclasses.asdict(self._stats),
+            "errors": list(self._errors),
+            **self.further,
+        }
+
     def __str__(self) -> str:
-        return f"{self._counts['rows']} rows: {self._counts['branches']} branches"
+        return f"{self._counts['rows']} rows: {self._stats.branches} branches"
 
     def log(self) -> None:
         """Log the sum: a warning if something was lost."""

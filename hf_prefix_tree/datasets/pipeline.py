@@ -1,56 +1,32 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""The preparation of a whole dataset: cached, in several processes, or streamed; what is lost on the way is counted.
+"""`prepare_trees`: what it takes, checked, before `steps` does the work.
 
-Every output row carries the counts of the rows that went into it. They are summed at the end, also when the result
-comes from the cache, logged once and taken off. A row without a tree is taken out last: its counts come first.
-
-Cost: one pass over the rows; a group's rows are in memory together, and as many trees as are written at once.
+Cost: see `hf_prefix_tree.datasets.steps`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import groupby
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import transformers
-from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets import Dataset, IterableDataset
 
 from hf_prefix_tree.conversations import REASONING_MODES, Tools
-from hf_prefix_tree.datasets.counts import COUNTS, FEATURES, Report
-from hf_prefix_tree.datasets.rows import TEXT_KINDS, RowOptions, row_branches, row_kind
+from hf_prefix_tree.datasets.counts import Report
+from hf_prefix_tree.datasets.rows import MESSAGE_KINDS, TEXT_KINDS, RowOptions, row_kind
+from hf_prefix_tree.datasets.selection import METRICS, SCORES
+from hf_prefix_tree.datasets.steps import Plan, prepare_dataset, prepare_stream
 from hf_prefix_tree.folding import check_weighting
-from hf_prefix_tree.tree import Branch, fold
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 OVERLONG = ("truncate", "drop", "raise")
+OVERFLOW = ("split", "drop", "raise")
 ON_ERROR = ("raise", "skip")
-TREE_FEATURES = Features(
-    {
-        "input_ids": List(Value("int64")),
-        "node_lengths": List(Value("int32")),
-        "node_parents": List(Value("int32")),
-        "weights": List(Value("float64")),
-        "branch_count": List(Value("int32")),
-        "num_branches": Value("int32"),
-        "weighting": Value("string"),
-        "branch_nodes": List(Value("int32")),
-        "run_counts": List(Value("int32")),
-        "run_lengths": List(Value("int32")),
-        "run_values": List(Value("float64")),
-    }
-)
-_NO_TREE = {
-    name: value[:0] if isinstance(value, np.ndarray) else value
-    for name, value in fold([Branch([0], [0])]).to_dict().items()
-} | {"num_branches": 0}
-_REPORT = "preparation"
 
 
 def prepare_trees(
@@ -65,11 +41,24 @@ def prepare_trees(
     empty_thinking_in_prompt: bool = True,
     max_length: int | None = None,
     overlong: str = "truncate",
+    max_packed_tokens: int | None = None,
+    overflow: str = "split",
+    pack_trees: bool = True,
+    selection_metric: str | None = None,
+    selection_num_proc: int | None = None,
+    max_examples: int | None = None,
+    column_names: Mapping[str, str] | None = None,
     on_error: str = "raise",
     num_proc: int | None = None,
+    counts: MutableMapping[str, Any] | None = None,
 ) -> Dataset | IterableDataset:
     """
-    Fold a dataset into trees: its rows are then what [`PrefixTree.to_dict`] returns.
+    Fold a dataset into trees: its rows are then what [`PrefixTree.to_dict`] returns, one tree a row.
+
+    With `max_packed_tokens`, a row holds several trees, up to so many tokens. It has the columns `trees`, a list of
+    what [`PrefixTree.to_dict`] returns, and `tree_ids`, one `int` for each. A tree that is larger is split with
+    [`split_tree`]: its parts have the same id, which no other tree has, and must be trained on in one optimizer step.
+    Each part has a row of its own, which only whole trees fill up; the rows of a tree's parts come one after another.
 
     The columns say what the rows are:
 
@@ -80,8 +69,11 @@ def prepare_trees(
     | `prompt_ids`, `completions` | token ids | one per completion, see [`rollout_branches`] |
     | `branches` | a list of `input_ids`, `weights` | these |
     | `parents`, `nodes` | a tree by its nodes: token ids, or `input_ids`, `weights` | one per leaf |
+    | `parents`, `texts` | a tree by its nodes' texts, with `weights`: one per node | one per leaf |
+    | `input`, `nodes` | a search: nodes are `step`, `text`, `kept`, see [`search_tree_branches`] | one per kept leaf |
     | `input_ids` | token ids, with `labels` (unshifted), `weights` or TRL's masks | itself |
-    | those of a tree | a tree | the dataset is returned as it is |
+    | those of a tree | a tree | it is selected and packed, or returned as it is |
+    | `trees`, `tree_ids` | packed trees | the dataset is returned as it is |
 
     Branches that supervise nothing are dropped, rows without a branch left are taken out. Whatever is dropped,
     truncated or skipped is logged at the end, for a streaming dataset batch by batch. Arrow keeps neither the order of
@@ -111,10 +103,39 @@ def prepare_trees(
         overlong (`str`, *optional*, defaults to `"truncate"`):
             What becomes of a longer branch: `"truncate"` keeps its start, `"drop"` drops it, so that K is smaller,
             `"raise"` makes its row an error.
+        max_packed_tokens (`int`, *optional*):
+            Tokens that a row of packed trees holds. At least `max_length`, if that is given. Of a streaming dataset,
+            up to 1,000 consecutive trees are packed together.
+        overflow (`str`, *optional*, defaults to `"split"`):
+            What becomes of a tree that is larger: `"split"` splits it (a branch that is longer makes its row an
+            error), `"drop"` drops it, `"raise"` makes its row an error.
+        pack_trees (`bool`, *optional*, defaults to `True`):
+            Whether trees share rows. If not, each row holds one tree or part.
+        selection_metric (`str`, *optional*):
+            The `max_examples` trees with the highest value are taken, highest first, ties by index: `"num_turns"`,
+            `"branching_score"` (see [`order_units`]), `"token_ratio"` or `"pair_ratio"` (see [`TreeStats`]; all trees
+            are prepared for it). Not for streaming datasets.
+        selection_num_proc (`int`, *optional*):
+            Number of processes for the metric.
+        max_examples (`int`, *optional*):
+            Largest number of trees, before they are split. Without a metric, the first ones. One that is invalid (its
+            rows can't be read under `on_error="skip"`, no branch is left, or it is dropped) is replaced by the next.
+        column_names (`Mapping[str, str]`, *optional*):
+            Columns of `dataset` that have another name than here, e.g. `{"messages": "conversation"}`. All other
+            arguments use the names here. A column that has such a name already is not read.
         on_error (`str`, *optional*, defaults to `"raise"`):
             Whether a row that can't be read stops the preparation (`"raise"`) or is skipped (`"skip"`).
         num_proc (`int`, *optional*):
             Number of processes. Not for streaming datasets.
+        counts (`MutableMapping[str, Any]`, *optional*):
+            Is filled with what was counted. Not for streaming datasets, which are counted while they are read.
+
+            - `rows` that were read, `trees`, `max_branches` of one, the fields of [`TreeStats`], and `errors`;
+            - branches `truncated`, `overlong`, `unsupervised`; turns with `prefix_mismatches`,
+              `unrendered_reasoning`; rows `filled`, `skipped`; trees `oversized` or `empty`: what was lost;
+            - with `max_examples`: `candidates` (rows or groups), `valid` ones of those prepared, `selected`;
+            - with `max_packed_tokens`: `packed_rows`, their `fill` (0 to 1), `split_trees`, `parts`,
+              `weightless_parts` (left out: all that they supervise is in other parts), `duplicated_tokens`.
 
     Returns:
         A dataset of the kind that was passed.
@@ -126,26 +147,51 @@ def prepare_trees(
     for name, value, known in (
         ("reasoning", reasoning, REASONING_MODES),
         ("overlong", overlong, OVERLONG),
+        ("overflow", overflow, OVERFLOW),
+        ("selection_metric", selection_metric, (None, *METRICS)),
         ("on_error", on_error, ON_ERROR),
     ):
         if value not in known:
             raise ValueError(f"`{name}` is {value!r}; pass one of {', '.join(map(repr, known))}.")
-    if max_length is not None and max_length < 2:
-        raise ValueError(f"`max_length` is {max_length}; pass at least 2, a branch's first token is not supervised.")
+    for name, number in (("max_length", max_length), ("max_packed_tokens", max_packed_tokens)):
+        if number is not None and number < 2:
+            raise ValueError(f"`{name}` is {number}; pass at least 2, a branch's first token is not supervised.")
+    if max_length is not None and max_packed_tokens is not None and max_length > max_packed_tokens:
+        raise ValueError(
+            f"`max_length` is {max_length}, above `max_packed_tokens`, which is {max_packed_tokens}: a row holds "
+            "whole branches; lower the first or raise the second."
+        )
+    if max_examples is not None and max_examples < 1:
+        raise ValueError(f"`max_examples` is {max_examples}; pass at least 1, or leave it out.")
+    if selection_metric is not None and max_examples is None:
+        raise ValueError(f"`selection_metric` is {selection_metric!r}, but `max_examples` is None; pass how many.")
     if not isinstance(dataset, Dataset | IterableDataset):
         raise ValueError(f"`dataset` is a {type(dataset).__name__}; pass one split, a Dataset or an IterableDataset.")
     if isinstance(dataset, Dataset) and dataset.format["type"] is not None:
         raise ValueError(f"`dataset` has the format {dataset.format['type']!r}; pass `dataset.with_format(None)`.")
     columns = dataset.column_names or list(next(iter(dataset), {}))
+    if column_names:
+        dataset, columns = _renamed(dataset, columns, column_names)
     kind = row_kind(columns)
-    if kind == "tree":
+    if kind in ("tree", "packed"):
         if group_by is not None or max_length is not None:
             raise ValueError("`dataset` holds trees already; pass `group_by` and `max_length` where they are folded.")
-        return dataset
+        if max_packed_tokens is max_examples is counts is None:
+            return dataset
+        if kind == "packed":
+            raise ValueError(
+                "`dataset` holds packed rows already; pass `max_packed_tokens`, `max_examples` and `counts` where "
+                "they are packed."
+            )
     if kind in TEXT_KINDS and tokenizer is None:
         raise ValueError(f"`tokenizer` is None, but {kind} rows are text; pass the model's tokenizer.")
     if group_by is not None and group_by not in columns:
         raise ValueError(f"`group_by` is {group_by!r}, which is no column; pass one of {', '.join(sorted(columns))}.")
+    if selection_metric in SCORES and kind not in MESSAGE_KINDS:
+        raise ValueError(
+            f"`selection_metric` is {selection_metric!r}, but {kind} rows have no messages; pass 'token_ratio' or "
+            "'pair_ratio'."
+        )
     options = RowOptions(
         kind=kind,
         tokenizer=tokenizer if kind in TEXT_KINDS else None,
@@ -159,65 +205,55 @@ def prepare_trees(
         overlong=overlong,
         code=_code_state(),
     )
-    settings = {"options": options, "weighting": check_weighting(weighting), "on_error": on_error}
+    plan = Plan(
+        settings={
+            "options": options,
+            "weighting": check_weighting(weighting),
+            "on_error": on_error,
+            "max_packed_tokens": max_packed_tokens,
+            "overflow": overflow,
+        },
+        group_by=group_by,
+        max_packed_tokens=max_packed_tokens,
+        pack_trees=pack_trees,
+        selection_metric=selection_metric,
+        selection_num_proc=selection_num_proc,
+        max_examples=max_examples,
+        num_proc=num_proc,
+    )
     if isinstance(dataset, IterableDataset):
-        if num_proc is not None:
-            raise ValueError(f"`num_proc` is {num_proc}, but a stream is read in one process; leave it out.")
-        return _stream(dataset, columns, group_by, settings)
+        for name, given in (("num_proc", num_proc), ("selection_num_proc", selection_num_proc)):
+            if given is not None:
+                raise ValueError(f"`{name}` is {given}, but a stream is read in one process; leave it out.")
+        if selection_metric is not None or counts is not None:
+            name = "counts" if selection_metric is None else "selection_metric"
+            raise ValueError(f"`{name}` needs all rows, but `dataset` is a stream; pass a Dataset, or leave it out.")
+        return prepare_stream(dataset, columns, plan)
     if not len(dataset):
         raise ValueError("`dataset` has no rows; pass at least one.")
-    return _map(dataset, group_by, settings, num_proc)
-
-
-def _map(dataset: Dataset, group_by: str | None, settings: dict[str, Any], num_proc: int | None) -> Dataset:
-    firsts = dataset
-    function: Callable[..., dict[str, Any]] = _tree_of_row
-    if group_by is not None:
-        members: dict[Any, list[int]] = {}
-        for index, group in enumerate(dataset[group_by]):
-            members.setdefault(group, []).append(index)
-        # One row stands for each group; the others are read when its turn comes.
-        firsts, function = dataset.select([rows[0] for rows in members.values()]), _tree_of_group
-        settings = settings | {"source": dataset, "members": list(members.values())}
-    trees = firsts.map(
-        function,
-        with_indices=True,
-        remove_columns=dataset.column_names,
-        features=Features({**TREE_FEATURES, _REPORT: FEATURES}),
-        fn_kwargs=settings,
-        num_proc=num_proc,
-        writer_batch_size=100,
-        desc="Folding trees",
-    )
     report = Report()
-    for counts in trees[_REPORT]:
-        report.add(counts)
-    filled = [index for index, count in enumerate(trees["num_branches"]) if count]
-    report.log()
-    if not filled:
-        raise ValueError(f"no tree is left of {report} ({report.losses()}); change the rows, or what drops them.")
-    trees = trees.remove_columns(_REPORT)
-    return trees if len(filled) == len(trees) else trees.select(filled)
+    trees = prepare_dataset(dataset, plan, report)
+    if counts is not None:
+        counts.update(report.as_dict())
+    return trees
 
 
-def _stream(
-    dataset: IterableDataset, columns: list[str], group_by: str | None, settings: dict[str, Any]
-) -> IterableDataset:
-    if group_by is None:
-        return dataset.map(
-            _trees_of_batch,
-            with_indices=True,
-            batched=True,
-            batch_size=64,
-            remove_columns=columns,
-            features=TREE_FEATURES,
-            fn_kwargs=settings,
-        )
-    return IterableDataset.from_generator(
-        _trees_of_stream,
-        features=TREE_FEATURES,
-        gen_kwargs={"dataset": dataset, "group_by": group_by, "settings": settings},
-    )
+def _renamed(
+    dataset: Dataset | IterableDataset, columns: list[str], column_names: Mapping[str, str]
+) -> tuple[Dataset | IterableDataset, list[str]]:
+    """The dataset with the names of columns that are used here; a column of such a name gives way."""
+    for name, theirs in column_names.items():
+        if theirs not in columns:
+            raise ValueError(
+                f"`column_names[{name!r}]` is {theirs!r}, which is no column; pass one of "
+                f"{', '.join(sorted(columns))}."
+            )
+    if len(set(column_names.values())) < len(column_names):
+        raise ValueError(f"`column_names` is {dict(column_names)!r}; name each column once.")
+    hidden = [name for name in column_names if name in columns and name not in column_names.values()]
+    new = {theirs: name for name, theirs in column_names.items() if name != theirs}
+    dataset = dataset.remove_columns(hidden).rename_columns(new)
+    return dataset, [new.get(name, name) for name in columns if name not in hidden]
 
 
 def _code_state() -> str:
@@ -226,54 +262,3 @@ def _code_state() -> str:
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()
-
-
-def _tree_of_row(row: Mapping[str, Any], index: int, **settings: Any) -> dict[str, Any]:
-    return _tree_of([(index, row)], **settings)
-
-
-def _tree_of_group(
-    row: Mapping[str, Any], index: int, source: Dataset, members: list[list[int]], **settings: Any
-) -> dict[str, Any]:
-    return _tree_of(((member, source[member]) for member in members[index]), **settings)
-
-
-def _trees_of_batch(batch: Mapping[str, list[Any]], indices: list[int], **settings: Any) -> dict[str, list[Any]]:
-    rows = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
-    trees = list(_logged(_tree_of([item], **settings) for item in zip(indices, rows, strict=True)))
-    return {name: [tree[name] for tree in trees] for name in TREE_FEATURES}
-
-
-def _trees_of_stream(dataset: IterableDataset, group_by: str, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for _, rows in groupby(enumerate(dataset), key=lambda item: item[1][group_by]):
-        yield from _logged([_tree_of(rows, **settings)])
-
-
-def _logged(trees: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The trees that have a branch, without their counts; what was lost is logged after the last one."""
-    report = Report()
-    for tree in trees:
-        report.add(tree.pop(_REPORT))
-        if tree["num_branches"]:
-            yield tree
-    if report.losses():
-        report.log()
-
-
-def _tree_of(
-    rows: Iterable[tuple[int, Mapping[str, Any]]], options: RowOptions, weighting: str, on_error: str
-) -> dict[str, Any]:
-    """The tree of some rows, given with their indices, and what was lost. Where no branch is left, without tokens."""
-    counts: Counter[str] = Counter()
-    errors, branches = [], []
-    for index, row in rows:
-        counts["rows"] += 1
-        try:
-            branches += row_branches(row, options, counts)
-        except ValueError as error:
-            if on_error == "raise":
-                raise ValueError(f"row {index}: {error}") from error
-            errors.append(f"row {index}: {error}")
-    counts.update(branches=len(branches), skipped=len(errors), empty=not branches)
-    tree = fold(branches, weighting).to_dict() if branches else _NO_TREE
-    return tree | {_REPORT: {name: counts[name] for name in COUNTS} | {"errors": errors}}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hf_prefix_tree.conversations import common_prefix, conversation_branches
+from hf_prefix_tree.datasets.texts import search_tree_branches, text_tree_branches
 from hf_prefix_tree.folding import integer_array, weight_array
 from hf_prefix_tree.rollouts import rollout_branches
 from hf_prefix_tree.tree import Branch, PrefixTree
@@ -28,12 +29,16 @@ ROW_KINDS = {
     "branches": ("branches",),
     "rollouts": ("prompt_ids", "completions"),
     "nodes": ("parents", "nodes"),
+    "texts": ("parents", "texts"),
+    "search": ("input", "nodes"),
     "conversation": ("messages",),
     "completions": ("prompt", "completions"),
     "completion": ("prompt", "completion"),
     "tokens": ("input_ids",),
 }
-TEXT_KINDS = ("conversation", "completions", "completion")
+PACKED_COLUMNS = ("trees", "tree_ids")
+MESSAGE_KINDS = ("conversation", "completions", "completion")
+TEXT_KINDS = (*MESSAGE_KINDS, "texts", "search")
 _MASKS = ("completion_mask", "assistant_masks")
 
 
@@ -59,7 +64,7 @@ class RowOptions:
 
 def row_kind(columns: Iterable[str]) -> str:
     """
-    The kind of rows with these columns, a key of `ROW_KINDS` or `"tree"`.
+    The kind of rows with these columns: a key of `ROW_KINDS`, `"tree"` or `"packed"`.
 
     Raises:
         `ValueError`: If they fit no kind, or several.
@@ -67,6 +72,8 @@ def row_kind(columns: Iterable[str]) -> str:
     present = set(columns)
     if present.issuperset(_TREE_COLUMNS):
         return "tree"
+    if present.issuperset(PACKED_COLUMNS):
+        return "packed"
     kinds = [kind for kind, needed in ROW_KINDS.items() if present.issuperset(needed)]
     if len(kinds) == 1:
         return kinds[0]
@@ -132,6 +139,16 @@ def _of_nodes(row: Mapping[str, Any], options: RowOptions, counts: Counter[str])
     return PrefixTree.from_nodes(_list(row, "parents"), ids, weights).branches()
 
 
+def _of_texts(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
+    assert options.tokenizer is not None
+    return text_tree_branches(_list(row, "parents"), _list(row, "texts"), row.get("weights"), options.tokenizer)
+
+
+def _of_search(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
+    assert options.tokenizer is not None
+    return search_tree_branches(row["input"], _list(row, "nodes"), options.tokenizer)
+
+
 def _of_tokens(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
     ids = integer_array(row["input_ids"], "input_ids")
     weights = np.ones(len(ids))
@@ -155,33 +172,59 @@ def _of_tokens(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]
     return [Branch(ids, weights)]
 
 
-def _of_conversation(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
-    return _conversation(row["messages"], 0, row, options, counts)
-
-
-def _of_completions(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
-    completions = [row["completion"]] if options.kind == "completion" else _list(row, "completions")
-    if not completions:
-        raise ValueError("`completions` is empty; drop the row or give it a completion.")
-    prompt = row["prompt"]
-    if isinstance(prompt, str) and all(isinstance(completion, str) for completion in completions):
-        return _texts(prompt, completions, options, counts)
-    if isinstance(prompt, str) or any(isinstance(completion, str) for completion in completions):
-        raise ValueError("`prompt` and its completions mix strings and messages; make them all one or the other.")
+def _of_conversations(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
+    if options.kind != "conversation":
+        prompt, completions = _prompt_and_completions(row, options.kind)
+        if isinstance(prompt, str):
+            return _texts(prompt, completions, options, counts)
     return [
         branch
-        for completion in completions
-        for branch in _conversation([*prompt, *completion], len(prompt), row, options, counts)
+        for messages, num_prompt_messages in row_conversations(row, options)
+        for branch in _conversation(messages, num_prompt_messages, row, options, counts)
     ]
+
+
+def row_conversations(row: Mapping[str, Any], options: RowOptions) -> list[tuple[Any, int]]:
+    """
+    The conversations of a row of one of the `MESSAGE_KINDS`, each with how many of its messages are the prompt. A
+    prompt and a completion that are strings are two messages.
+
+    Raises:
+        `ValueError`: If there is no completion, or strings and messages are mixed.
+    """
+    if options.kind == "conversation":
+        return [(row["messages"], 0)]
+    prompt, completions = _prompt_and_completions(row, options.kind)
+    if isinstance(prompt, str):
+        user = {"role": "user", "content": prompt}
+        return [([user, {"role": "assistant", "content": text}], 1) for text in completions]
+    return [([*prompt, *completion], len(prompt)) for completion in completions]
+
+
+def _prompt_and_completions(row: Mapping[str, Any], kind: str) -> tuple[Any, list[Any]]:
+    """The prompt and its completions: all strings, or all lists of messages."""
+    completions = [row["completion"]] if kind == "completion" else _list(row, "completions")
+    if not completions:
+        raise ValueError("`completions` is empty; drop the row or give it a completion.")
+    if len({isinstance(text, str) for text in (row["prompt"], *completions)}) > 1:
+        raise ValueError("`prompt` and its completions mix strings and messages; make them all one or the other.")
+    for text in (row["prompt"], *completions):
+        if not isinstance(text, (str, list)):
+            raise ValueError(
+                f"`prompt` or a completion is a {type(text).__name__}; pass a string or a list of messages."
+            )
+    return row["prompt"], completions
 
 
 _BRANCHES_OF = {
     "branches": _of_branches,
     "rollouts": _of_rollouts,
     "nodes": _of_nodes,
-    "conversation": _of_conversation,
-    "completions": _of_completions,
-    "completion": _of_completions,
+    "texts": _of_texts,
+    "search": _of_search,
+    "conversation": _of_conversations,
+    "completions": _of_conversations,
+    "completion": _of_conversations,
     "tokens": _of_tokens,
 }
 

@@ -32,6 +32,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "torch_compile": (False, "compiling the whole model is not tested on trees"),
     "pad_token": (None, "set `processing_class.pad_token`"),
 }
+# Options of our own that have `choices`.
+CHOICES = ("weighting", "reasoning", "overlong", "on_error", "overflow", "selection_metric", "mode", "attn_backend")
 
 
 @dataclass
@@ -57,13 +59,31 @@ class TreeSFTConfig(SFTConfig):
             What happens to a branch longer than `max_length`: `"truncate"`, `"drop"` or `"raise"`.
         on_error (`str`, *optional*, defaults to `"raise"`):
             What happens to a row that cannot be rendered: `"raise"` or `"skip"` (counted and logged).
+        max_packed_tokens (`int`, *optional*):
+            Most tokens of a row. Small trees are packed together up to it; `overflow` says what happens to a larger
+            one. At least `max_length`.
+        overflow (`str`, *optional*, defaults to `"split"`):
+            What happens to a tree of more than `max_packed_tokens` tokens: `"split"` into rows of one optimizer step
+            that have the whole tree's gradient together, `"drop"` or `"raise"`.
+        pack_trees (`bool`, *optional*, defaults to `True`):
+            Whether several trees share a row under `max_packed_tokens`. With `False` a row is one tree, or one part of
+            a split tree, and `per_device_train_batch_size` counts those.
+        selection_metric (`str`, *optional*):
+            What ranks the trees that `max_examples` chooses from: `"branching_score"`, `"token_ratio"`,
+            `"pair_ratio"` or `"num_turns"`. See [`prepare_trees`].
+        selection_num_proc (`int`, *optional*):
+            Number of processes that compute `selection_metric`.
+        max_examples (`int`, *optional*):
+            Number of trees to keep. `None` keeps all.
+        mode (`str`, *optional*, defaults to `"tree"`):
+            `"tree"` computes every token of a tree once. `"grouped"` is the baseline: the same loss and gradients,
+            computed branch by branch, each branch's backward before the next one's forward.
         attn_backend (`str`, *optional*, defaults to `"auto"`):
             See [`prepare_model`].
 
     > [!NOTE]
     > These parameters have other defaults than in `SFTConfig`: `max_length` is `None` instead of `1024`, which would
-    cut
-    > most agent dialogues before their first supervised token.
+    > cut most agent dialogues before their first supervised token.
     """
 
     max_length: int | None = field(
@@ -74,8 +94,7 @@ class TreeSFTConfig(SFTConfig):
         default="tree",
         metadata={
             "help": "Weight of a branch: 'tree' 1/K, 'branch' 1, 'branch_mean' 1 / its supervised tokens; 'once' "
-            "counts "
-            "every unique supervised token once.",
+            "counts every unique supervised token once.",
             "choices": ["tree", "branch", "branch_mean", "once"],
         },
     )
@@ -100,6 +119,37 @@ class TreeSFTConfig(SFTConfig):
         default="raise",
         metadata={"help": "What happens to a row that cannot be rendered.", "choices": ["raise", "skip"]},
     )
+    max_packed_tokens: int | None = field(
+        default=None, metadata={"help": "Most tokens of a row; see `overflow` and `pack_trees`. `None` sets no limit."}
+    )
+    overflow: str = field(
+        default="split",
+        metadata={
+            "help": "What happens to a tree of more than `max_packed_tokens` tokens.",
+            "choices": ["split", "drop", "raise"],
+        },
+    )
+    pack_trees: bool = field(
+        default=True, metadata={"help": "Whether several trees share a row under `max_packed_tokens`."}
+    )
+    selection_metric: str | None = field(
+        default=None,
+        metadata={
+            "help": "What ranks the trees that `max_examples` chooses from.",
+            "choices": ["branching_score", "token_ratio", "pair_ratio", "num_turns"],
+        },
+    )
+    selection_num_proc: int | None = field(
+        default=None, metadata={"help": "Number of processes that compute `selection_metric`."}
+    )
+    max_examples: int | None = field(default=None, metadata={"help": "Number of trees to keep. `None` keeps all."})
+    mode: str = field(
+        default="tree",
+        metadata={
+            "help": "'tree' computes every token of a tree once; 'grouped' the same branch by branch, as a baseline.",
+            "choices": ["tree", "grouped"],
+        },
+    )
     attn_backend: str = field(
         default="auto",
         metadata={"help": "Attention of the tree path.", "choices": ["auto", "flex", "sdpa"]},
@@ -113,7 +163,16 @@ class TreeSFTConfig(SFTConfig):
                 raise ValueError(
                     f"`{name}={value!r}` is not supported on prefix trees: {remedy}. Leave it at {allowed!r}."
                 )
-        for name in ("weighting", "reasoning", "overlong", "on_error", "attn_backend"):
+        for name in CHOICES:
             choices = self.__dataclass_fields__[name].metadata["choices"]
-            if getattr(self, name) not in choices:
+            if getattr(self, name) not in choices and not (name == "selection_metric" and not self.selection_metric):
                 raise ValueError(f"`{name}` must be one of {choices}, got {getattr(self, name)!r}.")
+        for name in ("max_packed_tokens", "selection_num_proc", "max_examples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {value}. Leave it out for no limit.")
+        if self.max_packed_tokens is not None and (self.max_length or 0) > self.max_packed_tokens:
+            raise ValueError(
+                f"`max_length={self.max_length}` is above `max_packed_tokens={self.max_packed_tokens}`: a branch must "
+                "fit into a row. Lower `max_length` or raise `max_packed_tokens`."
+            )

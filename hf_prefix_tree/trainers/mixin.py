@@ -16,6 +16,7 @@ from hf_prefix_tree.batch import STATS, summed_weights
 from hf_prefix_tree.collators.prefix_tree import PADDING_FEATURE
 from hf_prefix_tree.loss import safe_divisor
 from hf_prefix_tree.model import ensure_verified, prepare_model
+from hf_prefix_tree.trainers.sampling import StepSampler, linked_rows
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer  # what the mixin is put before
@@ -40,8 +41,7 @@ class TreeLossMixin(_Trainer):
         if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
             raise ValueError(
                 "`parallelism_config` splits the sequence over devices (context or sequence parallelism), which "
-                "drops the "
-                "tree mask. Set `cp_size=1` and `sp_size=1`."
+                "drops the tree mask. Set `cp_size=1` and `sp_size=1`."
             )
         if self.args.n_gpu > 1:
             raise ValueError("`nn.DataParallel` is not supported: start one process per GPU with `accelerate launch`.")
@@ -59,10 +59,10 @@ class TreeLossMixin(_Trainer):
             return None
         weights = torch.stack([summed_weights(batch) for batch in batch_samples]).sum().to(device)
         stats = torch.cat([batch["tree_stats"] for batch in batch_samples]).sum(dim=0).to(device)
-        positions = sum(batch["input_ids"].numel() for batch in batch_samples)
-        local = torch.cat([weights[None], stats.double(), stats.new_tensor([positions]).double()])
-        copies = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()  # ranks that hold the same batch
-        total = self.accelerator.gather(local[None]).sum(dim=0) / copies
+        tokens = torch.stack([batch["attention_mask"].sum() for batch in batch_samples]).sum().to(device)
+        positions = tokens.new_tensor(sum(batch["input_ids"].numel() for batch in batch_samples))
+        local = torch.cat([weights[None], stats.double(), torch.stack([tokens, positions]).double()])
+        total = self.accelerator.gather(local[None]).sum(dim=0) / self._copies()
         self._add("counts", total)
         return total[0]
 
@@ -78,11 +78,14 @@ class TreeLossMixin(_Trainer):
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         # A divisor of 1 travels as a Python number: mixed precision casts float tensors that go through the model.
+        inputs, is_empty = without_empty_mask(inputs)
         _, outputs = super().compute_loss(model, {**inputs, "num_items_in_batch": 1.0}, return_outputs=True)
         auxiliary = getattr(outputs, "aux_loss", None)
         if auxiliary is not None:
             auxiliary = self.accelerator.unwrap_model(model).router_aux_loss_coef * auxiliary.to(outputs.loss.device)
         loss_sum = outputs.loss if auxiliary is None else outputs.loss - auxiliary
+        if auxiliary is not None:
+            auxiliary = auxiliary * ~is_empty
         self.record(loss_sum, inputs)
         loss = loss_sum / self.divisor(inputs, num_items_in_batch)
         if self.model.training:
@@ -135,7 +138,7 @@ class TreeLossMixin(_Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         counts, loss_sum = self._tree_sums.pop("counts", None), self._gathered("loss_sum")
         if counts is not None and loss_sum is not None and self.model.training:
-            weights, *stats, positions = counts.tolist()
+            weights, *stats, tokens, positions = counts.tolist()
             stat = dict(zip(STATS, stats, strict=True))
             logs["loss/sum"] = loss_sum.item() / self.get_tp_size()
             logs["loss/token_count"] = weights
@@ -143,7 +146,7 @@ class TreeLossMixin(_Trainer):
             logs["tree/tokens"] = stat["tree_tokens"]
             logs["tree/token_ratio"] = stat["branch_tokens"] / max(stat["tree_tokens"], 1)
             logs["tree/pair_ratio"] = stat["branch_pairs"] / max(stat["tree_pairs"], 1)
-            logs["tree/padding"] = 1 - stat["tree_tokens"] / positions
+            logs["tree/padding"] = 1 - tokens / positions
         super().log(logs, *args, **kwargs)
 
     def _add(self, name: str, value: torch.Tensor) -> None:
@@ -157,19 +160,76 @@ class TreeLossMixin(_Trainer):
     # ---- uneven last steps ----
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
-        """Accelerate fills an uneven last step with repeated rows, which would count twice: fill it with empty "
-        "ones."""
+        """Accelerate fills an uneven last step with repeated rows, which would count twice: fill it with empty ones.
+        Training on split trees fills every step by itself."""
         processes = self.accelerator.num_processes
-        drops = kwargs.get("is_training", False) and self.args.dataloader_drop_last
-        if processes > 1 and not drops and hasattr(dataset, "__len__") and len(dataset) % (batch_size * processes):
+        is_training = kwargs.get("is_training", False)
+        sampler = self._step_sampler(dataset, batch_size) if is_training else None
+        drops = is_training and self.args.dataloader_drop_last
+        if sampler is not None:
+            kwargs["sampler_fn"] = lambda _: sampler
+            dataset = _PaddedDataset(self._remove_unused_columns(dataset, description=description), 1)
+        elif processes > 1 and not drops and hasattr(dataset, "__len__") and len(dataset) % (batch_size * processes):
             dataset = _PaddedDataset(
                 self._remove_unused_columns(dataset, description=description), batch_size * processes
             )
         return super()._get_dataloader(dataset, description, batch_size, **kwargs)
 
+    def _step_sampler(self, dataset: Any, batch_size: int) -> StepSampler | None:
+        """What keeps the parts of split trees in one step, where there are any."""
+        args = self.args
+        if "tree_ids" not in (getattr(dataset, "column_names", None) or ()):
+            return None
+        if not hasattr(dataset, "__len__"):
+            if getattr(args, "overflow", "split") == "split":
+                raise ValueError(
+                    "`train_dataset` is a stream with `tree_ids`, and nothing keeps the parts of a split tree of a "
+                    "stream in one optimizer step. Set `overflow='drop'` or `'raise'`, or load the dataset whole."
+                )
+            return None
+        units = linked_rows(list(dataset["tree_ids"]))
+        if len(units) == len(dataset):
+            return None
+        if args.train_sampling_strategy not in ("random", "sequential"):
+            raise ValueError(
+                f"`train_sampling_strategy={args.train_sampling_strategy!r}` would tear the parts of split trees "
+                "apart. Set it to 'random' or 'sequential'."
+            )
+        # Each rank takes `batch_size` rows of every round, or with `split_batches` all ranks together.
+        ranks = 1 if self.accelerator.split_batches else args.world_size // self._copies()
+        return StepSampler(
+            units,
+            args.gradient_accumulation_steps * ranks * batch_size,
+            shuffle=args.train_sampling_strategy == "random",
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            global_step=lambda: self.state.global_step,
+        )
+
+    def _copies(self) -> int:
+        """Ranks that hold the same batch."""
+        return self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+
+
+def without_empty_mask(inputs: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
+    """
+    A router's auxiliary loss divides by the tokens of the attention mask. An empty row has none, so that it would be
+    NaN: such a row passes as one of real tokens instead.
+
+    Args:
+        inputs (`dict`): The micro-batch.
+
+    Returns:
+        `tuple`: the micro-batch, and a bool scalar that says whether it was empty and the loss must be taken off.
+    """
+    mask = inputs.get("attention_mask")
+    if mask is None:
+        return inputs, torch.zeros((), dtype=torch.bool, device=inputs["input_ids"].device)
+    is_empty = ~mask.any()
+    return {**inputs, "attention_mask": mask | is_empty}, is_empty
+
 
 class _PaddedDataset(torch.utils.data.Dataset):
-    """`dataset` followed by empty rows up to a multiple of `multiple`."""
+    """`dataset` followed by empty rows, with a length that is a multiple of `multiple`."""
 
     def __init__(self, dataset: Any, multiple: int) -> None:
         self.dataset = dataset

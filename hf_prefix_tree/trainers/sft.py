@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from hf_prefix_tree.batch import BLOCK_SIZE, gather_supervised
 from hf_prefix_tree.collators.prefix_tree import DataCollatorForPrefixTree
 from hf_prefix_tree.datasets import prepare_trees
 from hf_prefix_tree.trainers.config import TreeSFTConfig
-from hf_prefix_tree.trainers.mixin import TreeLossMixin
+from hf_prefix_tree.trainers.grouped import BranchCollator, branch_batches
+from hf_prefix_tree.trainers.mixin import TreeLossMixin, without_empty_mask
 from hf_prefix_tree.tree import PrefixTree
 
 
@@ -31,7 +33,12 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
     A dataset row is one of: a folded tree ([`PrefixTree.to_dict`]), `branches`, `prompt_ids` + `completions`, `prompt`
     + `completion(s)`, `messages` (with `tools`), or `input_ids` (with `labels`); `TreeSFTConfig(group_by="group")`
     makes one tree of the rows with an equal `group`. Each row or group becomes one tree; the trees of a micro-batch
-    share one row.
+    share one row. Under `max_packed_tokens` a dataset row holds several small trees, or a part of a large one; the
+    parts of a tree stay in one optimizer step, which needs a dataset of known length.
+
+    `TreeSFTConfig(mode="grouped")` trains the same branch by branch, as a baseline: same loss, gradients and step
+    metrics (`entropy`, `mean_token_accuracy` and `num_tokens` are those of the branches), memory of one branch. Micro-
+    batches are then computed in as many passes as the rank with the most branches needs. Evaluation stays on trees.
 
     Args:
         model (`str`, `PreTrainedModel` or `PeftModel`):
@@ -98,6 +105,8 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
             processing_class=processing_class,
             **kwargs,
         )
+        if args.mode == "grouped" and self.is_deepspeed_enabled:
+            raise ValueError("`mode='grouped'` is not supported with DeepSpeed, which steps after every backward.")
         if self._is_vision_dataset:
             raise ValueError("`train_dataset` has images, which prefix trees do not hold yet. Use `SFTTrainer`.")
         if data_collator.pad_token_id < 0:
@@ -117,13 +126,47 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
                 overlong=args.overlong,
                 on_error=args.on_error,
                 num_proc=args.dataset_num_proc,
+                max_packed_tokens=args.max_packed_tokens,
+                overflow=args.overflow,
+                pack_trees=args.pack_trees,
+                selection_metric=args.selection_metric,
+                selection_num_proc=args.selection_num_proc,
+                max_examples=args.max_examples,
             )
         return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
             raw = ["branches", "prompt_ids", "completions"]  # folded by the collator under `skip_prepare_dataset`
-            self._signature_columns = [field.name for field in dataclasses.fields(PrefixTree)] + raw
+            packed = ["trees", "tree_ids"]
+            self._signature_columns = [field.name for field in dataclasses.fields(PrefixTree)] + raw + packed
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        collator = self.data_collator
+        if self.args.mode == "grouped" and kwargs.get("is_training", False):
+            self.data_collator = BranchCollator(collator)
+        try:
+            return super()._get_dataloader(*args, **kwargs)
+        finally:
+            self.data_collator = collator
+
+    def training_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if "branch_lengths" not in inputs:
+            return super().training_step(model, inputs, num_items_in_batch)
+        own = torch.tensor([inputs["branch_lengths"].numel()], device=self.args.device)
+        rows = branch_batches(inputs, number=self.accelerator.gather(own).max().item())
+        steps = self.current_gradient_accumulation_steps
+        self.current_gradient_accumulation_steps = steps * len(rows)  # a router's auxiliary loss is a mean over them
+        losses = []
+        for index, row in enumerate(rows):
+            # Gradients are reduced once, with the last branch (unless the caller holds them back further).
+            waits = index < len(rows) - 1
+            with self.accelerator.no_sync(model) if waits else nullcontext():
+                losses.append(super().training_step(model, row, num_items_in_batch))
+        self.current_gradient_accumulation_steps = steps
+        return torch.stack(losses).sum()
 
     def compute_loss(
         self,
@@ -139,7 +182,18 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
         # TRL clamps its divisor at 1, while summed weights are often smaller: divide first and hand it a 1.
         result = SFTTrainer.compute_loss(self, weighted, inputs, return_outputs, num_items_in_batch=1)
         self.record(weighted.loss_sum, inputs)
+        self._forget_empty_metrics()
         return result
+
+    def _forget_empty_metrics(self) -> None:
+        """TRL averages the metrics of micro-batches and puts zeros where none of the ranks has a token."""
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        names = ("entropy", "mean_token_accuracy")
+        if all(metrics[name][-1] == 0.0 for name in names):
+            for name in names:
+                metrics[name].pop()
+                if not metrics[name]:
+                    del metrics[name]
 
 
 class _WeightedLogProbs:
@@ -150,7 +204,10 @@ class _WeightedLogProbs:
         self.loss_sum: torch.Tensor
 
     def __call__(self, **inputs: Any) -> Any:
+        inputs, is_empty = without_empty_mask(inputs)
         outputs = self.model(**inputs)
+        if getattr(outputs, "aux_loss", None) is not None:
+            outputs.aux_loss = outputs.aux_loss * ~is_empty
         if inputs.get("fused_lm_head"):
             weights = gather_supervised(inputs["prefix_tree"], inputs["labels"], inputs.get("loss_weights")).weights
             weighted = outputs.log_probs.double() * weights

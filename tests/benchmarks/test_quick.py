@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from benchmarks import attention, fold, mask, step
-from benchmarks.flops import flop_counts, model_config
+from benchmarks.flops import model_config
 from benchmarks.microbatches import pack
 from benchmarks.packed import Packed
 from benchmarks.shapes import FOLD_SHAPES, QUICK, SHAPES, build, conversation_trees, leaf_first_rows, lightest_first
 from hf_prefix_tree.attention.mask import dense_mask
+from hf_prefix_tree.report.flops import flop_counts
 
 ENVIRONMENT = {"device", "python", "torch", "transformers", "trl", "flash-attn-4", "cuda", "commit", "date"}
 

@@ -1,0 +1,141 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""What a training step costs by counting: FLOPs and activation memory, from a model's config and counts of trees.
+
+Counted are decoders of gated MLPs and full attention: matrix products only, forward and backward, nothing recomputed.
+A sliding window is not counted, so that attention is an upper bound there. A mixture of experts counts the experts
+that a token is sent to.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hf_prefix_tree.tree import PrefixTree
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# A backward is 2.5 forwards: five matrix products of queries by keys instead of two.
+FORWARD_AND_BACKWARD = 3.5
+
+
+class _Sizes(NamedTuple):
+    layers: int
+    hidden: int
+    heads: int
+    queries: int  # width of all query heads
+    keys: int  # width of all key heads
+    mlp: int  # inner width that a token passes through
+    vocab: int
+
+
+def attention_flops(pairs: int, heads: int, head_dim: int, factor: float = FORWARD_AND_BACKWARD) -> float:
+    """Useful FLOPs of one layer's attention: visible pairs only, 4 FLOPs per pair and dimension forward."""
+    return factor * 4 * head_dim * heads * pairs
+
+
+def step_flops(config: PretrainedConfig, tokens: int, supervised: int, pairs: int) -> float:
+    """
+    FLOPs of a forward and a backward, nothing recomputed.
+
+    Args:
+        config (`PretrainedConfig`):
+            The model's. Of a multimodal one, its text model's is read.
+        tokens (`int`), supervised (`int`), pairs (`int`):
+            Tokens that pass the layers, tokens that pass the head, visible query-key pairs.
+
+    Raises:
+        `ValueError`: If the config lacks a size, or has layers without attention.
+    """
+    sizes = _sizes(config)
+    layer = sizes.hidden * (2 * sizes.queries + 2 * sizes.keys + 3 * sizes.mlp)
+    linear = sizes.layers * layer * tokens + sizes.hidden * sizes.vocab * supervised
+    return 6 * linear + sizes.layers * attention_flops(pairs, sizes.heads, sizes.queries // sizes.heads)
+
+
+def flop_counts(trees: Sequence[PrefixTree], config: PretrainedConfig) -> dict[str, dict[str, Any]]:
+    """
+    Tokens, supervised tokens, pairs and TFLOP of a step on all these trees, folded and branch by branch.
+
+    Parts of split trees count as they are: what they recompute is in `"folded"`.
+
+    Example:
+
+    ```python
+    >>> from transformers import Qwen3Config
+    >>> from hf_prefix_tree import Branch, fold
+
+    >>> tree = fold([Branch([5, 6, 7], [0, 1, 1]), Branch([5, 6, 8, 9], [0, 1, 1, 1])])
+    >>> counts = flop_counts([tree], Qwen3Config())
+    >>> [(c["tokens"], c["supervised"], c["pairs"]) for c in counts.values()]
+    [(5, 4, 13), (7, 5, 16)]
+
+    ```
+    """
+    stats = functools.reduce(operator.add, (tree.stats() for tree in trees))
+    supervised = sum(int(tree.branch_count.sum()) for tree in trees)
+    counts = {
+        "folded": (stats.tree_tokens, stats.supervised_tokens, stats.tree_pairs),
+        "branches": (stats.branch_tokens, supervised, stats.branch_pairs),
+    }
+    names = ("tokens", "supervised", "pairs")
+    return {
+        method: {**dict(zip(names, own, strict=True)), "tflop": step_flops(config, *own) / 1e12}
+        for method, own in counts.items()
+    }
+
+
+def activation_bytes(config: PretrainedConfig, tokens: int, checkpointing: bool) -> int:
+    """
+    Bytes that a bfloat16 model keeps between forward and backward, for rows of so many tokens.
+
+    Per token and layer: 8 bytes for each norm's input in float32, its normalised value and its output, over the hidden
+    states (twice), the queries and the keys; 2 for values and attention output, 8 for a gated MLP. This is Qwen3's
+    layer in eager mode; models without norms on queries and keys keep less. Not counted: weights, gradients,
+    optimizer, and the head, which TRL computes in chunks.
+
+    Args:
+        config (`PretrainedConfig`):
+            The model's.
+        tokens (`int`):
+            Tokens of a micro-batch.
+        checkpointing (`bool`):
+            Whether layers are recomputed: kept are then each layer's input, and one layer's activations at a time.
+
+    Raises:
+        `ValueError`: As [`step_flops`].
+    """
+    sizes = _sizes(config)
+    layer = 16 * sizes.hidden + 10 * sizes.queries + 10 * sizes.keys + 8 * sizes.mlp
+    kept = sizes.layers * 2 * sizes.hidden + layer if checkpointing else sizes.layers * layer
+    return kept * tokens
+
+
+def _sizes(config: PretrainedConfig) -> _Sizes:
+    config = config.get_text_config()
+    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if other or getattr(config, "kv_lora_rank", None):
+        found = f"layers of type {', '.join(sorted(other))}" if other else "latent attention"
+        raise ValueError(f"`model` is a {config.model_type} with {found}, whose FLOPs are not counted.")
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    missing = [name for name in names if getattr(config, name, None) is None]
+    if missing:
+        raise ValueError(f"`model` is a {config.model_type}, whose config lacks {', '.join(missing)}.")
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    mlp = config.intermediate_size
+    if getattr(config, "num_experts_per_tok", None):
+        expert = getattr(config, "moe_intermediate_size", None) or mlp
+        mlp = config.num_experts_per_tok * expert + (getattr(config, "shared_expert_intermediate_size", None) or 0)
+    return _Sizes(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=heads,
+        queries=heads * head_dim,
+        keys=(getattr(config, "num_key_value_heads", None) or heads) * head_dim,
+        mlp=mlp,
+        vocab=config.vocab_size,
+    )

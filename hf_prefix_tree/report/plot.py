@@ -1,0 +1,88 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""A picture: how token ratios are distributed over the trees of a data set, and the attention mask of one tree.
+
+Cost: the mask is drawn from at most 1,024 sampled tokens, so a picture costs the same for every tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_prefix_tree.tree import PrefixTree
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_PIXELS = 1024
+
+
+def check_matplotlib() -> None:
+    """Raises `ValueError` where matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError("a plot needs matplotlib; run `pip install 'hf_prefix_tree[viz]'`.") from None
+
+
+def plot_trees(trees: Sequence[PrefixTree], shown: PrefixTree, path: Path) -> None:
+    """
+    Draw the distribution of token ratios and the mask of one tree.
+
+    Args:
+        trees (sequence of [`PrefixTree`]): Trees of the distribution.
+        shown ([`PrefixTree`]): Tree whose mask is drawn.
+        path (`Path`): Image to write; its suffix says in which format.
+
+    Raises:
+        `ValueError`: If matplotlib is not installed, or does not know the format.
+    """
+    check_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _ratios(left, [tree.stats().token_ratio for tree in trees])
+    _mask(right, shown)
+    figure.savefig(path, dpi=150)
+
+
+def _ratios(axes: Axes, ratios: Sequence[float]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.hist(ratios, bins=np.linspace(1, max(max(ratios), 2), 25).tolist(), color="tab:blue", edgecolor="white")
+    mean = float(np.mean(ratios))
+    axes.axvline(mean, color="black", linestyle="--", label=f"mean {mean:.2f}")
+    axes.set(title=f"Token ratio of {len(ratios):,} trees", xlabel="branch tokens per tree token", ylabel="trees")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlim(left=1)
+    axes.legend(frameon=False)
+
+
+def _mask(axes: Axes, tree: PrefixTree) -> None:
+    num_tokens = len(tree)
+    axes.imshow(
+        sampled_mask(tree),
+        cmap="Blues",
+        vmin=0,
+        vmax=1.3,
+        interpolation="nearest",
+        extent=(0, num_tokens, num_tokens, 0),
+    )
+    stats = tree.stats()
+    axes.set(
+        title=f"Mask: {stats.branches} branches, {num_tokens:,} tokens, {stats.pair_ratio:.1f}x pairs",
+        xlabel="key, in layout order",
+        ylabel="query",
+    )
+
+
+def sampled_mask(tree: PrefixTree) -> npt.NDArray[np.bool_]:
+    """The mask between evenly spaced tokens, at most 1,024 of them: `[queries, keys]`, `True` where visible."""
+    at = np.arange(0, len(tree), -(-len(tree) // _PIXELS))
+    queries, keys = at[:, None], at[None, :]
+    return (keys <= queries) & (queries < tree.subtree_end[at][None, :])

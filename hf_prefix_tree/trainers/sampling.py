@@ -1,0 +1,126 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""[`StepSampler`]: rows that hold parts of one split tree stay in one optimizer step.
+
+The parts add up to the whole tree's gradient only where one divisor holds for all of them, and that is a step's.
+
+Cost: O(n log n) once, O(n) an epoch, for n rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from hf_prefix_tree.packing import pack_rows
+
+
+def linked_rows(tree_ids: Sequence[Sequence[int]]) -> list[list[int]]:
+    """
+    Rows that must share a step: those with a tree in common, directly or through other rows.
+
+    Args:
+        tree_ids (sequence of sequences of `int`): The ids of each row's trees.
+
+    Returns:
+        `list` of `list` of `int`: the rows of each unit, ascending; units ordered by their first row.
+
+    Example:
+
+    ```python
+    >>> linked_rows([[0], [1, 2], [3], [2], [0, 3]])
+    [[0, 2, 4], [1, 3]]
+
+    ```
+    """
+    parents = list(range(len(tree_ids)))
+
+    def root(row: int) -> int:
+        while parents[row] != row:
+            parents[row] = parents[parents[row]]
+            row = parents[row]
+        return row
+
+    first: dict[int, int] = {}
+    for row, ids in enumerate(tree_ids):
+        for tree_id in ids:
+            one, other = sorted((root(first.setdefault(tree_id, row)), root(row)))
+            parents[other] = one
+    units: dict[int, list[int]] = {}
+    for row in range(len(tree_ids)):
+        units.setdefault(root(row), []).append(row)
+    return list(units.values())
+
+
+class StepSampler(Sampler[int]):
+    """
+    Yields blocks of `block_size` indices, one block per optimizer step, and never cuts a unit in two.
+
+    What a block has room for and no unit fills are indices one past the rows, which stand for empty rows. Which sizes
+    go together is settled once, by best fit, so every epoch has the same number of steps; which units those are and
+    where the blocks come is drawn anew each epoch.
+
+    Args:
+        units (`list` of `list` of `int`):
+            What [`linked_rows`] returned.
+        block_size (`int`):
+            Rows of one optimizer step: `gradient_accumulation_steps` x processes x `per_device_train_batch_size`.
+        shuffle (`bool`):
+            Whether units are shuffled. If not, they are laid out in order, each where its first row is.
+        seed (`int`):
+            Seed of the shuffling, equal on all ranks.
+        global_step (`Callable`):
+            Returns the optimizer steps done so far, which tell the epoch, after a resumption too: Accelerate's
+            `set_epoch` doesn't reach a sampler behind skipped batches on several processes.
+
+    Raises:
+        `ValueError`: If a unit is larger than a block.
+    """
+
+    def __init__(
+        self, units: list[list[int]], block_size: int, *, shuffle: bool, seed: int, global_step: Callable[[], int]
+    ) -> None:
+        sizes = np.array([len(unit) for unit in units])
+        if sizes.max() > block_size:
+            raise ValueError(
+                f"{sizes.max()} rows hold parts of the same split trees and must be in one optimizer step, which has "
+                f"{block_size} (`gradient_accumulation_steps` x processes x `per_device_train_batch_size`). Raise "
+                "`gradient_accumulation_steps`, or raise `max_packed_tokens`, so that trees have fewer parts."
+            )
+        self.units, self.block_size, self.shuffle, self.seed = units, block_size, shuffle, seed
+        self.global_step = global_step
+        self.padding_index = int(sizes.sum())
+        self.unit_sizes = sizes
+        self.blocks = pack_rows(sizes, block_size) if shuffle else _in_order(sizes.tolist(), block_size)
+
+    def __len__(self) -> int:
+        return len(self.blocks) * self.block_size
+
+    def __iter__(self) -> Iterator[int]:
+        for block in self._drawn_blocks() if self.shuffle else self.blocks:
+            rows = [row for unit in block for row in self.units[unit]]
+            yield from rows
+            yield from [self.padding_index] * (self.block_size - len(rows))
+
+    def _drawn_blocks(self) -> Iterator[list[int]]:
+        epoch = self.global_step() // len(self.blocks)
+        rng = np.random.default_rng([self.seed, epoch])
+        drawn = np.empty(len(self.units), dtype=np.int64)  # the unit that takes the place of each
+        for size in np.unique(self.unit_sizes):
+            (same,) = (self.unit_sizes == size).nonzero()
+            drawn[same] = rng.permutation(same)
+        for block in rng.permutation(len(self.blocks)):
+            yield rng.permutation(drawn[self.blocks[block]]).tolist()
+
+
+def _in_order(sizes: list[int], block_size: int) -> list[list[int]]:
+    blocks: list[list[int]] = []
+    room = 0
+    for unit, size in enumerate(sizes):
+        if size > room:
+            blocks.append([])
+            room = block_size
+        blocks[-1].append(unit)
+        room -= size
+    return blocks

@@ -1,0 +1,139 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Baseline rows and synthetic caterpillars: values by hand, on real conversations, and the published shape."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+
+import numpy as np
+import pytest
+
+from hf_prefix_tree.baselines import flat_steps, per_branch
+from hf_prefix_tree.conversations import conversation_branches
+from hf_prefix_tree.splitting import split_tree
+from hf_prefix_tree.synthetic import caterpillar, caterpillar_set
+from hf_prefix_tree.tree import Branch, fold
+
+
+@pytest.mark.parametrize("name", ["baselines", "synthetic", "collators.rollouts"])
+def test_examples_in_docstrings(name):
+    failed, tried = doctest.testmod(importlib.import_module(f"hf_prefix_tree.{name}"))
+    assert failed == 0 and tried > 0
+
+
+# --- Rows that a stock trainer takes.
+
+
+def test_per_branch_of_whole_and_split_trees():
+    branches = [
+        Branch([1, 2, 10, 11], [0, 1, 1, 1]),
+        Branch([1, 2, 3, 4, 12], [0, 1, 1, 0, 1]),
+        Branch([1, 2], [0, 1]),
+    ]
+    tree = fold(branches)
+    expected = [
+        {"input_ids": [1, 2, 10, 11], "labels": [-100, 2, 10, 11]},
+        {"input_ids": [1, 2, 3, 4, 12], "labels": [-100, 2, 3, -100, 12]},
+        {"input_ids": [1, 2], "labels": [-100, 2]},
+    ]
+    assert per_branch([tree]) == expected
+    parts = split_tree(tree, 5)
+    assert len(parts) == 2
+
+    def in_order(rows):
+        return sorted(rows, key=lambda row: row["input_ids"])
+
+    assert in_order(per_branch(parts)) == in_order(expected)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda branch: per_branch([fold([branch])]), lambda branch: flat_steps([branch])]
+)
+def test_fractional_weights_are_refused(function):
+    with pytest.raises(ValueError, match=r"weights \[0\.  0\.5\], but labels express 0 and 1 only"):
+        function(Branch([1, 2], [0, 0.5]))
+
+
+def test_flat_steps_start_anew_where_the_prompt_does_not_extend_the_sample():
+    turns = [
+        Branch([1, 2, 50, 3, 9], [0, 0, 1, 1, 0]),  # 50 is reasoning, 9 a newline after the turn
+        Branch([1, 2, 3, 9, 4, 5, 9], [0, 0, 0, 0, 0, 1, 0]),  # the reasoning is gone: a new sample
+        Branch([1, 2, 3, 9, 4, 5, 9, 6, 7, 9], [0] * 8 + [1, 0]),  # its prompt extends the sample
+        Branch([1, 2, 3, 9, 4, 5, 9, 6, 7], [0] * 6 + [1, 1, 1]),  # shares the tokens, but its prompt is shorter
+    ]
+    assert flat_steps(turns) == [
+        {"input_ids": [1, 2, 50, 3, 9], "labels": [-100, -100, 50, 3, -100]},
+        {
+            "input_ids": [1, 2, 3, 9, 4, 5, 9, 6, 7, 9],
+            "labels": [-100, -100, -100, -100, -100, 5, -100, -100, 7, -100],
+        },
+        {"input_ids": [1, 2, 3, 9, 4, 5, 9, 6, 7], "labels": [-100] * 6 + [9, 6, 7]},
+    ]
+    with pytest.raises(ValueError, match=r"`branches\[1\]` supervises nothing"):
+        flat_steps([turns[0], Branch([1, 2], [0, 0])])
+
+
+def test_flat_steps_of_real_conversations(shared_data, qwen3_tokenizer):
+    """Every turn is supervised once, with its reasoning; turns without reasoning merge into one sample."""
+    merged = 0
+    lines = shared_data("data/conversational_reasoning.jsonl").read_text().splitlines()
+    for line in lines[:8]:
+        turns = conversation_branches(json.loads(line)["messages"], qwen3_tokenizer).branches
+        rows = flat_steps(turns)
+        merged += len(turns) - len(rows)
+        supervised = [token for row in rows for token in row["labels"] if token != -100]
+        assert supervised == [token for turn in turns for token in turn.input_ids[turn.weights > 0].tolist()]
+        assert rows[-1]["input_ids"] == turns[-1].input_ids.tolist()
+    plain = [{"role": role, "content": f"{role} {turn}"} for turn in range(4) for role in ("user", "assistant")]
+    turns = conversation_branches(plain, qwen3_tokenizer, empty_thinking_in_prompt=False).branches
+    rows = flat_steps(turns)
+    assert len(turns) == 4 and merged >= 0
+    # The template puts an empty think block before the last turn only, so each sample ends at the next prompt.
+    assert [len(row["input_ids"]) for row in rows] == [len(turn) for turn in turns]
+    keep = conversation_branches(plain, qwen3_tokenizer, reasoning="keep").branches
+    assert len(flat_steps(keep)) == 1
+
+
+# --- Caterpillars.
+
+
+def test_caterpillar_by_its_definition():
+    tree = caterpillar(5, seed=3, prompt_tokens=4, reasoning_tokens=6, output_tokens=3, reply_tokens=5, final_tokens=7)
+    branches = tree.branches()
+    assert tree.num_branches == len(branches) == 6
+    assert fold(branches) == tree
+    *leaves, trunk = branches
+    for leaf, later in zip(leaves, [*leaves[1:], trunk], strict=True):
+        at = leaf.input_ids.tolist().index(1)  # where the reasoning starts
+        np.testing.assert_array_equal(leaf.input_ids[:at], trunk.input_ids[:at])
+        assert 3 <= len(leaf) - at <= 9 and leaf.weights[at:].all()
+        np.testing.assert_array_equal(leaf.weights[1:at], trunk.weights[1:at])
+        assert len(later) > at
+    assert tree.stats().depth == 6 and len(tree.node_lengths) == 11  # 5 forks of two sides each
+    assert caterpillar(5, seed=3) == caterpillar(5, seed=3) != caterpillar(5, seed=4)
+    assert caterpillar(2, weighting="branch").weighting == "branch"
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_published_shape(seed):
+    stats = [tree.stats() for tree in caterpillar_set(seed=seed)]
+    means = {
+        "branches": np.mean([s.branches for s in stats]),
+        "tree_tokens": np.mean([s.tree_tokens for s in stats]),
+        "longest_path": np.mean([s.longest_path for s in stats]),
+        "token_ratio": np.mean([s.token_ratio for s in stats]),
+        "pair_ratio": np.mean([s.pair_ratio for s in stats]),
+    }
+    assert len(stats) == 64 and len({s.branches for s in stats}) == 8
+    assert means == pytest.approx(
+        {"branches": 20.4, "tree_tokens": 8004, "longest_path": 6615, "token_ratio": 8.11, "pair_ratio": 5.38},
+        rel=0.03,
+    )
+
+
+@pytest.mark.parametrize("name", ["num_turns", "final_tokens"])
+def test_numbers_that_are_too_small(name):
+    with pytest.raises(ValueError, match=f"`{name}` must be between 1"):
+        caterpillar(**{"num_turns": 2, name: 0})

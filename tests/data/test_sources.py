@@ -1,0 +1,268 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Trees of texts, search trees, other column names; every real file in every mode of its type; malformed rows."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from itertools import islice
+
+import pytest
+from branch_parts import parts
+from datasets import Dataset, IterableDataset
+from mooncake import mooncake_branches
+
+from hf_prefix_tree.datasets import prepare_trees
+from hf_prefix_tree.tree import Branch, PrefixTree, fold
+
+HI = {"role": "user", "content": "Hi"}
+HELLO = {"role": "assistant", "content": "Hello"}
+
+
+def trees(dataset) -> list[PrefixTree]:
+    return [PrefixTree.from_dict(row) for row in dataset]
+
+
+# --- trees of texts -------------------------------------------------------------------------------------------------
+
+
+def test_a_tree_of_texts(tiny_tokenizer):
+    row = {"parents": [None, 0, 0, 2], "texts": ["a b", " c", " d", " e f"], "weights": [0.0, 1.0, 0.5, 1.0]}
+    (tree,) = trees(prepare_trees(Dataset.from_list([row]), tiny_tokenizer))
+    ids = [tiny_tokenizer(text)["input_ids"] for text in row["texts"]]
+    w = [[weight] * len(x) for weight, x in zip(row["weights"], ids, strict=True)]
+    assert tree == fold([Branch(ids[0] + ids[1], w[0] + w[1]), Branch(ids[0] + ids[2] + ids[3], w[0] + w[2] + w[3])])
+    del row["weights"]
+    (tree,) = trees(prepare_trees(Dataset.from_list([row]), tiny_tokenizer))
+    assert {weight for branch in tree.branches() for weight in branch.weights[1:].tolist()} == {1.0}
+
+
+def test_a_root_gets_the_begin_token_and_nothing_gets_an_end_token(tiny_tokenizer):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    begin, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", begin), ("<|im_end|>", end)]
+    )
+    assert tokenizer("a")["input_ids"][0] == begin and tokenizer("a")["input_ids"][-1] == end
+    (tree,) = trees(prepare_trees(Dataset.from_list([{"parents": [-1, 0], "texts": ["a", "b"]}]), tokenizer))
+    assert tokenizer.decode(tree.input_ids) == "<|im_start|>ab"
+
+
+def step(number: int, text: str, kept: bool) -> dict:
+    return {"step": number, "text": text, "value": 1.0, "kept": kept}
+
+
+SEARCH = [
+    step(0, "a\n", True),
+    step(0, "b\n", False),  # context: a kept step extends it
+    step(0, "c\n", False),  # left out
+    step(1, "a\nd\n", True),
+    step(1, "a\ne\n", False),  # left out
+    step(1, "b\nf\n", True),
+    step(1, "b\nf\n", False),  # the same step again
+    step(2, "a\nd\ng\n", True),
+    step(1, "a\nh\n", True),
+]
+
+
+def test_a_search_tree_supervises_its_kept_steps(tiny_tokenizer):
+    (tree,) = trees(prepare_trees(Dataset.from_list([{"input": "1 2", "nodes": SEARCH}]), tiny_tokenizer))
+    assert [parts(branch, tiny_tokenizer) for branch in tree.branches()] == [
+        ["1 2\nb\n", "f\n"],
+        ["1 2\n", "a\nh\n"],
+        ["1 2\n", "a\nd\ng\n"],
+    ]
+    assert tree.num_branches == 3
+    # "a" is on two of the three branches, "d" on one, the prompt and "b" on none that supervise them.
+    by_text = {tiny_tokenizer.decode([i]): w for i, w in zip(tree.input_ids.tolist(), tree.weights, strict=True)}
+    assert [by_text[x] for x in "abdfgh"] == pytest.approx([2 / 3, 0, 1 / 3, 1 / 3, 1 / 3, 1 / 3])
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"parents": [None, 0], "texts": ["a"]}, "`parents` has 2 entries for 1 `texts`"),
+        ({"parents": [None], "texts": ["a"], "weights": [1.0, 1.0]}, "`weights` has 2 entries for 1 `texts`"),
+        ({"parents": [None], "texts": [1]}, r"`texts\[0\]` is a int; pass a string"),
+        ({"parents": [0], "texts": ["a"]}, r"`parents\[0\]` is 0, a cycle"),
+        ({"input": "1", "nodes": [step(0, "a", False)]}, "`nodes` has no kept step"),
+        ({"input": "1", "nodes": [step(0, "a", True), step(1, "b", True)]}, "'b' of step 1, which extends no text of"),
+        ({"input": "1", "nodes": [step(1, "a", True)]}, "'a' of step 1, which extends no text of step 0"),
+        ({"input": "1", "nodes": [step(-1, "a", True)]}, r"`nodes\[0\].step` is -1; number the steps from 0"),
+        ({"input": "1", "nodes": [{"step": 0, "text": "a"}]}, r"`nodes\[0\].kept` is None; pass a bool"),
+        ({"input": 1, "nodes": [step(0, "a", True)]}, "`input` is a int; pass the text"),
+        ({"input": "1", "nodes": ["a"]}, r"`nodes\[0\]` is a str; pass a dict with `step`, `text` and `kept`"),
+    ],
+)
+def test_malformed_trees_of_texts(tiny_tokenizer, row, expected):
+    with pytest.raises(ValueError, match=f"row 0: .*{expected}"):
+        prepare_trees(Dataset.from_list([row]), tiny_tokenizer)
+    with pytest.raises(ValueError, match="`tokenizer` is None, but (texts|search) rows are text"):
+        prepare_trees(Dataset.from_list([row]))
+
+
+# --- names of columns -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_columns_of_other_names(tiny_tokenizer, streams):
+    rows = [
+        {"conversation": [HI, HELLO], "task": "a", "messages": "raw"},
+        {"conversation": [HI, HI, HELLO], "task": "a", "messages": ""},
+    ]
+    names = {"messages": "conversation", "group": "task"}
+    source = IterableDataset.from_generator(lambda: iter(rows)) if streams else Dataset.from_list(rows)
+    plain = [{"messages": row["conversation"], "group": row["task"]} for row in rows]
+    expected = trees(prepare_trees(Dataset.from_list(plain), tiny_tokenizer, group_by="group"))
+    assert expected[0].num_branches == 2
+    assert trees(prepare_trees(source, tiny_tokenizer, column_names=names, group_by="group")) == expected
+    assert len(trees(prepare_trees(source, tiny_tokenizer, column_names=names))) == 2
+
+
+def test_errors_of_column_names(tiny_tokenizer):
+    dataset = Dataset.from_list([{"conversation": [HI, HELLO], "task": "a"}])
+    for names, expected in (
+        (
+            {"messages": "talk"},
+            r"`column_names\['messages'\]` is 'talk', which is no column; pass one of conversation",
+        ),
+        ({"messages": "task", "group": "task"}, "name each column once"),
+        ({"message": "conversation"}, "has the columns message, task, which are no known kind"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            prepare_trees(dataset, tiny_tokenizer, column_names=names)
+
+
+# --- every real file in every mode of its type ----------------------------------------------------------------------
+
+MODES = ("per_turn", "side_leaf", "keep")
+CASES = [
+    *(("tau_bench_airline", 1, mode) for mode in MODES),
+    *(("reasoning_tools_multitrial", 6, mode) for mode in MODES),
+    *(("conversational_reasoning", 3, mode) for mode in MODES),
+    *(("long_reasoning_singleturn", 3, mode) for mode in (*MODES, "think_split")),
+    *(("gsm8k_4policies", 8, mode) for mode in (*MODES, "think_split")),
+    ("game24_search_tree", 3, "per_turn"),
+]
+
+
+def rows_of_file(shared_data, name: str, count: int) -> tuple[list[dict], object]:
+    with shared_data(f"data/{name}.jsonl").open() as lines:
+        rows = [json.loads(line) for line in islice(lines, count)]
+    try:
+        tools = json.loads(shared_data(f"data/{name}.tools.json").read_text())
+    except pytest.skip.Exception:
+        tools = None
+    for row in rows:
+        if "messages" in row:
+            row["messages"] = json.dumps(row["messages"])
+    return rows, tools
+
+
+def supervised(items: list[PrefixTree]) -> Counter:
+    """Every supervised token by its path, with the sum of its weights over the trees."""
+    total: Counter = Counter()
+    for tree in items:
+        done = set()
+        for branch, path in zip(tree.branches(), tree.paths(), strict=True):
+            data = branch.input_ids.tobytes()
+            for at, index in enumerate(path.tolist()):
+                if index not in done and tree.weights[index]:
+                    total[hash(data[: 8 * at + 8])] += tree.weights[index]
+                done.add(index)
+    return total
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(("name", "count", "mode"), CASES)
+def test_every_file_in_every_mode(shared_data, qwen3_tokenizer, name, count, mode, grouped):
+    rows, tools = rows_of_file(shared_data, name, count)
+    options = {"tools": tools, "reasoning": mode, "group_by": "group" if grouped else None}
+    counts: dict = {}
+    whole = trees(prepare_trees(Dataset.from_list(rows), qwen3_tokenizer, counts=counts, **options))
+    assert len(whole) == (len({row["group"] for row in rows}) if grouped else len(rows))
+    assert counts["errors"] == [] and counts["skipped"] == counts["empty"] == counts["prefix_mismatches"] == 0
+    longest = counts["longest_path"]
+    packed = prepare_trees(Dataset.from_list(rows), qwen3_tokenizer, max_packed_tokens=longest, **options)
+    pieces = [PrefixTree.from_dict(tree) for row in packed for tree in row["trees"]]
+    assert all(sum(len(tree["input_ids"]) for tree in row["trees"]) <= longest for row in packed)
+    assert (len(pieces) > len(whole)) == any(len(tree) > longest for tree in whole)
+    assert sum(tree.weights.sum() for tree in pieces) == pytest.approx(sum(tree.weights.sum() for tree in whole))
+    if sum(map(len, whole)) < 20_000:
+        assert supervised(pieces) == pytest.approx(supervised(whole))
+
+
+def test_real_search_trees(shared_data, qwen3_tokenizer):
+    rows, _ = rows_of_file(shared_data, "game24_search_tree", 5)
+    for row, tree in zip(rows, trees(prepare_trees(Dataset.from_list(rows), qwen3_tokenizer)), strict=True):
+        kept = {node["text"] for node in row["nodes"] if node["kept"]}
+        ends = {text for text in kept if not any(other != text and other.startswith(text) for other in kept)}
+        texts = {qwen3_tokenizer.decode(branch.input_ids) for branch in tree.branches()}
+        assert texts == {f"{row['input']}\n{text}" for text in ends}
+        # Every kept step of this search extends kept steps, so all but the prompt is supervised.
+        for branch in tree.branches():
+            assert (
+                parts(branch, qwen3_tokenizer)[0] == f"{row['input']}\n" and len(parts(branch, qwen3_tokenizer)) == 2
+            )
+        assert len(ends) < len(row["nodes"]) / 2
+
+
+def test_the_shape_of_a_production_forest(shared_data):
+    branches = mooncake_branches(shared_data("data/mooncake_prefix_trace.jsonl"), 40)
+    rows = [{"group": 0, "input_ids": branch.input_ids, "weights": branch.weights} for branch in branches]
+    counts: dict = {}
+    packed = prepare_trees(Dataset.from_list(rows), group_by="group", max_packed_tokens=2**16, counts=counts)
+    blocks = [set(range(0, 0))] + [set((branch.input_ids[branch.weights == 0] // 512).tolist()) for branch in branches]
+    assert counts["branches"] == 40 and counts["split_trees"] == 1
+    assert counts["tree_tokens"] < counts["branch_tokens"] == sum(map(len, branches))
+    assert counts["tree_tokens"] <= 512 * len(set().union(*blocks)) + sum(int((b.weights > 0).sum()) for b in branches)
+    outputs = sum(int((branch.weights > 0).sum()) for branch in branches)
+    pieces = [PrefixTree.from_dict(tree) for row in packed for tree in row["trees"]]
+    assert sum(int((tree.weights > 0).sum()) for tree in pieces) == outputs
+    assert {len(row["trees"]) for row in packed} == {1} and counts["fill"] > 0.6
+
+
+# --- ten malformed variants of a real row ---------------------------------------------------------------------------
+
+
+def _set(path: list, value: object):
+    def change(row: dict) -> None:
+        for key in path[:-1]:
+            row = row[key]
+        row[path[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (_set(["messages"], []), "`messages` is empty; drop the row"),
+        (_set(["messages"], {"role": "user"}), "`messages` is a dict; pass a list of dicts"),
+        (_set(["messages", 1], "hello"), r"`messages\[1\]` is a str; pass a dict with `role` and `content`"),
+        (_set(["messages", 1], {"content": "hello"}), r"`messages\[1\]` has the keys \['content'\] and no `role`"),
+        (_set(["messages", 1, "content"], 7), r"`messages\[1\].content` is a int; pass a string"),
+        (_set(["messages", 2, "tool_calls"], "f(x)"), r"`messages\[2\].tool_calls` is 'f\(x\)'; pass a list of dicts"),
+        (_set(["messages", 2, "tool_calls"], [{"function": None}]), "the chat template can't render"),
+        (lambda row: row["messages"].__delitem__(slice(2, None)), "`messages` has no assistant message"),
+        (_set(["tools"], "{broken"), "`tools` is no JSON"),
+        (_set(["tools"], '{"name": "f"}'), "`tools` is a dict; pass a list of tool schemas"),
+    ],
+)
+def test_malformed_variants_of_a_real_row(shared_data, qwen3_tokenizer, change, expected):
+    with shared_data("data/tau_bench_airline.jsonl").open() as lines:
+        good = json.loads(next(lines))
+    tools = shared_data("data/tau_bench_airline.tools.json").read_text()
+    good = {"messages": good["messages"][:6], "tools": tools}
+    assert [message["role"] for message in good["messages"][:3]] == ["system", "user", "assistant"]
+    bad = copy.deepcopy(good)
+    change(bad)
+    rows = [{**row, "messages": json.dumps(row["messages"])} for row in (good, bad)]
+    with pytest.raises(ValueError, match=f"row 1: .*{expected}"):
+        prepare_trees(Dataset.from_list(rows), qwen3_tokenizer)
+    counts: dict = {}
+    assert len(prepare_trees(Dataset.from_list(rows), qwen3_tokenizer, on_error="skip", counts=counts)) == 1
+    assert counts["skipped"] == 1 and len(counts["errors"]) == 1

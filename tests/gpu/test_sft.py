@@ -1,0 +1,43 @@
+"""`TreeSFTTrainer` on a GPU with TRL's defaults: float32 weights, bf16 autocast, checkpointing. Needs a GPU."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import branch_runs, gradients
+from test_flex import forest, model_of
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "trainers"))
+
+from runs import distance, train, weights  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_autocast_is_as_close_to_float32_as_the_branches_are(tmp_path, checkpointing):
+    trees = forest(4, 2, num_branches=8, max_length=300)
+    model = model_of("gemma3", window=100)
+    start = weights(model)
+    loss, _ = branch_runs(model, trees)
+    loss.backward()
+    exact = gradients(model)
+    model.zero_grad()
+    with torch.autocast("cuda", torch.bfloat16):
+        rounded, _ = branch_runs(model, trees)
+    rounded.backward()
+    by_branch = distance(gradients(model), exact)
+    model.zero_grad()
+    trainer = train(
+        tmp_path,
+        trees,
+        model,
+        per_device_train_batch_size=2,
+        bf16=True,
+        use_cpu=False,
+        gradient_checkpointing=checkpointing,
+    )
+    moved = {name: start[name] - value for name, value in weights(trainer.model).items() if name in exact}
+    assert 1e-4 < distance(moved, exact) <= 2 * by_branch
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), rel=1e-2)
