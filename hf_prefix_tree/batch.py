@@ -58,6 +58,7 @@ def encode_weights(weights: torch.Tensor) -> torch.Tensor:
     >>> import torch
     >>> encode_weights(torch.tensor([0.0, 1.0], dtype=torch.float64))
     tensor([                  0, 4607182418800017408])
+
     ```
     """
     if weights.dtype != torch.float64:
@@ -108,6 +109,7 @@ def concatenate_trees(
     tensor([[ 4,  4,  3,  4],
             [ 0,  1,  2,  2],
             [-1,  0,  1,  1]], dtype=torch.int32)
+
     ```
     """
     if pad_to_multiple_of < 1:
@@ -194,6 +196,7 @@ def gather_supervised(
     >>> tree = torch.tensor([[[4, 4, 3, 4], [0, 1, 2, 2], [-1, 0, 1, 1]]], dtype=torch.int32)
     >>> gather_supervised(tree, torch.tensor([[-100, 6, -100, 8]]))
     Supervised(where=tensor([0, 1]), labels=tensor([[6, 8]]), weights=tensor([[1., 1.]], dtype=torch.float64))
+
     ```
     """
     batch_size, _, length = prefix_tree.shape

@@ -27,6 +27,7 @@ class keep_double(TorchFunctionMode):
     >>> with keep_double():
     ...     torch.ones(1, dtype=torch.float64).float().dtype
     torch.float64
+
     ```
     """
 

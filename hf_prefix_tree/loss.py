@@ -38,6 +38,7 @@ def weighted_token_loss(
     >>> logits = torch.tensor([[[0.0, 0.0], [0.0, 0.0]]])
     >>> weighted_token_loss(logits, torch.tensor([[0, 1]]), torch.tensor([[0.5, 1.0]]).double())
     tensor(0.6931)
+
     ```
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)

@@ -70,12 +70,19 @@ def prepare_model(model: torch.nn.Module, *, attn_backend: str = "auto") -> torc
     Example:
 
     ```python
-    >>> from transformers import AutoModelForCausalLM
-    >>> from hf_prefix_tree import prepare_model
+    >>> from transformers import AutoModelForCausalLM, Qwen3Config
+    >>> from hf_prefix_tree import Branch, DataCollatorForPrefixTree, fold, prepare_model
 
-    >>> model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B", attn_implementation="prefix_tree")  # doctest:
-    +SKIP
-    >>> prepare_model(model)  # doctest: +SKIP
+    >>> config = Qwen3Config(
+    ...     vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=16,
+    ...     num_attention_heads=1, num_key_value_heads=1,
+    ... )
+    >>> model = prepare_model(AutoModelForCausalLM.from_config(config, attn_implementation="prefix_tree"))
+    >>> tree = fold([Branch([5, 6, 7], [0, 1, 1]), Branch([5, 6, 8], [0, 1, 1])])
+    >>> outputs = model(**DataCollatorForPrefixTree(pad_token_id=0)([tree]))
+    >>> outputs.logits.shape, outputs.loss.dtype
+    (torch.Size([1, 3, 32]), torch.float32)
+
     ```
     """
     if attn_backend not in ATTN_BACKENDS:

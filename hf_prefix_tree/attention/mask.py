@@ -36,6 +36,7 @@ def dense_mask(prefix_tree: torch.Tensor, window: int | None = None) -> torch.Te
     tensor([[1, 0, 0],
             [1, 1, 0],
             [1, 0, 1]], dtype=torch.int32)
+
     ```
     """
     subtree_end, depth = prefix_tree[:, SUBTREE_END], prefix_tree[:, DEPTH]
