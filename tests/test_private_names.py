@@ -1,0 +1,80 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""What the package relies on inside Transformers, TRL, Accelerate and torch without it being public: notice when it changes."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import transformers
+import trl
+from transformers import PreTrainedModel, Trainer, masking_utils
+from trl import SFTTrainer
+
+
+def parameters(function: object) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_mask_functions_are_called_with_what_ours_reads():
+    """`prefix_tree_mask` recognises the layer type by these keywords."""
+    source = inspect.getsource(masking_utils.create_causal_mask)
+    assert "mask_factory_function = causal_mask_function" in source
+    for keyword in ("mask_function=", "use_vmap=", "allow_is_causal_skip=", "config=config", "q_length=", "device="):
+        assert keyword in source
+    assert "local_size=sliding_window" in inspect.getsource(masking_utils.create_sliding_window_causal_mask)
+    assert "local_size=chunk_size" in inspect.getsource(masking_utils.create_chunked_causal_mask)
+
+
+def test_model_attributes():
+    assert isinstance(PreTrainedModel._supports_sdpa, bool)
+    assert isinstance(PreTrainedModel.loss_function, property) and PreTrainedModel.loss_function.fset is not None
+    assert "_loss_function" in inspect.getsource(PreTrainedModel.loss_function.fset)
+    assert transformers.Qwen3ForCausalLM.config_class is transformers.Qwen3Config
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        (Trainer._get_num_items_in_batch, ["self", "batch_samples", "device"]),
+        (Trainer._get_dataloader, ["self", "dataset", "description", "batch_size"]),
+        (Trainer._remove_unused_columns, ["self", "dataset", "description"]),
+        (Trainer.compute_loss, ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]),
+        (SFTTrainer.compute_loss, ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]),
+        (
+            SFTTrainer._prepare_dataset,
+            ["self", "dataset", "processing_class", "args", "packing", "formatting_func", "dataset_name"],
+        ),
+        (SFTTrainer._set_signature_columns_if_needed, ["self"]),
+    ],
+)
+def test_overridden_methods_keep_their_arguments(method, expected):
+    assert parameters(method)[: len(expected)] == expected
+
+
+def test_trl_computes_the_loss_from_weighted_log_probs():
+    source = inspect.getsource(SFTTrainer.compute_loss)
+    assert "outputs = model(**inputs, fused_lm_head=True)" in source
+    assert "per_token_loss = -outputs.log_probs" in source
+    assert "loss = per_token_loss.sum() / torch.as_tensor(num_tokens).clamp(min=1)" in source
+    assert "self.accelerator.num_processes // self.get_tp_size()" in source
+    assert inspect.isgeneratorfunction(inspect.unwrap(trl.trainer.utils.global_then_local_main_first))
+    initialiser = inspect.getsource(SFTTrainer.__init__)
+    assert "self._tokenizer = " in initialiser and "self._is_vision_dataset = " in initialiser
+
+
+def test_trainer_scales_by_num_items_in_batch():
+    """With `model_accepts_loss_kwargs`, a given number of items means: already normalised over the accumulated batch."""
+    source = " ".join(inspect.getsource(Trainer.training_step).split())
+    assert "self.model_accepts_loss_kwargs and num_items_in_batch is not None" in source or (
+        "not self.model_accepts_loss_kwargs or num_items_in_batch is None" in source
+    )
+
+
+def test_torch_options():
+    with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True, specialize_float=True):
+        assert torch._dynamo.config.fail_on_recompile_limit_hit
+    with torch.fx.experimental._config.patch(use_duck_shape=False):
+        assert not torch.fx.experimental._config.use_duck_shape
+    assert torch.fx.experimental._config.use_duck_shape
