@@ -74,7 +74,8 @@ def make_trees(args: argparse.Namespace) -> list[PrefixTree]:
             tokenizer.chat_template = train_tokenizer(dialogue_texts(dialogues)).chat_template
     trees = []
     for row in dialogues:
-        branches = conversation_branches(row["messages"], tokenizer, tools=row["tools"]).branches
+        tools = None if args.without_tools else row["tools"]
+        branches = conversation_branches(row["messages"], tokenizer, tools=tools).branches
         trees.append(fold(branches[: args.turns]))
     return trees
 
@@ -134,6 +135,7 @@ def main(args: argparse.Namespace) -> float:
         "transformers": transformers.__version__,
         "steps": args.steps,
         "optimizer": f"{args.optimizer}, learning rate {args.learning_rate:g}, gradients clipped at norm 1",
+        "branch_tokens_per_step": f"{stats.branch_tokens / len(trees):.0f}",
         "token_ratio": f"{stats.token_ratio:.2f}",
         "first_loss": f"{rows[0][2]:.4f}",
         "last_loss": f"{rows[-1][2]:.4f}",
@@ -165,6 +167,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--trees", type=int, help="dialogues that the steps cycle through; a new one each by default")
     parser.add_argument("--turns", type=int, default=4, help="assistant turns of a dialogue: its branches")
+    parser.add_argument("--without_tools", action="store_true", help="leave tool schemas out: shorter prompts")
     parser.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw")
     parser.add_argument("--learning_rate", type=float, default=1e-6)
     parser.add_argument("--output", help="CSV file for the losses of every step")

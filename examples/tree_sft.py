@@ -12,22 +12,27 @@ python examples/tree_sft.py \
     --output_dir Qwen3-0.6B-TreeSFT
 ```
 
-Options can come from a YAML file (`--config options.yaml`). Start it with `accelerate launch` for several GPUs, add
-`--use_peft` for LoRA.
+Options can come from a YAML file (`--config options.yaml`; `examples/ablation` has some). Start it with `accelerate
+launch` for several GPUs, add `--use_peft` for LoRA. `--dry_run` prepares the data, prints what was made of it and
+stops (on a machine without GPU, add `--use_cpu`).
 """
 
 import argparse
+import inspect
 import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset, load_dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+from trl import ModelConfig, ScriptArguments, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
 
-from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer
+from hf_prefix_tree import PrefixTree, TreeSFTConfig, TreeSFTTrainer, prepare_trees
+from hf_prefix_tree.baselines import flat_steps, per_branch
+from hf_prefix_tree.report.text import console, counts_list
 
 
 @dataclass
@@ -45,12 +50,25 @@ class TreeScriptArguments(ScriptArguments):
             Name of a GGUF file in the model's folder to load the weights from.
         random_weights (`bool`, *optional*, defaults to `False`):
             Initialise the model from its config alone.
+        column_names (`str`, *optional*):
+            Columns that have another name in the data, as a JSON object: `'{"messages": "conversation"}'`.
+        baseline (`str`, *optional*):
+            Train without trees, with TRL's `SFTTrainer`: `"per_branch"` makes each branch a sample, `"flat_steps"`
+            the turns of a conversation, joined while the next prompt extends the last sample.
+        dry_run (`bool`, *optional*, defaults to `False`):
+            Prepare the data, print what was made of it, and stop. No model is loaded.
     """
 
     tools_file: str | None = field(default=None, metadata={"help": "JSON file with tool schemas."})
     tokenizer_name_or_path: str | None = field(default=None, metadata={"help": "Tokenizer, if not the model's."})
     gguf_file: str | None = field(default=None, metadata={"help": "GGUF file in the model's folder."})
     random_weights: bool = field(default=False, metadata={"help": "Initialise the model from its config alone."})
+    column_names: str | None = field(default=None, metadata={"help": "Names of columns, as a JSON object."})
+    baseline: str | None = field(
+        default=None,
+        metadata={"help": "Train without trees, with SFTTrainer.", "choices": ["per_branch", "flat_steps"]},
+    )
+    dry_run: bool = field(default=False, metadata={"help": "Prepare the data, print the table, and stop."})
 
 
 def load_rows(arguments: TreeScriptArguments, split: str) -> Dataset:
@@ -59,6 +77,8 @@ def load_rows(arguments: TreeScriptArguments, split: str) -> Dataset:
         rows = load_dataset("json", data_files={split: arguments.dataset_name}, split=split)
     else:
         rows = load_dataset(arguments.dataset_name, arguments.dataset_config, split=split)
+    names = json.loads(arguments.column_names or "{}")
+    rows = rows.rename_columns({theirs: ours for ours, theirs in names.items()})
     if arguments.tools_file is not None:
         tools = json.loads(Path(arguments.tools_file).read_text())
         texts = [json.dumps(tools if isinstance(tools, list) else tools[row["group"]]) for row in rows]
@@ -66,11 +86,47 @@ def load_rows(arguments: TreeScriptArguments, split: str) -> Dataset:
     return rows
 
 
+def prepared(rows: Dataset, tokenizer: Any, args: TreeSFTConfig, counts: dict[str, Any], **changes: Any) -> Dataset:
+    """The trees that `TreeSFTTrainer` makes of the rows: its options have the names that `prepare_trees` uses."""
+    own = {name: getattr(args, name) for name in inspect.signature(prepare_trees).parameters if hasattr(args, name)}
+    return prepare_trees(rows, tokenizer, num_proc=args.dataset_num_proc, counts=counts, **{**own, **changes})
+
+
+def baseline_rows(
+    rows: Dataset, tokenizer: Any, args: TreeSFTConfig, baseline: str, counts: dict[str, Any]
+) -> Dataset:
+    """The same rows, selected and truncated in the same way, for `SFTTrainer`."""
+    trees = prepared(rows, tokenizer, args, counts, max_packed_tokens=None)
+    folded = (PrefixTree.from_dict(row) for row in trees)
+    if baseline == "per_branch":
+        return Dataset.from_list(per_branch(folded))
+    if args.reasoning != "per_turn" or args.group_by is not None:
+        raise ValueError(
+            "`baseline='flat_steps'` joins the turns of one conversation: leave out `reasoning`, `group_by`."
+        )
+    return Dataset.from_list([row for tree in folded for row in flat_steps(tree.branches())])
+
+
+def print_preparation(split: str, counts: dict[str, Any], samples: Dataset | None) -> None:
+    """Prints what was made of a split: its trees, and the samples of a baseline."""
+    ratios = {f"{name}_ratio": counts[f"branch_{name}s"] / counts[f"tree_{name}s"] for name in ("token", "pair")}
+    mean = {"mean_branches": counts["branches"] / counts["trees"]}
+    console().print(counts_list(split, {**counts, **ratios, **mean}))
+    if samples is not None:
+        lengths = [len(ids) for ids in samples["input_ids"]]
+        supervised = sum(label != -100 for labels in samples["labels"] for label in labels)
+        print(
+            f"Without trees: {len(lengths):,} samples of {sum(lengths):,} tokens, {supervised:,} supervised, ", end=""
+        )
+        print(f"the longest {max(lengths):,}.")
+
+
 def load_model(
     model_args: ModelConfig, arguments: TreeScriptArguments, training_args: TreeSFTConfig
 ) -> PreTrainedModel:
     dtype = model_args.dtype if model_args.dtype in ("auto", None) else getattr(torch, model_args.dtype)
-    kwargs = {"trust_remote_code": training_args.trust_remote_code, "attn_implementation": "prefix_tree"}
+    attention = "prefix_tree" if arguments.baseline is None else model_args.attn_implementation
+    kwargs = {"trust_remote_code": training_args.trust_remote_code, "attn_implementation": attention}
     if arguments.random_weights:
         config = AutoConfig.from_pretrained(model_args.model_name_or_path)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32 if dtype == "auto" else dtype, **kwargs)
@@ -86,17 +142,32 @@ def load_model(
     )
 
 
-def main(arguments: TreeScriptArguments, training_args: TreeSFTConfig, model_args: ModelConfig) -> TreeSFTTrainer:
+def main(arguments: TreeScriptArguments, training_args: TreeSFTConfig, model_args: ModelConfig) -> SFTTrainer | None:
     tokenizer = AutoTokenizer.from_pretrained(
         arguments.tokenizer_name_or_path or model_args.model_name_or_path,
         gguf_file=None if arguments.tokenizer_name_or_path else arguments.gguf_file,
     )
-    evaluates = training_args.eval_strategy != "no"
-    trainer = TreeSFTTrainer(
+    splits = [arguments.dataset_train_split]
+    if training_args.eval_strategy != "no":
+        splits.append(arguments.dataset_test_split)
+    datasets = []
+    for split in splits:
+        rows, counts = load_rows(arguments, split), {}
+        if arguments.baseline is not None:
+            rows = baseline_rows(rows, tokenizer, training_args, arguments.baseline, counts)
+        elif arguments.dry_run:
+            prepared(rows, tokenizer, training_args, counts)
+        if arguments.dry_run:
+            print_preparation(split, counts, None if arguments.baseline is None else rows)
+        datasets.append(rows)
+    if arguments.dry_run:
+        return None
+    trainer_class = TreeSFTTrainer if arguments.baseline is None else SFTTrainer
+    trainer = trainer_class(
         model=load_model(model_args, arguments, training_args),
         args=training_args,
-        train_dataset=load_rows(arguments, arguments.dataset_train_split),
-        eval_dataset=load_rows(arguments, arguments.dataset_test_split) if evaluates else None,
+        train_dataset=datasets[0],
+        eval_dataset=datasets[1] if len(datasets) > 1 else None,
         processing_class=tokenizer,
         peft_config=get_peft_config(model_args),
     )

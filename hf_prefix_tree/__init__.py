@@ -11,14 +11,21 @@ from typing import TYPE_CHECKING, Any
 from hf_prefix_tree.attention.interface import register
 
 if TYPE_CHECKING:  # what tools see; at run time `__getattr__` loads the same names on first use
+    from hf_prefix_tree.baselines import flat_steps as flat_steps
+    from hf_prefix_tree.baselines import per_branch as per_branch
     from hf_prefix_tree.collators.prefix_tree import DataCollatorForPrefixTree as DataCollatorForPrefixTree
+    from hf_prefix_tree.collators.rollouts import prefix_tree_collate_fn as prefix_tree_collate_fn
     from hf_prefix_tree.conversations import conversation_branches as conversation_branches
     from hf_prefix_tree.datasets import prepare_trees as prepare_trees
     from hf_prefix_tree.model import prepare_model as prepare_model
     from hf_prefix_tree.model import unprepare_model as unprepare_model
+    from hf_prefix_tree.packing import pack_rows as pack_rows
     from hf_prefix_tree.rollouts import CROSS_ENTROPY_IGNORE_IDX as CROSS_ENTROPY_IGNORE_IDX
     from hf_prefix_tree.rollouts import FoldedRollouts as FoldedRollouts
     from hf_prefix_tree.rollouts import fold_shared_prefix_rollouts as fold_shared_prefix_rollouts
+    from hf_prefix_tree.splitting import split_tree as split_tree
+    from hf_prefix_tree.synthetic import caterpillar as caterpillar
+    from hf_prefix_tree.synthetic import caterpillar_set as caterpillar_set
     from hf_prefix_tree.trainers.config import TreeSFTConfig as TreeSFTConfig
     from hf_prefix_tree.trainers.mixin import TreeLossMixin as TreeLossMixin
     from hf_prefix_tree.trainers.sft import TreeSFTTrainer as TreeSFTTrainer
@@ -36,10 +43,17 @@ _HOMES = {
     "CROSS_ENTROPY_IGNORE_IDX": "rollouts",
     "FoldedRollouts": "rollouts",
     "fold_shared_prefix_rollouts": "rollouts",
+    "caterpillar": "synthetic",
+    "caterpillar_set": "synthetic",
+    "flat_steps": "baselines",
+    "per_branch": "baselines",
     "prepare_trees": "datasets",
     "prepare_model": "model",
     "unprepare_model": "model",
     "DataCollatorForPrefixTree": "collators.prefix_tree",
+    "prefix_tree_collate_fn": "collators.rollouts",
+    "split_tree": "splitting",
+    "pack_rows": "packing",
     "TreeLossMixin": "trainers.mixin",
     "TreeSFTConfig": "trainers.config",
     "TreeSFTTrainer": "trainers.sft",

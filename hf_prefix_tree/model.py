@@ -19,9 +19,10 @@ from transformers import PreTrainedModel
 
 from hf_prefix_tree.attention.context import TreeContext, active_context, set_active_context
 from hf_prefix_tree.attention.interface import IMPLEMENTATION
+from hf_prefix_tree.attention.positions import Handle, place_by_depth
 from hf_prefix_tree.batch import DEPTH, check_batch, gather_supervised
 from hf_prefix_tree.loss import weighted_token_loss
-from hf_prefix_tree.support import base_causal_lm, check_support
+from hf_prefix_tree.support import backbone_of, base_causal_lm, check_support
 from hf_prefix_tree.verify import verify_tree_forward, weights_are_whole
 
 ATTN_BACKENDS = ("auto", "flex", "sdpa")
@@ -37,7 +38,7 @@ class _State:
     previous_loss: Callable | None
     had_loss_kwargs_flag: bool
     previous_loss_kwargs_flag: bool | None
-    handles: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
+    handles: list[Handle] = field(default_factory=list)
     verified_on: set[str] = field(default_factory=set)
     verifying: bool = False
 
@@ -102,18 +103,20 @@ def prepare_model(model: torch.nn.Module, *, attn_backend: str = "auto") -> torc
         had_loss_kwargs_flag="accepts_loss_kwargs" in base.__dict__,
         previous_loss_kwargs_flag=base.__dict__.get("accepts_loss_kwargs"),
     )
-    base.set_attn_implementation(IMPLEMENTATION)
+    _set_implementation(base, IMPLEMENTATION)
     setattr(base, _STATE, state)
     base.loss_function = functools.partial(_tree_aware_loss, base.loss_function)
     # Trainer would otherwise pass `num_items_in_batch`, skip its own division by the accumulation steps, and scale
     # loss and gradients with them.
     base.accepts_loss_kwargs = False
-    backbone = base.base_model
+    backbone = backbone_of(base)
+    assert backbone is not None  # checked above
     state.handles = [
         base.register_forward_pre_hook(_enter, with_kwargs=True),
         base.register_forward_hook(_leave, with_kwargs=True, always_call=True),
         backbone.register_forward_pre_hook(_check_backbone_call, with_kwargs=True),
         backbone.register_forward_hook(_gather_hidden_states, with_kwargs=True),
+        *place_by_depth(base),
     ]
     try:
         if weights_are_whole(base) and not (base.device.type == "cpu" and torch.cuda.is_available()):
@@ -145,8 +148,15 @@ def unprepare_model(model: torch.nn.Module) -> torch.nn.Module:
         base.accepts_loss_kwargs = state.previous_loss_kwargs_flag
     else:
         del base.accepts_loss_kwargs
-    base.set_attn_implementation(state.previous_implementation)
+    _set_implementation(base, state.previous_implementation)
     return model
+
+
+def _set_implementation(base: PreTrainedModel, implementation: str) -> None:
+    base.set_attn_implementation(implementation)
+    if base.config._attn_implementation != implementation:
+        # Architectures outside Transformers' attention interface only warn; their mask functions read this name.
+        base.config._attn_implementation_internal = implementation
 
 
 def is_prepared(model: torch.nn.Module) -> bool:
@@ -233,9 +243,19 @@ def _refuse_options(kwargs: dict[str, Any]) -> None:
         )
 
 
-def _leave(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-    if active_context() is not None:
-        set_active_context(None)
+def _leave(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    context = active_context()
+    if context is None:
+        return None
+    set_active_context(None)
+    supervised = context.supervised
+    if supervised is None or context.loss_computed or getattr(output, "logits", None) is None:
+        return None
+    # an architecture that computes its loss by itself, without `loss_function`
+    output.loss = weighted_token_loss(
+        output.logits, supervised.labels, supervised.weights, kwargs.get("num_items_in_batch")
+    )
+    return output
 
 
 def _check_backbone_call(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -248,7 +268,7 @@ def _check_backbone_call(module: torch.nn.Module, args: tuple, kwargs: dict[str,
 
 
 def _gather_hidden_states(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    context = kwargs.get("prefix_tree")
+    context = active_context()
     if context is None or context.supervised is None:
         return None
     if isinstance(output, tuple):
@@ -264,4 +284,5 @@ def _tree_aware_loss(
     if context is None or context.supervised is None:
         return default(logits, labels, *args, **kwargs)
     supervised = context.supervised
+    context.loss_computed = True
     return weighted_token_loss(logits, supervised.labels, supervised.weights, kwargs.get("num_items_in_batch"))

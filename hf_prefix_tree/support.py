@@ -14,11 +14,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_prefix_tree.attention.interface import WAY_OUT
+
 logger = logging.getLogger(__name__)
 
-_SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Layers without attention ("mlp", "moe", ...) work on each token by itself.
+_SERVED_LAYER_TYPES = {
+    *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention"),
+    *("mlp", "moe", "dense", "sparse"),
+}
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
-_WAY_OUT = "Train it on unfolded branches with a stock trainer."
 
 
 def base_causal_lm(model: Any) -> PreTrainedModel:
@@ -46,6 +51,22 @@ def base_causal_lm(model: Any) -> PreTrainedModel:
     return model
 
 
+def backbone_of(model: PreTrainedModel) -> PreTrainedModel | None:
+    """
+    The part of a causal LM whose output goes to the head, or `None` where there is no such part.
+
+    Args:
+        model (`PreTrainedModel`): A causal LM, not wrapped.
+    """
+    decoder = model.get_decoder()
+    if isinstance(decoder, PreTrainedModel) and decoder is not model:
+        return decoder
+    if model.base_model is not model:
+        return model.base_model
+    children = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    return children[0] if len(children) == 1 else None
+
+
 def check_support(model: PreTrainedModel) -> None:
     """
     Raises `ValueError` where the architecture or an option of the model cannot be exact on trees.
@@ -56,24 +77,24 @@ def check_support(model: PreTrainedModel) -> None:
     config = model.config
     name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} is an encoder-decoder model; prefix trees are for causal LMs. {_WAY_OUT}")
-    if model.get_output_embeddings() is None or model.base_model is model:
+        raise ValueError(f"{name} is an encoder-decoder model; prefix trees are for causal LMs. {WAY_OUT}")
+    if model.get_output_embeddings() is None or backbone_of(model) is None:
         raise ValueError(f"{name} has no LM head over a backbone: load the model with `AutoModelForCausalLM`.")
     if config.get_text_config() is not config:
-        raise ValueError(f"{name} is multimodal, which the tree path does not serve yet. {_WAY_OUT}")
+        raise ValueError(f"{name} is multimodal, which the tree path does not serve yet. {WAY_OUT}")
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
-        raise ValueError(f"{name} attends to both sides; a tree row would leak the future. {_WAY_OUT}")
+        raise ValueError(f"{name} attends to both sides; a tree row would leak the future. {WAY_OUT}")
     for layer_type in _layer_types(config):
         if layer_type not in _SERVED_LAYER_TYPES:
             raise ValueError(
                 f"{name} has `{layer_type}` layers, which the tree path does not serve: they scan the row in order "
                 f"and "
-                f"would carry one branch into the next. {_WAY_OUT}"
+                f"would carry one branch into the next. {WAY_OUT}"
             )
     for module_name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.conv._ConvNd):
             raise ValueError(
-                f"{name} convolves over the sequence (`{module_name}`), which would mix branches. {_WAY_OUT}"
+                f"{name} convolves over the sequence (`{module_name}`), which would mix branches. {WAY_OUT}"
             )
     for option in _ATTENTION_DROPOUTS:
         if getattr(config, option, None):
@@ -90,16 +111,16 @@ def check_support(model: PreTrainedModel) -> None:
 
 
 def attention_windows(config: Any) -> list[int]:
-    """The sliding windows, in tokens, of the layers that have one."""
-    types = _layer_types(config)
+    """The sliding windows and chunk sizes, in tokens, of the layers that have one."""
+    types, found = _layer_types(config), []
     window = getattr(config, "sliding_window", None)
-    if (
-        window is None
-        or (types and "sliding_attention" not in types)
-        or not getattr(config, "use_sliding_window", True)
+    if window is not None and getattr(config, "use_sliding_window", True) and (
+        not types or "sliding_attention" in types
     ):
-        return []
-    return [window]
+        found.append(window)
+    if "chunked_attention" in types:
+        found.append(config.attention_chunk_size)
+    return found
 
 
 def _layer_types(config: Any) -> list[str]:

@@ -27,11 +27,11 @@ def caterpillar(
     weighting: str = "tree",
 ) -> PrefixTree:
     """
-    An agent dialogue as `reasoning="side_leaf"` folds it: a trunk of visible content with a leaf of reasoning per turn.
+    An agent dialogue as `reasoning="side_leaf"` folds it: a visible trunk, and off it a leaf of reasoning per turn.
 
     The trunk is a prompt, then per turn the visible output and the reply to it (a tool's or the user's), then the
-    final response. Each turn's reasoning hangs off just before its output. Supervised are reasoning, output and the final
-    response. K is `num_turns` + 1; `tree.branches()` unrolls it.
+    final response. Each turn's reasoning hangs off just before its output. Supervised are reasoning, output and the
+    final response. K is `num_turns` + 1; `tree.branches()` unrolls it.
 
     Args:
         num_turns (`int`):

@@ -10,6 +10,7 @@ control that must be large, the error of a plain causal run over the same row. F
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from hf_prefix_tree.attention.interface import WAY_OUT
 from hf_prefix_tree.batch import BLOCK_SIZE, IGNORE_INDEX, concatenate_trees
 from hf_prefix_tree.support import attention_windows
 from hf_prefix_tree.tree import Branch, PrefixTree, fold
@@ -60,17 +62,17 @@ def verify_tree_forward(model: PreTrainedModel, forward: Callable) -> None:
     labels = torch.full_like(row["labels"], IGNORE_INDEX)
     labels[0, where] = row["input_ids"][0, where]
     with _undisturbed(model), torch.no_grad():
-        logits = forward(**{**row, "labels": labels}).logits[0]
+        causal = _plain_logits(model, forward, row["input_ids"], row["prefix_tree"][0, 2, where].long())
+        logits = _tree_logits(model, forward, {**row, "labels": labels})
         found = dict(zip(where.tolist(), logits, strict=True))
-        causal = _plain_logits(forward, row["input_ids"], row["prefix_tree"][0, 2, where].long())
         found_causal = dict(zip(where.tolist(), causal, strict=True))
         error = control = spread = scale = 0.0
         branches = [branch for tree in trees for branch in tree.branches()]
         for branch, checked in zip(branches, positions, strict=True):
             ids = torch.from_numpy(branch.input_ids.copy()).to(device)[None]
             keep = torch.arange(ids.shape[1] - len(checked) - 1, ids.shape[1] - 1, device=device)
-            alone = _plain_logits(forward, ids, keep)
-            padded = _plain_logits(forward, torch.nn.functional.pad(ids, (0, 5)), keep, length=ids.shape[1])
+            alone = _plain_logits(model, forward, ids, keep)
+            padded = _plain_logits(model, forward, torch.nn.functional.pad(ids, (0, 5)), keep, length=ids.shape[1])
             tree_logits = torch.stack([found[position] for position in checked])
             error = max(error, _distance(tree_logits, alone))
             control = max(control, _distance(torch.stack([found_causal[position] for position in checked]), alone))
@@ -82,8 +84,7 @@ def verify_tree_forward(model: PreTrainedModel, forward: Callable) -> None:
     if not error <= rounding:  # also where the error is not a number
         raise ValueError(
             f"{type(model).__name__} does not give the same logits on a prefix tree as on its branches ({numbers}): "
-            f"a layer "
-            "carries information that the tree mask and path positions do not control. Train it on unfolded branches."
+            f"a layer carries information that the tree mask and path positions do not control. {WAY_OUT}"
         )
     if control < 4 * error:
         logger.warning(
@@ -93,11 +94,32 @@ def verify_tree_forward(model: PreTrainedModel, forward: Callable) -> None:
         )
 
 
+def _tree_logits(model: PreTrainedModel, forward: Callable, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    try:
+        logits = forward(**batch).logits
+    except (ValueError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} runs its branches but not a prefix tree ({type(error).__name__}: {error}). {WAY_OUT}"
+        ) from error
+    supervised = int((batch["labels"] != IGNORE_INDEX).sum())
+    if logits.shape[:2] != (1, supervised):
+        raise ValueError(
+            f"{type(model).__name__} gives logits of shape {tuple(logits.shape)} for {supervised} supervised tokens: its "
+            f"head does not take what its backbone returns. {WAY_OUT}"
+        )
+    return logits[0]
+
+
 def _forest(model: PreTrainedModel) -> list[PrefixTree]:
-    config = model.config
-    limit = getattr(config, "max_position_embeddings", None) or 2**31
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None) or 0
+    limit = limit if limit > 0 else 2**31
     longest = min(min(attention_windows(config), default=0) + 24, limit)
-    ids = np.random.default_rng(0).integers(0, config.vocab_size, size=4 * longest)
+    pad, vocab_size = getattr(config, "pad_token_id", None), model.get_input_embeddings().num_embeddings
+    ids = np.random.default_rng(0).integers(0, vocab_size, size=4 * longest)
+    ids[ids == pad] = (pad or 0) + 1 if (pad or 0) + 1 < vocab_size else 0  # some models number tokens past padding
     trunk, fork = ids[:longest], 2 * longest // 3
     sibling = np.concatenate([trunk[:fork], ids[longest : longest + longest - fork]])
     paths = [[trunk, sibling, trunk[: longest - 4]], [ids[2 * longest : 2 * longest + 12]]]
@@ -114,13 +136,14 @@ def _checked_positions(trees: list[PrefixTree]) -> list[np.ndarray]:
 
 
 def _plain_logits(
-    forward: Callable, input_ids: torch.Tensor, keep: torch.Tensor, length: int | None = None
+    model: PreTrainedModel, forward: Callable, input_ids: torch.Tensor, keep: torch.Tensor, length: int | None = None
 ) -> torch.Tensor:
     mask = torch.ones_like(input_ids)
     if length is not None:
         mask[:, length:] = 0
-    output = forward(input_ids=input_ids, attention_mask=mask, logits_to_keep=keep, use_cache=False)
-    return output.logits[0]
+    if "logits_to_keep" in inspect.signature(type(model).forward).parameters:
+        return forward(input_ids=input_ids, attention_mask=mask, logits_to_keep=keep, use_cache=False).logits[0]
+    return forward(input_ids=input_ids, attention_mask=mask, use_cache=False).logits[0, keep]
 
 
 def _distance(left: torch.Tensor, right: torch.Tensor) -> float:

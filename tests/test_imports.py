@@ -24,6 +24,8 @@ ROOMS = (
     "packing",
     "conversations",
     "rollouts",
+    "baselines",
+    "synthetic",
     "datasets",
     "batch",
     "loss",
@@ -32,6 +34,7 @@ ROOMS = (
     "support",
     "verify",
     "model",
+    "conformance",
     "collators",
     "trainers",
     "diffusion",
@@ -41,7 +44,17 @@ ROOMS = (
     "demo",
     "cli",
 )
-WITHOUT_TORCH = ("layout", "folding", "tree", "splitting", "packing", "conversations", "rollouts")
+WITHOUT_TORCH = (
+    "layout",
+    "folding",
+    "tree",
+    "splitting",
+    "packing",
+    "conversations",
+    "rollouts",
+    "baselines",
+    "synthetic",
+)
 WITH_TRL = ("trainers", "diffusion", "eagle3", "report", "demo", "cli")
 NOT_LOADED = ("datasets", "trl")
 

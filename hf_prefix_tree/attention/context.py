@@ -36,27 +36,46 @@ class TreeContext:
         self.prefix_tree = prefix_tree
         self.supervised = supervised
         self.attn_backend = attn_backend
-        self._masks: dict[int | None, Mask] = {}
+        self.gathered = False  # whether the hidden states of the call went through `gather`
+        self.loss_computed = False  # whether the model's `loss_function` was called
+        self._masks: dict[tuple[str, int | None], Mask] = {}
 
-    def mask(self, window: int | None, *, flex: bool) -> Mask:
-        """The mask of the layers with this window; built once per call."""
-        if window not in self._masks:
+    def mask(self, window: int | None = None, chunk: int | None = None, *, flex: bool) -> Mask:
+        """The mask of the layers with this window or chunk size; built once per call."""
+        key = ("window", window) if chunk is None else ("chunk", chunk)
+        if key not in self._masks:
             build = tree_block_mask if flex else dense_mask
-            self._masks[window] = build(self.prefix_tree, window)
-        return self._masks[window]
+            self._masks[key] = build(self.prefix_tree, **{key[0]: key[1]})
+        return self._masks[key]
+
+    def additive_mask(self, dtype: torch.dtype, window: int | None = None, chunk: int | None = None) -> torch.Tensor:
+        """The mask as numbers to add to the scores: 0 where a key is visible, the dtype's smallest number elsewhere."""
+        visible = self.mask(window, chunk, flex=False)
+        assert isinstance(visible, torch.Tensor)
+        return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
     def owns(self, mask: object) -> bool:
-        """Whether `mask` is one that this context built; a tensor that was detached on the way still is."""
-        if isinstance(mask, torch.Tensor):
-            return any(
-                isinstance(own, torch.Tensor) and own.data_ptr() == mask.data_ptr() for own in self._masks.values()
-            )
-        return any(own is mask for own in self._masks.values())
+        """
+        Whether `mask` is one that this context built (a tensor that was detached on the way still is), or one that the
+        model made from it by hiding more, as the indexer of sparse attention does. The latter costs a comparison of
+        all pairs and a wait for the device.
+        """
+        if not isinstance(mask, torch.Tensor):
+            return any(own is mask for own in self._masks.values())
+        dense = [own for own in self._masks.values() if isinstance(own, torch.Tensor)]
+        if any(own.data_ptr() == mask.data_ptr() for own in dense):
+            return True
+        length = self.prefix_tree.shape[-1]
+        if mask.dim() != 4 or mask.shape[-2:] != (length, length):
+            return False
+        visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        return any(not bool((visible & ~own).any()) for own in dense)
 
     def gather(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The hidden states that predict the supervised tokens: `(B, N, hidden)` to `(1, M, hidden)`."""
-        if self.supervised is None:
+        if self.supervised is None or self.gathered:
             return hidden_states
+        self.gathered = True
         return hidden_states.reshape(-1, hidden_states.shape[-1])[self.supervised.where][None]
 
 

@@ -17,12 +17,17 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, causal_mask_function
 
 from hf_prefix_tree.attention.context import Mask, TreeContext, active_context, can_use_flex
 from hf_prefix_tree.batch import BLOCK_SIZE
 
 IMPLEMENTATION = "prefix_tree"
+WAY_OUT = "Train it on unfolded branches with a stock trainer."
+# Layers that pick keys from a dense mask of what is visible.
+_DERIVED_MASKS = {"indexed_attention"}
+
+_MODELING_UTILS = sys.modules[PreTrainedModel.__module__]  # where the interface itself lives
 
 
 def register() -> None:
@@ -57,24 +62,29 @@ def prefix_tree_mask(
             **kwargs,
             **({} if local_size is None else {"local_size": local_size}),
         )
-    if use_vmap or not allow_is_causal_skip or (local_size is None and mask_function is not causal_mask_function):
+    if mask_function is bidirectional_mask_function:
+        return None  # of a cross attention that this call does not use; an attention that does refuses it
+    overlaid = use_vmap or (local_size is None and mask_function is not causal_mask_function)
+    if overlaid or (local_size is not None and not allow_is_causal_skip):
         raise ValueError(
             f"{type(config).__name__}: this model overlays its causal mask with one of its own, which the tree mask "
-            f"does "
-            "not carry. Train it on unfolded branches."
+            f"does not carry. {WAY_OUT}"
         )
-    if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
-        raise ValueError(
-            f"{type(config).__name__}: chunked attention (`attention_chunk_size={local_size}`) is not supported on "
-            f"the "
-            "tree path. Train it on unfolded branches."
-        )
+    chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
+    window, chunk = (None, local_size) if chunked else (local_size, None)
+    additive = not _uses_attention_interface(config.__class__)
     reason = can_use_flex(device, _attention_dtype(device, dtype), _head_dim(config), context.prefix_tree.shape[-1])
+    if additive:
+        reason = "this architecture computes its attention by itself and takes a dense mask"
+    elif _DERIVED_MASKS & set(getattr(config, "layer_types", None) or []) or not allow_is_causal_skip:
+        reason = "this architecture computes sparse masks from a dense one"
     if context.attn_backend == "flex" and reason is not None:
         raise ValueError(f"`attn_backend='flex'` cannot serve this call: {reason}. Use `attn_backend='auto'`.")
+    if additive:
+        return context.additive_mask(dtype, window, chunk)
     if context.attn_backend == "auto" and context.prefix_tree.shape[-1] == BLOCK_SIZE:
         reason = "a single block needs a graph of its own and is nothing to a dense mask"
-    return context.mask(local_size, flex=context.attn_backend != "sdpa" and reason is None)
+    return context.mask(window, chunk, flex=context.attn_backend != "sdpa" and reason is None)
 
 
 def prefix_tree_attention(
@@ -101,12 +111,16 @@ def prefix_tree_attention(
         `tuple`: the output `(B, N, heads, value_dim)` and the attention weights where the default gives them.
     """
     if prefix_tree is None:
-        if active_context() is not None:
+        context = active_context()
+        if context is None and not _made_for_a_tree(module, attention_mask):
+            return _default_attention(module)(module, query, key, value, attention_mask, **kwargs)
+        if context is not None and not context.owns(attention_mask):
             raise ValueError(
-                f"{type(module).__name__} drops the keyword arguments of the call, so the tree does not reach its "
-                "attention. This architecture is not supported: train it on unfolded branches."
+                f"{type(module).__name__} got neither the tree nor the tree's mask: this architecture drops the "
+                f"keyword arguments of the call or attends to something else. {WAY_OUT}"
             )
-        return _default_attention(module)(module, query, key, value, attention_mask, **kwargs)
+        assert attention_mask is not None
+        return _tree_attention(module, query, key, value, attention_mask, **kwargs)
     if not isinstance(prefix_tree, TreeContext):
         raise ValueError(
             "`prefix_tree` reached the attention as a raw tensor: call `hf_prefix_tree.prepare_model(model)` before "
@@ -115,11 +129,22 @@ def prefix_tree_attention(
     if not torch.compiler.is_compiling() and not prefix_tree.owns(attention_mask):
         raise ValueError(
             f"{type(module).__name__} got an attention mask that is not the tree's (the model builds or changes "
-            f"masks by "
-            "itself). This architecture is not supported: train it on unfolded branches."
+            f"masks by itself). {WAY_OUT}"
         )
     assert attention_mask is not None
     return _tree_attention(module, query, key, value, attention_mask, **kwargs)
+
+
+def _made_for_a_tree(module: torch.nn.Module, mask: Mask | None) -> bool:
+    # Recomputation under checkpointing runs after the call, in models that drop its keyword arguments without them:
+    # the mask tells. Only the tree path makes block masks, and boolean ones for models whose default is eager; where
+    # it is sdpa the boolean masks of both mean the same.
+    if isinstance(mask, BlockMask):
+        return True
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+        return False
+    config: Any = module.config
+    return default_implementation(config.__class__) == "eager"
 
 
 def _tree_attention(
@@ -141,8 +166,7 @@ def _tree_attention(
     if position_bias is not None or is_causal is False:
         raise ValueError(
             f"{type(module).__name__} adds a position bias or attends to both sides, which the tree path does not "
-            f"carry. "
-            "Train it on unfolded branches."
+            f"carry. {WAY_OUT}"
         )
     dtype = _attention_dtype(query.device, value.dtype)
     query, key, value = (x.to(dtype) for x in (query, key, value))
@@ -180,7 +204,7 @@ def _dense(
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask, -torch.inf)
+    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     if s_aux is not None:  # the sink: one more key, whose probability goes nowhere
         sinks = s_aux.to(scores.dtype).view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
         scores = torch.cat([scores, sinks], dim=-1)
@@ -263,6 +287,8 @@ def _softcap_mod(softcap: float) -> Callable:
 
 
 def _head_dim(config: Any) -> int:
+    if getattr(config, "is_heterogeneous", False):  # the smallest of the layers
+        return min(_head_dim(layer) for layer in config.per_layer_config)
     head_dim = getattr(config, "head_dim", None)
     return head_dim if head_dim is not None else config.hidden_size // config.num_attention_heads
 
@@ -270,12 +296,29 @@ def _head_dim(config: Any) -> int:
 @functools.cache
 def default_implementation(config_class: type) -> str:
     """`"sdpa"` where the models of this config class support it, otherwise `"eager"`."""
-    classes = [PreTrainedModel]
+    found = _model_classes(config_class)
+    return "sdpa" if any(c._supports_sdpa and _interface_in_source(c) for c in found) else "eager"
+
+
+@functools.cache
+def _uses_attention_interface(config_class: type) -> bool:
+    return any(_interface_in_source(model_class) for model_class in _model_classes(config_class))
+
+
+def _interface_in_source(model_class: type) -> bool:
+    """Whether the modeling file calls attention functions by name, as `set_attn_implementation` needs it."""
+    files = [sys.modules[c.__module__] for c in model_class.__mro__ if c.__module__ in sys.modules]
+    return any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files if file is not _MODELING_UTILS)
+
+
+def _model_classes(config_class: type) -> list[type]:
+    found: list[type] = []
+    classes: list[type] = [PreTrainedModel]
     for model_class in classes:
-        if getattr(model_class, "config_class", None) is config_class and model_class._supports_sdpa:
-            return "sdpa"
+        if getattr(model_class, "config_class", None) is config_class:
+            found.append(model_class)
         classes.extend(model_class.__subclasses__())
-    return "eager"
+    return found
 
 
 def _default_attention(module: torch.nn.Module) -> Callable:

@@ -1,5 +1,6 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""The tree mask: key k is visible to query q iff `k <= q < subtree_end[k]`, and `depth[q] - depth[k] < window`.
+"""The tree mask: key k is visible to query q iff `k <= q < subtree_end[k]`, and `depth[q] - depth[k] < window` in sliding
+layers, `depth[q] // chunk == depth[k] // chunk` in chunked ones.
 
 [`dense_mask`] is the reference: an N x N tensor, plain and slow. [`tree_block_mask`] describes the same mask to
 FlexAttention, built directly from block-wise minima and maxima: O(N + (N/128)^2) time and memory, no N x N tensor and
@@ -16,13 +17,14 @@ from torch.nn.attention.flex_attention import BlockMask
 from hf_prefix_tree.batch import BLOCK_SIZE, DEPTH, SUBTREE_END
 
 
-def dense_mask(prefix_tree: torch.Tensor, window: int | None = None) -> torch.Tensor:
+def dense_mask(prefix_tree: torch.Tensor, window: int | None = None, chunk: int | None = None) -> torch.Tensor:
     """
     The mask as one boolean per pair of tokens.
 
     Args:
         prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): The tree rows of the batch contract.
         window (`int`, *optional*): Sliding window in tokens of path distance.
+        chunk (`int`, *optional*): Chunk size in tokens of depth; a token sees its own chunk only.
 
     Returns:
         `torch.Tensor` of shape `(B, 1, N, N)`, bool: `True` where the query (third axis) sees the key (fourth).
@@ -44,21 +46,25 @@ def dense_mask(prefix_tree: torch.Tensor, window: int | None = None) -> torch.Te
     mask = (index[None, None, :] <= index[None, :, None]) & (index[None, :, None] < subtree_end[:, None, :])
     if window is not None:
         mask &= depth[:, :, None] - depth[:, None, :] < window
+    if chunk is not None:
+        mask &= depth[:, :, None] // chunk == depth[:, None, :] // chunk
     return mask[:, None]
 
 
-def tree_block_mask(prefix_tree: torch.Tensor, window: int | None = None) -> BlockMask:
+def tree_block_mask(prefix_tree: torch.Tensor, window: int | None = None, chunk: int | None = None) -> BlockMask:
     """
     The mask as FlexAttention's [`~torch.nn.attention.flex_attention.BlockMask`].
 
     For a block of keys strictly before the block of queries, with the largest and smallest `subtree_end` of its keys:
     no pair is visible iff `max <= first query`, all are iff `min > last query`. Blocks on the diagonal are partial. A
     window hides a block where even the closest depths are too far apart, and leaves it full where the farthest are
-    not.
+    not. A chunk size hides a block where the ranges of chunks do not meet, and leaves it full where all depths are of
+    one chunk.
 
     Args:
         prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): The tree rows; N a multiple of 128.
         window (`int`, *optional*): Sliding window in tokens of path distance.
+        chunk (`int`, *optional*): Chunk size in tokens of depth.
 
     Raises:
         `ValueError`: if N is not a multiple of 128.
@@ -79,18 +85,23 @@ def tree_block_mask(prefix_tree: torch.Tensor, window: int | None = None) -> Blo
     before = block[None, :] < block[:, None]
     visible = before & (end_high[:, None, :] > first_query)  # [B, query blocks, key blocks]
     full = before & (end_low[:, None, :] > last_query)
+    depth_low, depth_high = depth.view(batch_size, num_blocks, BLOCK_SIZE).aminmax(dim=-1)
     if window is not None:
-        depth_low, depth_high = depth.view(batch_size, num_blocks, BLOCK_SIZE).aminmax(dim=-1)
         visible &= depth_low[:, :, None] - depth_high[:, None, :] < window
         full &= depth_high[:, :, None] - depth_low[:, None, :] < window
+    if chunk is not None:
+        low, high = depth_low // chunk, depth_high // chunk
+        visible &= (low[:, :, None] <= high[:, None, :]) & (low[:, None, :] <= high[:, :, None])
+        full &= (low == high)[:, :, None] & (low == high)[:, None, :] & (low[:, :, None] == low[:, None, :])
     partial = (visible & ~full) | (block[None, :] == block[:, None])
     # A window may be a scalar of the model, but the kernel reads it from a tensor: one compiled graph for all windows.
-    reach = None if window is None else torch.full((1,), window, device=depth.device, dtype=depth.dtype)
+    reach = _on_device(window, depth)
+    chunk_size = _on_device(chunk, depth)
     return BlockMask.from_kv_blocks(
         *_listed(partial),
         *_listed(full),
         BLOCK_SIZE=BLOCK_SIZE,
-        mask_mod=_mask_mod(subtree_end, depth, reach),
+        mask_mod=_mask_mod(subtree_end, depth, reach, chunk_size),
         seq_lengths=(length, length),
     )
 
@@ -102,12 +113,24 @@ def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return count[:, None], order[:, None]
 
 
+def _on_device(number: int | None, like: torch.Tensor) -> torch.Tensor | None:
+    return None if number is None else torch.full((1,), number, device=like.device, dtype=like.dtype)
+
+
 def _mask_mod(
-    subtree_end: torch.Tensor, depth: torch.Tensor, reach: torch.Tensor | None
+    subtree_end: torch.Tensor, depth: torch.Tensor, reach: torch.Tensor | None, chunk_size: torch.Tensor | None
 ) -> Callable[..., torch.Tensor]:
-    # Two code objects that read tensors, never Python numbers: FlexAttention compiles each once.
+    # A few code objects that read tensors, never Python numbers: FlexAttention compiles each once.
     def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return (k <= q) & (q < subtree_end[b, k])
+
+    if chunk_size is not None:
+
+        def visible_in_chunk(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            same_chunk = depth[b, q] // chunk_size[0] == depth[b, k] // chunk_size[0]
+            return (k <= q) & (q < subtree_end[b, k]) & same_chunk
+
+        return visible_in_chunk
 
     if reach is None:
         return visible

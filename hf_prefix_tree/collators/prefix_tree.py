@@ -57,6 +57,7 @@ class DataCollatorForPrefixTree:
     tensor([[-100, -100,    8,    9,    7, -100, -100, -100]])
     >>> batch["position_ids"]
     tensor([[0, 1, 2, 3, 2, 0, 0, 0]])
+
     ```
     """
 

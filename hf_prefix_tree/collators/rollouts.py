@@ -62,6 +62,7 @@ def prefix_tree_collate_fn(
 
     ```
     """
+    found: object
     if isinstance(features, Mapping | FoldedRollouts) or len(features) != 1:
         found = type(features).__name__ if isinstance(features, Mapping | FoldedRollouts) else len(features)
         raise ValueError(
@@ -77,7 +78,8 @@ def prefix_tree_collate_fn(
             f"`features[0]` must be a `FoldedRollouts` or have its fields {', '.join(names)}, got {found}. Make it "
             "with `fold_shared_prefix_rollouts`."
         )
-    weights = _unshifted_weights(*(np.asarray(fields[name], dtype=np.int64) for name in names[:3]), ignore_idx)
+    input_ids, labels, node_lengths = (np.asarray(fields[name], dtype=np.int64) for name in names[:3])
+    weights = _unshifted_weights(input_ids, labels, node_lengths, ignore_idx)
     tree = PrefixTree.from_node_paths(
         fields["input_ids"], fields["node_lengths"], fields["sample_paths"], weights, weighting
     )

@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 
+import numpy as np
 import torch
 from datasets import Dataset
 from rich.console import Console
@@ -81,8 +82,8 @@ def report(trees: list[PrefixTree], steps: list[Comparison], losses: list[float]
     folded, unfolded = (
         statistics.median(times) for times in zip(*((s.tree_seconds, s.branch_seconds) for s in steps), strict=True)
     )
-    loss_difference = max(step.loss_difference for step in steps)
-    gradient_difference = max(step.gradient_difference for step in steps)
+    loss_difference = float(np.max([step.loss_difference for step in steps]))  # a NaN stays a NaN
+    gradient_difference = float(np.max([step.gradient_difference for step in steps]))
     table = Table(title="The same step, branch by branch and folded (float32)")
     for column in ("", "branch by branch", "folded", "ratio"):
         table.add_column(column, justify="left" if not column else "right")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -54,7 +55,7 @@ def compare_step(model: PreTrainedModel, trees: Sequence[PrefixTree]) -> Compari
         tree_loss,
         branch_loss,
         abs(tree_loss - branch_loss) / abs(branch_loss),
-        max(_relative(a, b) for a, b in zip(tree_gradients, branch_gradients, strict=True)),
+        float(np.max([_relative(a, b) for a, b in zip(tree_gradients, branch_gradients, strict=True)])),
         tree_seconds,
         branch_seconds,
     )

@@ -74,7 +74,7 @@ class TreeSFTConfig(SFTConfig):
         selection_num_proc (`int`, *optional*):
             Number of processes that compute `selection_metric`.
         max_examples (`int`, *optional*):
-            Number of trees to keep. `None` keeps all.
+            Number of trees to train on. `None` keeps all. Evaluation datasets are not selected from.
         mode (`str`, *optional*, defaults to `"tree"`):
             `"tree"` computes every token of a tree once. `"grouped"` is the baseline: the same loss and gradients,
             computed branch by branch, each branch's backward before the next one's forward.
@@ -142,7 +142,7 @@ class TreeSFTConfig(SFTConfig):
     selection_num_proc: int | None = field(
         default=None, metadata={"help": "Number of processes that compute `selection_metric`."}
     )
-    max_examples: int | None = field(default=None, metadata={"help": "Number of trees to keep. `None` keeps all."})
+    max_examples: int | None = field(default=None, metadata={"help": "Number of trees to train on. `None` keeps all."})
     mode: str = field(
         default="tree",
         metadata={

@@ -37,7 +37,7 @@ def branch_shares(tree: PrefixTree) -> list[npt.NDArray[np.float64]]:
     if tree.weighting == "tree":
         return [weights / tree.num_branches for weights in own]
     if tree.weighting == "branch_mean":
-        return [weights / max(np.count_nonzero(weights), 1) for weights in own]
+        return [weights / max(int(np.count_nonzero(weights)), 1) for weights in own]
     if tree.weighting == "branch":
         return own
     left = tree.weights.copy()
@@ -96,7 +96,6 @@ def branch_batches(batch: Mapping[str, torch.Tensor], number: int) -> list[dict[
     shortest = min(rows, key=lambda row: row["input_ids"].shape[1])
     filler = shortest | {
         "labels": torch.full_like(shortest["labels"], IGNORE_INDEX),
-        "loss_weights": torch.zeros_like(shortest["loss_weights"]),
         "attention_mask": torch.zeros_like(shortest["attention_mask"]),
     }
     return rows + [filler] * (number - len(rows))

@@ -81,10 +81,10 @@ class TreeLossMixin(_Trainer):
         inputs, is_empty = without_empty_mask(inputs)
         _, outputs = super().compute_loss(model, {**inputs, "num_items_in_batch": 1.0}, return_outputs=True)
         auxiliary = getattr(outputs, "aux_loss", None)
+        loss_sum = outputs.loss
         if auxiliary is not None:
-            auxiliary = self.accelerator.unwrap_model(model).router_aux_loss_coef * auxiliary.to(outputs.loss.device)
-        loss_sum = outputs.loss if auxiliary is None else outputs.loss - auxiliary
-        if auxiliary is not None:
+            auxiliary = self.accelerator.unwrap_model(model).router_aux_loss_coef * auxiliary.to(loss_sum.device)
+            loss_sum = loss_sum - auxiliary
             auxiliary = auxiliary * ~is_empty
         self.record(loss_sum, inputs)
         loss = loss_sum / self.divisor(inputs, num_items_in_batch)
@@ -136,9 +136,10 @@ class TreeLossMixin(_Trainer):
         return output
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        counts, loss_sum = self._tree_sums.pop("counts", None), self._gathered("loss_sum")
-        if counts is not None and loss_sum is not None and self.model.training:
-            weights, *stats, tokens, positions = counts.tolist()
+        # an evaluation in the middle of a logging window logs too, and must leave the window's sums alone
+        loss_sum = self._gathered("loss_sum") if self.model.training else None
+        if loss_sum is not None:
+            weights, *stats, tokens, positions = self._tree_sums.pop("counts").tolist()
             stat = dict(zip(STATS, stats, strict=True))
             logs["loss/sum"] = loss_sum.item() / self.get_tp_size()
             logs["loss/token_count"] = weights

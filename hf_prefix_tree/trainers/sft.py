@@ -63,10 +63,13 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
     ...     train_dataset=load_dataset("json", data_files="dialogues.jsonl", split="train"),
     ... )  # doctest: +SKIP
     >>> trainer.train()  # doctest: +SKIP
+
     ```
     """
 
     _signature_columns: list[str] | None
+    data_collator: Any
+    current_gradient_accumulation_steps: int
     _tag_names = ["trl", "sft", "prefix-tree"]  # noqa: RUF012 - as in TRL
     _name = "Tree SFT"
 
@@ -105,8 +108,6 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
             processing_class=processing_class,
             **kwargs,
         )
-        if args.mode == "grouped" and self.is_deepspeed_enabled:
-            raise ValueError("`mode='grouped'` is not supported with DeepSpeed, which steps after every backward.")
         if self._is_vision_dataset:
             raise ValueError("`train_dataset` has images, which prefix trees do not hold yet. Use `SFTTrainer`.")
         if data_collator.pad_token_id < 0:
@@ -115,6 +116,13 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: TreeSFTConfig, packing: bool, formatting_func: Any, name: str
     ) -> Any:
+        selection: dict[str, Any] = {}
+        if name == "train":
+            selection = {
+                "selection_metric": args.selection_metric,
+                "selection_num_proc": args.selection_num_proc,
+                "max_examples": args.max_examples,
+            }
         with global_then_local_main_first():
             dataset = prepare_trees(
                 dataset,
@@ -129,9 +137,7 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
                 max_packed_tokens=args.max_packed_tokens,
                 overflow=args.overflow,
                 pack_trees=args.pack_trees,
-                selection_metric=args.selection_metric,
-                selection_num_proc=args.selection_num_proc,
-                max_examples=args.max_examples,
+                **selection,
             )
         return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
 
@@ -144,6 +150,11 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         collator = self.data_collator
         if self.args.mode == "grouped" and kwargs.get("is_training", False):
+            if self.is_deepspeed_enabled:
+                raise ValueError(
+                    "`mode='grouped'` does several backwards in a micro-batch, and DeepSpeed may step after each. Use "
+                    "DDP or FSDP, or `mode='tree'`."
+                )
             self.data_collator = BranchCollator(collator)
         try:
             return super()._get_dataloader(*args, **kwargs)

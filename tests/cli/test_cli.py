@@ -142,7 +142,7 @@ def test_drawing_is_cut_and_deep_levels_are_named():
     lines = draw_tree(tree, max_nodes=25).splitlines()
     assert len(lines) == 26 and lines[-1] == "... and 33 more nodes"
     assert lines[20].startswith("  " * 20 + "1 token") and lines[22].startswith(
-        "  " * 20 + "(level 22) 1 token, 8 branch"
+        "  " * 20 + "(level 22) 1 token, 7 branches"
     )
 
 

@@ -136,8 +136,8 @@ def test_ratios_order_the_prepared_trees(metric, caplog):
         "max_branches": 2,
     }
     assert caplog.messages[0] == (
-        "Selected 3 trees of 4 valid ones among 4 prepared (4 candidates): K 2.00 on average and 2 at most, 13 tokens, "
-        "longest path 4, token ratio 1.38, pair ratio 1.23."
+        "Selected 3 trees of 4 valid ones among 4 prepared (4 candidates): K 2.00 on average and 2 at most, 13 "
+        "tokens, longest path 4, token ratio 1.38, pair ratio 1.23."
     )
     assert len(prepare_trees(Dataset.from_list(TOKEN_ROWS), max_examples=99, **options)) == 4
 

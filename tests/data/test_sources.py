@@ -8,9 +8,12 @@ import json
 from collections import Counter
 from itertools import islice
 
+import datasets
+import numpy as np
 import pytest
 from branch_parts import parts
 from datasets import Dataset, IterableDataset
+from datasets.fingerprint import generate_random_fingerprint
 from mooncake import mooncake_branches
 
 from hf_prefix_tree.datasets import prepare_trees
@@ -18,6 +21,12 @@ from hf_prefix_tree.tree import Branch, PrefixTree, fold
 
 HI = {"role": "user", "content": "Hi"}
 HELLO = {"role": "assistant", "content": "Hello"}
+
+
+@pytest.fixture(autouse=True)
+def _no_fingerprints(monkeypatch):
+    """`datasets` pickles a large tokenizer to name each result, which takes seconds; nothing here is cached."""
+    monkeypatch.setattr(datasets.arrow_dataset, "update_fingerprint", lambda *_: generate_random_fingerprint())
 
 
 def trees(dataset) -> list[PrefixTree]:
@@ -100,7 +109,7 @@ def test_a_search_tree_supervises_its_kept_steps(tiny_tokenizer):
 def test_malformed_trees_of_texts(tiny_tokenizer, row, expected):
     with pytest.raises(ValueError, match=f"row 0: .*{expected}"):
         prepare_trees(Dataset.from_list([row]), tiny_tokenizer)
-    with pytest.raises(ValueError, match="`tokenizer` is None, but (texts|search) rows are text"):
+    with pytest.raises(ValueError, match=r"`tokenizer` is None, but (texts|search) rows are text"):
         prepare_trees(Dataset.from_list([row]))
 
 
@@ -141,7 +150,7 @@ def test_errors_of_column_names(tiny_tokenizer):
 MODES = ("per_turn", "side_leaf", "keep")
 CASES = [
     *(("tau_bench_airline", 1, mode) for mode in MODES),
-    *(("reasoning_tools_multitrial", 6, mode) for mode in MODES),
+    *(("reasoning_tools_multitrial", 3, mode) for mode in MODES),
     *(("conversational_reasoning", 3, mode) for mode in MODES),
     *(("long_reasoning_singleturn", 3, mode) for mode in (*MODES, "think_split")),
     *(("gsm8k_4policies", 8, mode) for mode in (*MODES, "think_split")),
@@ -166,33 +175,32 @@ def supervised(items: list[PrefixTree]) -> Counter:
     """Every supervised token by its path, with the sum of its weights over the trees."""
     total: Counter = Counter()
     for tree in items:
-        done = set()
-        for branch, path in zip(tree.branches(), tree.paths(), strict=True):
-            data = branch.input_ids.tobytes()
-            for at, index in enumerate(path.tolist()):
-                if index not in done and tree.weights[index]:
-                    total[hash(data[: 8 * at + 8])] += tree.weights[index]
-                done.add(index)
+        paths = [0] * len(tree)  # what stands for each token's path
+        for at, (token, before) in enumerate(zip(tree.input_ids.tolist(), tree.predecessor.tolist(), strict=True)):
+            paths[at] = hash((paths[before] if before >= 0 else None, token))
+            if tree.weights[at]:
+                total[paths[at]] += tree.weights[at]
     return total
 
 
-@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize(("name", "count", "mode"), CASES)
-def test_every_file_in_every_mode(shared_data, qwen3_tokenizer, name, count, mode, grouped):
+def test_every_file_in_every_mode(shared_data, qwen3_tokenizer, name, count, mode):
+    grouped = name in ("gsm8k_4policies", "reasoning_tools_multitrial")
     rows, tools = rows_of_file(shared_data, name, count)
     options = {"tools": tools, "reasoning": mode, "group_by": "group" if grouped else None}
     counts: dict = {}
-    whole = trees(prepare_trees(Dataset.from_list(rows), qwen3_tokenizer, counts=counts, **options))
+    folded = prepare_trees(Dataset.from_list(rows), qwen3_tokenizer, counts=counts, **options)
+    whole = trees(folded)
     assert len(whole) == (len({row["group"] for row in rows}) if grouped else len(rows))
     assert counts["errors"] == [] and counts["skipped"] == counts["empty"] == counts["prefix_mismatches"] == 0
     longest = counts["longest_path"]
-    packed = prepare_trees(Dataset.from_list(rows), qwen3_tokenizer, max_packed_tokens=longest, **options)
+    packed = prepare_trees(folded, max_packed_tokens=longest)
     pieces = [PrefixTree.from_dict(tree) for row in packed for tree in row["trees"]]
     assert all(sum(len(tree["input_ids"]) for tree in row["trees"]) <= longest for row in packed)
     assert (len(pieces) > len(whole)) == any(len(tree) > longest for tree in whole)
-    assert sum(tree.weights.sum() for tree in pieces) == pytest.approx(sum(tree.weights.sum() for tree in whole))
-    if sum(map(len, whole)) < 20_000:
-        assert supervised(pieces) == pytest.approx(supervised(whole))
+    found, expected = supervised(pieces), supervised(whole)
+    assert found.keys() == expected.keys()  # `==` alone would print all of them
+    assert max(abs(found[key] - expected[key]) for key in found) < 1e-12
 
 
 def test_real_search_trees(shared_data, qwen3_tokenizer):
@@ -212,13 +220,13 @@ def test_real_search_trees(shared_data, qwen3_tokenizer):
 
 def test_the_shape_of_a_production_forest(shared_data):
     branches = mooncake_branches(shared_data("data/mooncake_prefix_trace.jsonl"), 40)
+    assert 2**16 < max(map(len, branches)) < 2**17
     rows = [{"group": 0, "input_ids": branch.input_ids, "weights": branch.weights} for branch in branches]
     counts: dict = {}
-    packed = prepare_trees(Dataset.from_list(rows), group_by="group", max_packed_tokens=2**16, counts=counts)
-    blocks = [set(range(0, 0))] + [set((branch.input_ids[branch.weights == 0] // 512).tolist()) for branch in branches]
+    packed = prepare_trees(Dataset.from_list(rows), group_by="group", max_packed_tokens=2**17, counts=counts)
+    unique = len(set(np.concatenate([branch.input_ids for branch in branches]).tolist()))
     assert counts["branches"] == 40 and counts["split_trees"] == 1
-    assert counts["tree_tokens"] < counts["branch_tokens"] == sum(map(len, branches))
-    assert counts["tree_tokens"] <= 512 * len(set().union(*blocks)) + sum(int((b.weights > 0).sum()) for b in branches)
+    assert counts["tree_tokens"] == unique < counts["branch_tokens"] == sum(map(len, branches))
     outputs = sum(int((branch.weights > 0).sum()) for branch in branches)
     pieces = [PrefixTree.from_dict(tree) for row in packed for tree in row["trees"]]
     assert sum(int((tree.weights > 0).sum()) for tree in pieces) == outputs

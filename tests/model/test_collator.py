@@ -7,8 +7,9 @@ import torch
 from datasets import Dataset
 from models import random_forest
 
-from hf_prefix_tree import DataCollatorForPrefixTree
+from hf_prefix_tree import DataCollatorForPrefixTree, fold_shared_prefix_rollouts
 from hf_prefix_tree.batch import concatenate_trees, decode_weights, encode_weights, gather_supervised, summed_weights
+from hf_prefix_tree.collators.rollouts import prefix_tree_collate_fn
 from hf_prefix_tree.loss import weighted_token_loss
 from hf_prefix_tree.tree import Branch, fold
 
@@ -32,7 +33,9 @@ def test_a_row_by_hand():
     # trees, branches, branch tokens, tree tokens, branch pairs, tree pairs
     assert row["tree_stats"].tolist() == [[2, 4, 11, 7, 22, 16]]
     assert list(row)[0] == "input_ids"
-    assert {key: value.dtype for key, value in row.items() if value.dtype != torch.int64} == {"prefix_tree": torch.int32}
+    assert {key: value.dtype for key, value in row.items() if value.dtype != torch.int64} == {
+        "prefix_tree": torch.int32
+    }
 
 
 def test_raw_features_equal_folding_beforehand():
@@ -45,7 +48,8 @@ def test_raw_features_equal_folding_beforehand():
         {"branches": [{"input_ids": b.input_ids.tolist(), "weights": b.weights.tolist()} for b in tree.branches()]}
         for tree in trees
     ]
-    for features in (trees, list(rows), as_branches, as_dicts):
+    packed = list(Dataset.from_list([{"trees": [tree.to_dict() for tree in trees], "tree_ids": [4, 7, 7]}]))
+    for features in (trees, list(rows), as_branches, as_dicts, packed, [{"trees": trees[:2]}, {"trees": trees[2:]}]):
         assert equal(collator(features), expected)
         assert equal(pickle.loads(pickle.dumps(collator))(features), expected)
 
@@ -91,6 +95,42 @@ def test_other_arguments_are_refused():
         concatenate_trees([], 0, 0)
     with pytest.raises(ValueError, match=r"`weights` must be float64, got torch.float32.*double"):
         encode_weights(torch.ones(1, 2))
+
+
+def test_a_group_in_the_form_of_nemo():
+    """Labels come back unshifted; the completions 10 11 and 10 12 share their first token."""
+    group = fold_shared_prefix_rollouts([5, 6], [[10, 11], [20, 21, 22], [10, 12]])
+    fields = {name: getattr(group, name) for name in ("input_ids", "labels", "node_lengths", "sample_paths")}
+    row = prefix_tree_collate_fn([group], pad_token_id=1, pad_to_multiple_of=9)
+    assert row["input_ids"].tolist() == [[5, 6, 10, 11, 12, 20, 21, 22, 1]]
+    assert row["labels"].tolist() == [[-100, -100, -100, 11, 12, -100, 21, 22, -100]]
+    assert row["position_ids"].tolist() == [[0, 1, 2, 3, 3, 2, 3, 4, 0]]
+    assert decode_weights(row["loss_weights"]).tolist() == [[0, 0, 0, 1 / 3, 1 / 3, 0, 1 / 3, 1 / 3, 0]]
+    assert equal(prefix_tree_collate_fn([fields], 1, pad_to_multiple_of=9), row)
+    assert equal(prefix_tree_collate_fn([group]), DataCollatorForPrefixTree(0)([group.to_tree()]))
+    by_branch = prefix_tree_collate_fn([group], weighting="branch")
+    assert decode_weights(by_branch["loss_weights"]).sum() == 4
+    # a label that was taken out stays out; another id may stand for it
+    masked = {**fields, "labels": [-1 if label in (-100, 21) else label for label in fields["labels"]]}
+    found = prefix_tree_collate_fn([masked], 1, pad_to_multiple_of=9, ignore_idx=-1)
+    assert found["labels"].tolist() == [[-100, -100, -100, 11, 12, -100, -100, 22, -100]]
+
+
+def test_groups_that_are_refused():
+    group = fold_shared_prefix_rollouts([5], [[7, 8]])
+    fields = {name: getattr(group, name) for name in ("input_ids", "labels", "node_lengths", "sample_paths")}
+    for features, message in (
+        ([group, group], "must be a list of one group, got 2"),
+        ([], "must be a list of one group, got 0"),
+        (group, "must be a list of one group, got FoldedRollouts"),
+        ([{"input_ids": [1]}], r"have its fields input_ids, labels, .*got \['input_ids'\]"),
+        ([{**fields, "labels": [-100, 8]}], "3 `input_ids`, 2 `labels`"),
+        ([{**fields, "labels": [-100, 7, 8]}], "`labels` is 7 at position 1, .*pass shifted"),
+        ([{**fields, "labels": [7, 8, -100]}], "`labels` is 7 at position 0"),  # a node's last token predicts nothing
+        ([{**fields, "sample_paths": [[0, 2]]}], "`sample_paths"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prefix_tree_collate_fn(features)
 
 
 def test_weights_survive_bit_for_bit():

@@ -72,7 +72,9 @@ def test_single_rows_fill_the_gaps():
 
 
 def test_a_tree_that_is_larger_than_a_step():
-    with pytest.raises(ValueError, match=r"3 rows .* has 2 .*Raise `gradient_accumulation_steps`.*`max_packed_tokens`"):
+    with pytest.raises(
+        ValueError, match=r"3 rows .* has 2 .*Raise `gradient_accumulation_steps`.*`max_packed_tokens`"
+    ):
         sampler([[0], [1, 2, 3]], 2)
 
 

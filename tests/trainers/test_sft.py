@@ -266,3 +266,13 @@ def test_workers(tmp_path):
     workers = train(tmp_path, trees, max_steps=4, dataloader_num_workers=2)
     for name, value in weights(plain.model).items():
         assert torch.equal(value, weights(workers.model)[name]), name
+
+
+def test_an_evaluation_inside_a_logging_window_leaves_its_sums_alone(tmp_path):
+    trees = make_trees(4)
+    trainer = train(
+        tmp_path, trees, eval_trees=trees[:1], max_steps=4, logging_steps=4, eval_strategy="steps", eval_steps=1
+    )
+    log = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    assert log["tree/tokens"] == sum(len(tree) for tree in trees)
+    assert log["loss/token_count"] == pytest.approx(sum(tree.weights.sum() for tree in trees))

@@ -1,0 +1,45 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""`python -m hf_prefix_tree.conformance`: runs the architectures and writes the table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from hf_prefix_tree.conformance.check import FAILED
+from hf_prefix_tree.conformance.runner import run_all
+from hf_prefix_tree.conformance.table import markdown_table, summary
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; the exit code is 1 where an architecture failed."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    parser = argparse.ArgumentParser(prog="python -m hf_prefix_tree.conformance", description=__doc__)
+    parser.add_argument("--model-type", nargs="+", help="only these (default: all of Transformers' causal LMs)")
+    parser.add_argument("--output", type=Path, help="write the table (Markdown) to this file")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--time-limit", type=float, default=120.0, help="seconds per architecture")
+    arguments = parser.parse_args(argv)
+    known = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    chosen = arguments.model_type or known
+    unknown = sorted(set(chosen) - set(known))
+    if unknown:
+        parser.error(f"no causal LM in this Transformers: {', '.join(unknown)}")
+    results = []
+    for result in run_all(chosen, arguments.time_limit):
+        results.append(result)
+        error = "" if result.error is None else f"{result.error:.1e}"
+        print(f"{result.model_type:28} {result.status:9} {result.compared:8} {error:8} {result.reason}", flush=True)
+    print(summary(results))
+    if arguments.output:
+        arguments.output.write_text(markdown_table(results))
+    if arguments.json:
+        arguments.json.write_text(json.dumps([result.to_dict() for result in results], indent=1) + "\n")
+    return int(any(result.status == FAILED for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Attention of a test-time-training step: one softmax over the document so far and the slot's own earlier steps.
+
+At step k, slot t sees the keys of step 0 at the slots up to t of its document, and its own keys of steps 1 to k. The
+first part is a tree mask whose trees are chains, one per document; the rest is a diagonal per step. [`dense_steps`] is
+the reference, with an N x N score matrix. [`flex_steps`] takes the first part's log-sum-exp from FlexAttention and adds
+the diagonals to the softmax: O(N) memory, no key is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hf_prefix_tree.attention.context import TreeContext, can_use_flex
+from hf_prefix_tree.batch import BLOCK_SIZE
+
+
+def document_tree(seq_lens: torch.Tensor, length: int) -> torch.Tensor:
+    """
+    Packed documents as a forest of chains, in the form of the batch contract.
+
+    Args:
+        seq_lens (`torch.Tensor` of shape `(B, D)`, int64): Tokens of each document, filled up with zeros.
+        length (`int`): Slots of a row, N: what each row of `seq_lens` sums to.
+
+    Returns:
+        `torch.Tensor` of shape `(B, 3, N)`, int32: `subtree_end`, `depth`, `predecessor`.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> document_tree(torch.tensor([[3, 2, 0]]), 5)
+    tensor([[[ 3,  3,  3,  5,  5],
+             [ 0,  1,  2,  0,  1],
+             [-1,  0,  1, -1,  3]]], dtype=torch.int32)
+
+    ```
+    """
+    ends = seq_lens.cumsum(dim=1)
+    index = torch.arange(length, device=seq_lens.device).expand(len(seq_lens), -1).contiguous()
+    document = torch.searchsorted(ends, index, right=True).clamp(max=ends.shape[1] - 1)
+    end = ends.gather(1, document)
+    depth = index - (end - seq_lens.gather(1, document))
+    predecessor = torch.where(depth > 0, index - 1, -1)
+    return torch.stack([end, depth, predecessor], dim=1).to(torch.int32)
+
+
+def step_attention(
+    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], context: TreeContext
+) -> torch.Tensor:
+    """
+    Attention of one step, with FlexAttention where it can serve.
+
+    Args:
+        query (`torch.Tensor` of shape `(B, heads, N, D)`): Queries of this step.
+        keys, values (sequences of `torch.Tensor` of shape `(B, kv_heads, N, D)`): Those of steps 0 to k, in order.
+        context ([`TreeContext`]): The documents, and `attn_backend`.
+
+    Returns:
+        `torch.Tensor` of shape `(B, N, heads, D)`.
+    """
+    dtype = values[0].dtype
+    if torch.is_autocast_enabled(query.device.type):  # which FlexAttention, unlike SDPA, does not know
+        dtype = torch.get_autocast_dtype(query.device.type)
+    query, keys, values = query.to(dtype), [k.to(dtype) for k in keys], [v.to(dtype) for v in values]
+    reason = can_use_flex(query.device, dtype, query.shape[-1], query.shape[2])
+    if context.attn_backend == "flex" and reason is not None:
+        raise ValueError(f"`attn_backend='flex'` cannot serve this call: {reason}. Use `attn_backend='auto'`.")
+    attend = dense_steps if context.attn_backend == "sdpa" or reason is not None else flex_steps
+    return attend(query, keys, values, context).transpose(1, 2)
+
+
+def dense_steps(
+    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], context: TreeContext
+) -> torch.Tensor:
+    """The reference; arguments as for [`step_attention`], returns `(B, heads, N, D)`."""
+    keys, values = _repeated(query, keys), _repeated(query, values)
+    scale = query.shape[-1] ** -0.5
+    scores = torch.matmul(query, keys[0].transpose(2, 3)).masked_fill(~context.mask(None, flex=False), -torch.inf)
+    scores = torch.cat([scores, *_diagonals(query, keys[1:])], dim=-1) * scale
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    weights = torch.softmax(scores, dim=-1).to(query.dtype)
+    length = keys[0].shape[2]
+    output = torch.matmul(weights[..., :length], values[0])
+    for step, value in enumerate(values[1:]):
+        output = output + weights[..., length + step, None] * value
+    return output
+
+
+def flex_steps(
+    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], context: TreeContext
+) -> torch.Tensor:
+    """FlexAttention over step 0, then the diagonals; arguments and result as for [`dense_steps`]."""
+    from hf_prefix_tree.attention.interface import _attend_in_blocks, _compiled_attend
+
+    blocks = [x.contiguous().unflatten(2, (-1, BLOCK_SIZE)) for x in (query, keys[0], values[0])]
+    attend = _attend_in_blocks if torch.compiler.is_compiling() else _compiled_attend
+    output, lse = attend(*blocks, context.mask(None, flex=True), None, query.shape[-1] ** -0.5)
+    if len(keys) == 1:
+        return output
+    keys, values = _repeated(query, keys[1:]), _repeated(query, values[1:])
+    lse = lse.float()
+    own = torch.cat([x.float() for x in _diagonals(query, keys)], dim=-1) * query.shape[-1] ** -0.5
+    total = torch.logsumexp(torch.cat([lse[..., None], own], dim=-1), dim=-1)
+    mixed = output.float() * (lse - total).exp()[..., None]
+    for step, value in enumerate(values):
+        mixed = mixed + (own[..., step] - total).exp()[..., None] * value.float()
+    return mixed.to(query.dtype)
+
+
+def _diagonals(query: torch.Tensor, keys: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Unscaled scores of every slot with its own keys, `(B, heads, N, 1)` per step."""
+    return [(query * key).sum(dim=-1, keepdim=True) for key in keys]
+
+
+def _repeated(query: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in tensors]

@@ -1,0 +1,147 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""[`Eagle3DraftConfig`]: the shape of a draft head. It is a Llama layer's, whatever the target is: engines serve that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import LlamaConfig, PretrainedConfig
+
+
+@strict
+class Eagle3DraftConfig(LlamaConfig):
+    """
+    Configuration of [`Eagle3DraftModel`]: that of a one-layer Llama, with these parameters on top.
+
+    `vocab_size` is the target's. The draft's RoPE is its own: `from_target` takes the target's base frequency and no
+    scaling.
+
+    Args:
+        draft_vocab_size (`int`, *optional*):
+            Size of the draft vocabulary; `None` for the target's.
+        target_hidden_size (`int`, *optional*):
+            Hidden size of the target; `None` for the draft's.
+        aux_layer_ids (`list[int]`, *optional*):
+            The three target layers whose outputs are fused, counted from 0.
+        target_name_or_path (`str`, *optional*):
+            The target, for exports that name it.
+    """
+
+    model_type = "eagle3_draft"
+
+    draft_vocab_size: int | None = None
+    target_hidden_size: int | None = None
+    aux_layer_ids: list[int] | None = None
+    target_name_or_path: str | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        self.draft_vocab_size = self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+        self.target_hidden_size = self.hidden_size if self.target_hidden_size is None else self.target_hidden_size
+        if not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"`draft_vocab_size` must be between 1 and `vocab_size` ({self.vocab_size}), got "
+                f"{self.draft_vocab_size}."
+            )
+
+    @classmethod
+    def from_target(
+        cls,
+        target_config: PretrainedConfig,
+        *,
+        draft_vocab_size: int | None = None,
+        aux_layer_ids: Sequence[int] | None = None,
+        **overrides: Any,
+    ) -> Eagle3DraftConfig:
+        """
+        The draft for a target.
+
+        Args:
+            target_config (`PretrainedConfig`): Config of the target.
+            draft_vocab_size (`int`, *optional*): Size of the draft vocabulary.
+            aux_layer_ids (sequence of `int`, *optional*): See [`default_aux_layer_ids`].
+            overrides: Other values for any parameter.
+
+        Example:
+
+        ```python
+        >>> from transformers import LlamaConfig
+        >>> config = Eagle3DraftConfig.from_target(LlamaConfig(num_hidden_layers=32), draft_vocab_size=8192)
+        >>> config.num_hidden_layers, config.draft_vocab_size, config.aux_layer_ids
+        (1, 8192, [1, 15, 28])
+
+        ```
+        """
+        text = target_config.get_text_config()
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        values = {
+            "vocab_size": text.vocab_size,
+            "hidden_size": text.hidden_size,
+            "target_hidden_size": text.hidden_size,
+            # A mixture of experts has small experts; a dense layer of the usual width stands in for them.
+            "intermediate_size": text.intermediate_size
+            if getattr(text, "num_local_experts", None) is None and getattr(text, "num_experts", None) is None
+            else max(text.intermediate_size, 4 * text.hidden_size),
+            "num_hidden_layers": 1,
+            "num_attention_heads": text.num_attention_heads,
+            "num_key_value_heads": text.num_key_value_heads,
+            "head_dim": head_dim,
+            "max_position_embeddings": text.max_position_embeddings,
+            "rms_norm_eps": text.rms_norm_eps,
+            "rope_parameters": {"rope_type": "default", "rope_theta": _rope_theta(text)},
+            "initializer_range": text.initializer_range,
+            "pad_token_id": text.pad_token_id,
+            "bos_token_id": text.bos_token_id,
+            "eos_token_id": text.eos_token_id,
+            "tie_word_embeddings": False,
+            "draft_vocab_size": draft_vocab_size,
+            "aux_layer_ids": list(
+                default_aux_layer_ids(text.num_hidden_layers) if aux_layer_ids is None else aux_layer_ids
+            ),
+            "target_name_or_path": getattr(target_config, "_name_or_path", None) or None,
+        }
+        values.update(overrides)
+        config = cls(**values)
+        check_aux_layer_ids(config.aux_layer_ids, text.num_hidden_layers)
+        return config
+
+
+def default_aux_layer_ids(num_layers: int) -> list[int]:
+    """
+    The target layers that engines read if nothing else is said: the outputs of layers 1, n/2 - 1 and n - 4.
+
+    Args:
+        num_layers (`int`): Layers of the target.
+
+    Raises:
+        `ValueError`: If the target is too small for three different ones.
+    """
+    layer_ids = [1, num_layers // 2 - 1, num_layers - 4]
+    if not 0 <= layer_ids[0] < layer_ids[1] < layer_ids[2]:
+        raise ValueError(
+            f"A target of {num_layers} layers has no three default auxiliary layers ({layer_ids}): pass "
+            "`aux_layer_ids`, three layers counted from 0."
+        )
+    return layer_ids
+
+
+def check_aux_layer_ids(layer_ids: Sequence[int] | None, num_layers: int) -> None:
+    """Raises `ValueError` unless these are three ascending layers of a target of `num_layers` layers."""
+    if (
+        layer_ids is None
+        or len(layer_ids) != 3
+        or sorted(set(layer_ids)) != list(layer_ids)
+        or not 0 <= layer_ids[0] <= layer_ids[-1] < num_layers
+    ):
+        raise ValueError(
+            f"`aux_layer_ids` must be three ascending layers of the target, from 0 to {num_layers - 1}, got {layer_ids}."
+        )
+
+
+def _rope_theta(config: PretrainedConfig) -> float:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if "rope_theta" not in parameters:  # one set for every type of layer
+        parameters = parameters.get("full_attention") or parameters
+    return float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)

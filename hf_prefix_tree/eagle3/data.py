@@ -1,0 +1,249 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""[`build_eagle3_dataloader`]: from conversations or token columns to batches of EAGLE-3 rows.
+
+Cost: rendering and packing happen once, up front (for streams, as they are read); a batch is stacked lists.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from hf_prefix_tree.collators.eagle3 import EMPTY_FEATURE, HIDDEN_STATES, DataCollatorForEagle3
+from hf_prefix_tree.eagle3.mapping_cache import data_fingerprint
+from hf_prefix_tree.eagle3.packing import PACKED_COLUMNS, pack_eagle3_dataset
+from hf_prefix_tree.eagle3.samples import SampleOptions, documents_of, rows_of_batch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedTokenizerBase
+
+
+def build_eagle3_dataloader(
+    dataset: Any,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    batch_size: int = 1,
+    seq_length: int = 2048,
+    packed_sequence_size: int = 0,
+    strategy: str = "next_fit",
+    shuffle: bool = True,
+    seed: int = 42,
+    num_workers: int = 0,
+    supervise_reasoning: bool = True,
+    reasoning_end: str = "</think>",
+    pad_token_id: int | None = None,
+    num_proc: int | None = None,
+    dp_mesh: DeviceMesh | None = None,
+) -> DataLoader:
+    """
+    A loader of EAGLE-3 rows, packed or padded.
+
+    Every data-parallel rank gets its own rows, and as many as the others: an uneven rest is filled with rows that
+    supervise nothing. Shuffling is seeded, by `seed` and the epoch, and uses no global generator: call
+    `loader.sampler.set_epoch(epoch)` before each epoch. A stream is split over the ranks and shuffled in a buffer.
+
+    Args:
+        dataset (`Dataset`, `IterableDataset`, list of `dict`, or `str`):
+            Rows as [`pack_eagle3_dataset`] takes them, already packed rows, or the path of a JSON Lines file of rows.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            Renders conversations, and names the padding token.
+        batch_size (`int`, *optional*, defaults to `1`):
+            Rows of a batch, on each rank.
+        seq_length (`int`, *optional*, defaults to `2048`):
+            Slots of a padded row; a longer document keeps its head.
+        packed_sequence_size (`int`, *optional*, defaults to `0`):
+            Slots of a packed row. `0` pads instead, one document a row.
+        strategy (`str`, *optional*, defaults to `"next_fit"`):
+            See [`pack_eagle3_dataset`].
+        shuffle (`bool`, *optional*, defaults to `True`):
+            Whether the rows are shuffled.
+        seed (`int`, *optional*, defaults to `42`):
+            Seed of the order.
+        num_workers (`int`, *optional*, defaults to `0`):
+            Worker processes that collate.
+        supervise_reasoning (`bool`, *optional*, defaults to `True`):
+            Whether reasoning is supervised, in conversations.
+        reasoning_end (`str`, *optional*, defaults to `"</think>"`):
+            Text that ends the reasoning of a turn.
+        pad_token_id (`int`, *optional*):
+            Defaults to the tokenizer's padding token, or its end token.
+        num_proc (`int`, *optional*):
+            Processes that render and pack.
+        dp_mesh (`DeviceMesh`, *optional*):
+            One-dimensional mesh of the data-parallel ranks: ranks with the same place in it (those of a context-
+            parallel group) get the same rows. Without one, the whole world is data-parallel.
+
+    Returns:
+        [`~torch.utils.data.DataLoader`]: batches of [`DataCollatorForEagle3`].
+
+    Raises:
+        `ValueError`: If an argument is out of range, or a row is malformed.
+    """
+    if batch_size < 1 or seq_length < 1 or packed_sequence_size < 0:
+        raise ValueError(
+            f"`batch_size={batch_size}` and `seq_length={seq_length}` must be at least 1, and "
+            f"`packed_sequence_size={packed_sequence_size}` at least 0 (0 pads)."
+        )
+    if isinstance(dataset, (str, os.PathLike)):
+        from datasets import load_dataset
+
+        dataset = load_dataset("json", data_files=os.fspath(dataset), split="train")
+    pad = padding_token(tokenizer, pad_token_id)
+    rows = prepare_eagle3_rows(
+        dataset,
+        SampleOptions(tokenizer, supervise_reasoning, reasoning_end),
+        seq_length=seq_length,
+        packed_sequence_size=packed_sequence_size,
+        strategy=strategy,
+        pad_token_id=pad,
+        num_proc=num_proc,
+    )
+    rank, ranks = _place(dp_mesh)
+    length = packed_sequence_size or seq_length
+    settings: dict[str, Any] = {
+        "batch_size": batch_size,
+        "collate_fn": DataCollatorForEagle3(pad, length=length),
+        "num_workers": num_workers,
+        "pin_memory": torch.cuda.is_available(),
+        "generator": torch.Generator().manual_seed(seed),  # seeds of workers: not from the global generator
+    }
+    if num_workers > 0:
+        settings["persistent_workers"] = True
+        if torch.cuda.is_initialized():
+            settings["multiprocessing_context"] = "forkserver"  # a forked CUDA context aborts the worker
+    if not hasattr(rows, "__len__"):
+        from datasets.distributed import split_dataset_by_node
+
+        rows = rows.shuffle(seed=seed) if shuffle else rows
+        return DataLoader(split_dataset_by_node(rows, rank=rank, world_size=ranks), **settings)
+    padded = PaddedRows(rows, ranks * batch_size if ranks > 1 else 1)
+    sampler = DistributedSampler(padded, num_replicas=ranks, rank=rank, shuffle=shuffle, seed=seed)
+    return DataLoader(padded, sampler=sampler, **settings)
+
+
+def prepare_eagle3_rows(
+    dataset: Any,
+    options: SampleOptions,
+    *,
+    seq_length: int,
+    packed_sequence_size: int,
+    strategy: str,
+    pad_token_id: int,
+    num_proc: int | None = None,
+) -> Any:
+    """
+    Rows for [`DataCollatorForEagle3`]: packed ones, or documents of at most `seq_length` tokens. Rows that are packed
+    already, or that name their precomputed hidden states, stay as they are.
+
+    Args:
+        dataset: See [`build_eagle3_dataloader`].
+        options ([`SampleOptions`]): How rows become documents.
+        seq_length, packed_sequence_size, strategy, pad_token_id, num_proc: See [`build_eagle3_dataloader`].
+
+    Returns:
+        A dataset where `dataset` is one, otherwise a list.
+    """
+    columns = getattr(dataset, "column_names", None) or list(next(iter(dataset), {}))
+    if set(columns).issuperset(PACKED_COLUMNS) or HIDDEN_STATES in columns:
+        return dataset
+    if packed_sequence_size:
+        return pack_eagle3_dataset(
+            dataset,
+            packed_sequence_size,
+            pad_token_id,
+            strategy,
+            tokenizer=options.tokenizer,
+            supervise_reasoning=options.supervise_reasoning,
+            reasoning_end=options.reasoning_end,
+            num_proc=num_proc,
+        )
+    if not hasattr(dataset, "map"):
+        rows = [_shortened(ids, mask, seq_length) for row in dataset for ids, mask in documents_of(row, options)]
+        rows = [row for row in rows if row["input_ids"]]
+    else:
+        rows = _documents(dataset, options, seq_length, columns, num_proc)
+    if hasattr(rows, "__len__") and not len(rows):
+        raise ValueError("`dataset`: no row could be produced, because no sample has a token. Check the data.")
+    return rows
+
+
+def padding_token(tokenizer: PreTrainedTokenizerBase | None, pad_token_id: int | None = None) -> int:
+    """The id that pads: `pad_token_id`, the tokenizer's padding token, or its end token."""
+    for token_id in (pad_token_id, *((tokenizer.pad_token_id, tokenizer.eos_token_id) if tokenizer else ())):
+        if token_id is not None:
+            return token_id
+    raise ValueError("No padding token: pass `pad_token_id`, or a tokenizer with a `pad_token`.")
+
+
+class PaddedRows(Dataset):
+    """
+    Rows, followed by rows without tokens up to a multiple: repeats, which samplers fill up with, would count twice.
+
+    Args:
+        dataset: Rows with a length.
+        multiple (`int`): The length is rounded up to a multiple of it.
+    """
+
+    def __init__(self, dataset: Any, multiple: int) -> None:
+        self.dataset = dataset
+        self.length = -(-len(dataset) // multiple) * multiple
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self.dataset[index] if index < len(self.dataset) else EMPTY_FEATURE
+
+    @property
+    def _fingerprint(self) -> str:
+        return data_fingerprint(self.dataset)
+
+
+def _shortened(ids: Any, mask: Any, seq_length: int) -> dict[str, list[int]]:
+    return {"input_ids": list(ids[:seq_length]), "loss_mask": list(mask[:seq_length])}
+
+
+def _documents(dataset: Any, options: SampleOptions, seq_length: int, columns: list[str], num_proc: int | None) -> Any:
+    from datasets import Features, IterableDataset, List, Value
+
+    options = SampleOptions(
+        options.tokenizer,
+        options.supervise_reasoning,
+        options.reasoning_end,
+        dict(getattr(dataset, "features", None) or {}),
+    )
+    settings: dict[str, Any] = {
+        "batched": True,
+        "remove_columns": list(columns),
+        "fn_kwargs": {"options": options, "seq_length": seq_length},
+        "features": Features({name: List(Value("int64")) for name in EMPTY_FEATURE}),
+    }
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(_document_columns, **settings)
+    return dataset.map(_document_columns, **settings, num_proc=num_proc, desc="Rendering documents")
+
+
+def _document_columns(batch: Mapping[str, Any], options: SampleOptions, seq_length: int) -> dict[str, list[list[int]]]:
+    rows = [_shortened(*document, seq_length) for row in rows_of_batch(batch) for document in documents_of(row, options)]
+    rows = [row for row in rows if row["input_ids"]]
+    return {name: [row[name] for row in rows] for name in EMPTY_FEATURE}
+
+
+def _place(dp_mesh: DeviceMesh | None) -> tuple[int, int]:
+    """Rank and number of ranks along the data-parallel dimension."""
+    if dp_mesh is not None:
+        if dp_mesh.ndim != 1:
+            raise ValueError(
+                f"`dp_mesh` has the dimensions {dp_mesh.mesh_dim_names}; pass the data-parallel one alone, for example "
+                "`mesh['dp']`."
+            )
+        return dp_mesh.get_local_rank(), dp_mesh.size()
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1

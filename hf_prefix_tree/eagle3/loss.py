@@ -1,0 +1,127 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""The EAGLE-3 loss: which slots a step supervises, and the cross-entropy with the target's distribution.
+
+Step k of slot t takes the token t + 1 + k, and is held against the target's distribution after it. With
+`L_k = mean over valid slots of -sum_v p_v log q_v`, the loss is `sum_k decay^k L_k / sum_k decay^k`.
+
+Cost: the head on the slots that count, in chunks that are recomputed in the backward: no step keeps its logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_SIZE = 1024  # slots whose logits exist at a time
+
+
+class StepSums(NamedTuple):
+    """What each of K steps adds up, over the slots of a batch; add those of several batches to get theirs."""
+
+    loss: torch.Tensor  # [K] float64: cross-entropy of the valid slots
+    valid: torch.Tensor  # [K] int64: supervised slots whose target token is in the draft vocabulary
+    supervised: torch.Tensor  # [K] int64: supervised slots
+    correct: torch.Tensor  # [K] int64: supervised slots where the draft's first choice is the target's
+    hits: torch.Tensor  # [K] int64: the same, and at every step before
+
+    def metrics(self) -> dict[str, float]:
+        """Accuracy per step, and the expected accepted length tau: a token outside of the draft vocabulary misses."""
+        slots = self.supervised.double().clamp(min=1)
+        accuracy = (self.correct / slots).tolist()
+        return {**{f"accuracy/step_{k}": a for k, a in enumerate(accuracy)}, "tau": accepted_length(self)}
+
+
+def accepted_length(sums: StepSums) -> float:
+    """
+    Tokens per target step that the draft is expected to bring: `1 + sum_k hits_k / supervised_k`.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> hits, slots = torch.tensor([6, 3, 1]), torch.tensor([8, 6, 4])
+    >>> accepted_length(StepSums(torch.zeros(3), slots, slots, hits, hits))
+    2.5
+
+    ```
+    """
+    return 1.0 + (sums.hits / sums.supervised.double().clamp(min=1)).sum().item()
+
+
+def shifted(values: torch.Tensor, by: int) -> torch.Tensor:
+    """`values[:, t + by]` at slot t, and zeros where there is none; dimension 1 is the slots."""
+    if by >= values.shape[1]:
+        return torch.zeros_like(values)
+    return torch.cat([values[:, by:], torch.zeros_like(values[:, :by])], dim=1)
+
+
+def supervised_slots(loss_mask: torch.Tensor, doc_remaining: torch.Tensor, step: int) -> torch.Tensor:
+    """
+    The slots that a step supervises: its token is supervised and in the slot's own document.
+
+    Args:
+        loss_mask (`torch.Tensor` of shape `(B, N)`): Unshifted; not 0 where a token is supervised.
+        doc_remaining (`torch.Tensor` of shape `(B, N)`, int64): Real tokens after each slot in its document.
+        step (`int`): k.
+
+    Returns:
+        `torch.Tensor` of shape `(B, N)`, bool.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> supervised_slots(torch.tensor([[0, 0, 1, 1, 1]]), torch.tensor([[4, 3, 2, 1, 0]]), step=1).int()
+    tensor([[1, 1, 1, 0, 0]], dtype=torch.int32)
+
+    ```
+    """
+    return (shifted(loss_mask, 1 + step) != 0) & (step < doc_remaining)
+
+
+def slot_losses(
+    head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, target_logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Cross-entropy of each slot with the target's distribution over the draft vocabulary, and the draft's first choice.
+
+    Args:
+        head (`Callable`): Hidden states to draft logits.
+        hidden (`torch.Tensor` of shape `(M, hidden)`): Normed hidden states of the slots.
+        target_logits (`torch.Tensor` of shape `(M, draft_vocab_size)`): The target's logits of the draft vocabulary.
+
+    Returns:
+        `tuple`: `-sum p log q`, `(M,)`, in float32 or better; the first choices, int64 `(M,)`.
+    """
+
+    def chunk(hidden: torch.Tensor, target_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = head(hidden)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        probabilities = torch.softmax(target_logits.to(dtype), dim=-1)
+        losses = -(probabilities * torch.log_softmax(logits.to(dtype), dim=-1)).sum(dim=-1)
+        return losses, logits.argmax(dim=-1)
+
+    parts = []
+    for own, target in zip(hidden.split(CHUNK_SIZE), target_logits.split(CHUNK_SIZE), strict=True):
+        if torch.is_grad_enabled():
+            parts.append(checkpoint(chunk, own, target, use_reentrant=False))
+        else:
+            parts.append(chunk(own, target))
+    losses, choices = zip(*parts, strict=True)
+    return torch.cat(losses), torch.cat(choices)
+
+
+def weighted_steps(loss_sums: torch.Tensor, counts: torch.Tensor, decay: float) -> torch.Tensor:
+    """
+    The loss of summed steps: `sum_k decay^k (S_k / C_k) / sum_k decay^k`. A step without a valid slot gives 0.
+
+    Args:
+        loss_sums (`torch.Tensor` of shape `(K,)`, float64): S_k.
+        counts (`torch.Tensor` of shape `(K,)`, int64): C_k, of the whole optimizer step where the sums are of a part.
+        decay (`float`): Weight of a step, relative to the one before.
+    """
+    weights = decay ** torch.arange(len(loss_sums), dtype=torch.float64, device=loss_sums.device)
+    return (weights * loss_sums / counts.to(loss_sums.device).clamp(min=1)).sum() / weights.sum()

@@ -1,0 +1,310 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""[`Eagle3Trainer`]: Transformers' `Trainer` on draft heads.
+
+The target runs for all micro-batches of an optimizer step before the draft does: which slots are valid depends on its
+choices, and the loss is normalised over the whole step, over all ranks. Its hidden states wait on the device until
+their micro-batch has its turn. The target is no part of the model, so nothing of it is saved.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
+from transformers.trainer_utils import EvalLoopOutput
+
+from hf_prefix_tree.collators.eagle3 import HIDDEN_STATES, DataCollatorForEagle3
+from hf_prefix_tree.eagle3.arguments import Eagle3Config
+from hf_prefix_tree.eagle3.config import Eagle3DraftConfig
+from hf_prefix_tree.eagle3.data import PaddedRows, padding_token, prepare_eagle3_rows
+from hf_prefix_tree.eagle3.draft import Eagle3DraftModel
+from hf_prefix_tree.eagle3.loss import StepSums, supervised_slots, weighted_steps
+from hf_prefix_tree.eagle3.mapping_cache import load_or_build_token_mapping
+from hf_prefix_tree.eagle3.packing import PACKED_COLUMNS
+from hf_prefix_tree.eagle3.samples import SampleOptions
+from hf_prefix_tree.eagle3.target import STATES, TARGET_FILE, Eagle3Target
+from hf_prefix_tree.eagle3.token_mapping import t2d_from_ids
+
+_BATCH = (*PACKED_COLUMNS, STATES[0], STATES[2])  # what the draft's forward takes
+
+
+class Eagle3Trainer(Trainer):
+    """
+    Trains the EAGLE-3 draft head of a frozen target.
+
+    A dataset row is a conversation (`messages`, with `tools`), `prompt` + `completion`, `input_ids` with `loss_mask`
+    (or TRL's `labels`, `completion_mask`, `assistant_masks`), or a packed row. Logs `accuracy/step_k`, the share of
+    slots where the draft's first choice at step k is the target's, and `tau`, the tokens that a step of the target is
+    expected to bring.
+
+    Args:
+        model ([`Eagle3DraftModel`] or `str`, *optional*):
+            The draft, or a checkpoint of one. Without it, one is made for the target: the draft vocabulary from the
+            training data, embedding and head from the target.
+        target_model (`PreTrainedModel`, [`Eagle3Target`] or `str`):
+            The target, its name, or the folder of [`precompute_hidden_states`].
+        args ([`Eagle3Config`], *optional*):
+            Configuration.
+        data_collator ([`DataCollatorForEagle3`], *optional*):
+            Defaults to one with the tokenizer's padding token.
+        train_dataset, eval_dataset (`Dataset`, `IterableDataset` or list of `dict`, *optional*):
+            The rows.
+        processing_class (`PreTrainedTokenizerBase`, *optional*):
+            The tokenizer. Needed for conversations.
+        kwargs:
+            As for `Trainer`.
+
+    Example:
+
+    ```python
+    >>> from datasets import load_dataset
+    >>> from transformers import AutoTokenizer
+    >>> from hf_prefix_tree.eagle3 import Eagle3Config, Eagle3Trainer
+
+    >>> trainer = Eagle3Trainer(
+    ...     target_model="Qwen/Qwen3-8B",
+    ...     args=Eagle3Config("draft", draft_vocab_size=32000, packed_sequence_size=4096, bf16=True),
+    ...     train_dataset=load_dataset("json", data_files="dialogues.jsonl", split="train"),
+    ...     processing_class=AutoTokenizer.from_pretrained("Qwen/Qwen3-8B"),
+    ... )  # doctest: +SKIP
+    >>> trainer.train()  # doctest: +SKIP
+    >>> trainer.model.export_for_serving("draft-serving", engine="vllm")  # doctest: +SKIP
+    ```
+    """
+
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model: Eagle3DraftModel | str | None = None,
+        target_model: PreTrainedModel | Eagle3Target | str | None = None,
+        args: Eagle3Config | None = None,
+        data_collator: DataCollatorForEagle3 | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        args = Eagle3Config("eagle3-draft") if args is None else args
+        if not isinstance(args, Eagle3Config):
+            raise ValueError(f"`args` must be an `Eagle3Config`, got `{type(args).__name__}`.")
+        for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "model_init"):
+            if kwargs.get(name) is not None:
+                raise ValueError(f"`{name}` is not supported: the loss and its metrics are the draft's own.")
+        if args.n_gpu > 1:
+            raise ValueError("`nn.DataParallel` is not supported: start one process per GPU with `accelerate launch`.")
+        if data_collator is None:
+            data_collator = DataCollatorForEagle3(
+                padding_token(processing_class), length=args.packed_sequence_size or args.seq_length
+            )
+        options = SampleOptions(processing_class, args.supervise_reasoning, args.reasoning_end)
+        train_dataset, eval_dataset = (
+            None
+            if dataset is None
+            else prepare_eagle3_rows(
+                dataset,
+                options,
+                seq_length=args.seq_length,
+                packed_sequence_size=args.packed_sequence_size,
+                strategy=args.packing_strategy,
+                pad_token_id=data_collator.pad_token_id,
+                num_proc=args.dataset_num_proc,
+            )
+            for dataset in (train_dataset, eval_dataset)
+        )
+        self.target = _target(target_model, args, model).to(args.device)
+        if model is None:
+            model = _new_draft(self.target, args, train_dataset, data_collator, processing_class)
+        elif isinstance(model, str):
+            model = Eagle3DraftModel.from_pretrained(model)
+        _check_pair(model, self.target)
+        model.attn_backend = args.attn_backend
+        self._sums: dict[str, StepSums] = {}
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            **kwargs,
+        )
+        parallelism = getattr(self.accelerator, "parallelism_config", None)
+        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
+            raise ValueError("`parallelism_config` splits rows over devices, which is not supported: set it to 1.")
+        # As `loss_is_scaled_for_ga`, which transformers knows from 5.19 on.
+        self.model_accepts_loss_kwargs = True
+
+    # ---- one optimizer step ----
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
+        """Runs the target on the step's micro-batches; the valid slots of each draft step, over all ranks: `(K,)`."""
+        if not batch_samples:
+            return None
+        for batch in batch_samples:
+            self._add_states(batch)
+        counts = torch.stack([self._valid_slots(batch) for batch in batch_samples]).sum(dim=0)
+        return self.accelerator.gather(counts[None]).sum(dim=0) // self.get_tp_size()
+
+    def _add_states(self, batch: dict[str, Any]) -> None:
+        batch.update(self._prepare_input(dict(batch)))
+        if STATES[0] not in batch:
+            batch.update(self.target.states(batch))
+
+    def _valid_slots(self, batch: dict[str, Any]) -> torch.Tensor:
+        draft = self._draft()
+        in_vocabulary = t2d_from_ids(draft.draft_ids.to(batch["input_ids"].device), draft.config.vocab_size)
+        allowed = batch["loss_mask"] * in_vocabulary[batch["target_ids"]]
+        slots = [supervised_slots(allowed, batch["doc_remaining"], k).sum() for k in range(self.args.ttt_steps)]
+        return torch.stack(slots)
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        if STATES[0] not in inputs:
+            self._add_states(inputs)
+        ids = self._draft().draft_ids.to(self.target.head.device)
+        outputs = model(
+            **{name: inputs[name] for name in _BATCH if name in inputs},
+            target_logits=self.target.draft_logits(inputs["last_hidden_states"], ids),
+            ttt_steps=self.args.ttt_steps,
+            step_decay=self.args.step_decay,
+            num_items_in_batch=num_items_in_batch if self.model.training else None,
+        )
+        sums = StepSums(*(value.detach() for value in outputs.sums))
+        kind = "train" if self.model.training else "eval"
+        self._sums[kind] = StepSums(*map(torch.add, self._sums[kind], sums)) if kind in self._sums else sums
+        loss = outputs.loss
+        if self.model.training:
+            loss = loss * (self.accelerator.num_processes // self.get_tp_size())  # DDP and FSDP average over ranks
+        return (loss, outputs) if return_outputs else loss
+
+    def _draft(self) -> Eagle3DraftModel:
+        return self.accelerator.unwrap_model(self.model)
+
+    # ---- evaluation and reports ----
+
+    def prediction_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[torch.Tensor, None, None]:
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        return loss.detach(), None, None
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+        self._sums.pop("eval", None)
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        sums = self._gathered("eval")
+        if sums is not None:
+            output.metrics[f"{metric_key_prefix}_loss"] = weighted_steps(
+                sums.loss, sums.valid, self.args.step_decay
+            ).item()
+            for name, value in sums.metrics().items():
+                output.metrics[f"{metric_key_prefix}_{name}"] = value
+        return output
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        sums = self._gathered("train") if self.model.training and "loss" in logs else None
+        if sums is not None:
+            logs |= sums.metrics()
+        super().log(logs, *args, **kwargs)
+
+    def _gathered(self, kind: str) -> StepSums | None:
+        """What was added up since last time, over all ranks; every rank must call it."""
+        sums = self._sums.pop(kind, None)
+        if sums is None:
+            return None
+        return StepSums(*(self.accelerator.gather(value[None]).sum(dim=0) for value in sums))
+
+    # ---- data ----
+
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None:
+            self._signature_columns = [*PACKED_COLUMNS, HIDDEN_STATES]
+
+    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
+        """Accelerate fills an uneven last step with repeated rows, which would count twice: fill it with empty ones."""
+        step = batch_size * self.accelerator.num_processes
+        if self.accelerator.num_processes > 1 and hasattr(dataset, "__len__") and len(dataset) % step:
+            dataset = PaddedRows(self._remove_unused_columns(dataset, description=description), step)
+        return super()._get_dataloader(dataset, description, batch_size, **kwargs)
+
+
+def _target(target_model: Any, args: Eagle3Config, model: Any) -> Eagle3Target:
+    if isinstance(target_model, Eagle3Target):
+        return target_model
+    if isinstance(target_model, (str, Path)):
+        if Path(target_model, TARGET_FILE).is_file():
+            return Eagle3Target.from_precomputed(target_model)
+        settings = {"dtype": "auto", **(args.target_model_init_kwargs or {})}  # type: ignore[dict-item]
+        target_model = AutoModelForCausalLM.from_pretrained(target_model, **settings)
+    if not isinstance(target_model, PreTrainedModel):
+        raise ValueError(
+            f"`target_model` must be a causal LM, its name, or the folder of `precompute_hidden_states`, got "
+            f"{type(target_model).__name__}."
+        )
+    layer_ids = args.aux_layer_ids
+    if layer_ids is None and isinstance(model, Eagle3DraftModel):
+        layer_ids = model.config.aux_layer_ids
+    elif layer_ids is None and isinstance(model, str):
+        layer_ids = Eagle3DraftConfig.from_pretrained(model).aux_layer_ids
+    return Eagle3Target(target_model, layer_ids, args.attn_backend)
+
+
+def _new_draft(
+    target: Eagle3Target, args: Eagle3Config, rows: Any, collator: DataCollatorForEagle3, tokenizer: Any
+) -> Eagle3DraftModel:
+    config = Eagle3DraftConfig.from_target(
+        target.config, draft_vocab_size=args.draft_vocab_size, aux_layer_ids=target.aux_layer_ids
+    )
+    draft = Eagle3DraftModel(config)
+    if config.draft_vocab_size < config.vocab_size:
+        if rows is None:
+            raise ValueError("`train_dataset` is needed to choose the draft vocabulary: pass it, or a `model`.")
+        ids, _ = load_or_build_token_mapping(
+            _counting_loader(rows, args, collator),
+            target_vocab_size=config.vocab_size,
+            draft_vocab_size=config.draft_vocab_size,
+            special_token_ids=None if tokenizer is None else sorted(tokenizer.all_special_ids),
+            cache_path=args.selected_token_ids_path,
+            tokenizer=tokenizer,
+        )
+        draft.set_draft_vocabulary(ids)
+    draft.init_from_target(target.embedding, target.head)
+    return draft
+
+
+def _counting_loader(rows: Any, args: Eagle3Config, collator: DataCollatorForEagle3) -> DataLoader:
+    """Each rank's part of the data, every row once; without the hidden states, which counting does not need."""
+    if hasattr(rows, "column_names") and HIDDEN_STATES in (rows.column_names or ()):
+        rows = rows.remove_columns(HIDDEN_STATES)
+    ranks, rank = args.world_size, args.process_index
+    if not hasattr(rows, "__len__"):
+        from datasets.distributed import split_dataset_by_node
+
+        return DataLoader(split_dataset_by_node(rows, rank=rank, world_size=ranks), collate_fn=collator)
+    sampler = DistributedSampler(PaddedRows(rows, ranks), num_replicas=ranks, rank=rank, shuffle=False)
+    return DataLoader(sampler.dataset, batch_size=1, sampler=sampler, collate_fn=collator)
+
+
+def _check_pair(model: Any, target: Eagle3Target) -> None:
+    if not isinstance(model, Eagle3DraftModel):
+        raise ValueError(f"`model` must be an `Eagle3DraftModel` or a checkpoint of one, got {type(model).__name__}.")
+    expected = {
+        "vocab_size": target.vocab_size,
+        "target_hidden_size": target.head.shape[1],
+        "aux_layer_ids": target.aux_layer_ids,
+    }
+    for name, value in expected.items():
+        if getattr(model.config, name) != value:
+            raise ValueError(
+                f"`model` was made for another target: its `{name}` is {getattr(model.config, name)}, the target's "
+                f"{value}. Pass the target that it belongs to, or leave `model` out."
+            )
