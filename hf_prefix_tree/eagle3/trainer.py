@@ -233,7 +233,9 @@ class Eagle3Trainer(Trainer):
         """Accelerate fills an uneven last step with repeated rows, which would count twice: fill it with empty ones."""
         step = batch_size * self.accelerator.num_processes
         if self.accelerator.num_processes > 1 and hasattr(dataset, "__len__") and len(dataset) % step:
-            dataset = PaddedRows(self._remove_unused_columns(dataset, description=description), step)
+            if hasattr(dataset, "column_names"):
+                dataset = self._remove_unused_columns(dataset, description=description)
+            dataset = PaddedRows(dataset, step)
         return super()._get_dataloader(dataset, description, batch_size, **kwargs)
 
 
