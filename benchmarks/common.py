@@ -62,6 +62,7 @@ def measure(
     seconds: float = 1.0,
     least: int = 3,
     most: int = 10,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Timing:
     """Runs `function` `least` to `most` times, for about `seconds`, each with a cold L2 cache on a GPU."""
     for _ in range(warmup):
@@ -70,9 +71,9 @@ def measure(
     flush = torch.empty(2**28, dtype=torch.int8, device=device) if device.type == "cuda" else None
     while len(times) < least or (len(times) < most and sum(times) < 1e3 * seconds):
         if flush is None:
-            start = time.perf_counter()
+            start = clock()
             function()
-            times.append(1e3 * (time.perf_counter() - start))
+            times.append(1e3 * (clock() - start))
         else:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush.zero_()
@@ -123,7 +124,7 @@ def environment(device: torch.device, commit: str | None = None) -> Row:
     """The columns that say where a row was measured."""
     cuda = device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(device) if cuda else f"CPU {platform.machine()}",
+        "device": torch.cuda.get_device_name(device) if cuda else _cpu_name(),
         "python": platform.python_version(),
         **versions(),
         "cuda": torch.version.cuda or "",
@@ -131,6 +132,13 @@ def environment(device: torch.device, commit: str | None = None) -> Row:
         "commit": commit or _git_commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"CPU {names[0] if names else platform.processor() or platform.machine()}"
 
 
 def _git_commit() -> str:

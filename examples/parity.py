@@ -15,6 +15,7 @@ python examples/parity.py --model_name_or_path FOLDER --gguf_file FILE.gguf --st
 import argparse
 import csv
 import platform
+import sys
 import time
 from pathlib import Path
 
@@ -170,9 +171,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--without_tools", action="store_true", help="leave tool schemas out: shorter prompts")
     parser.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw")
     parser.add_argument("--learning_rate", type=float, default=1e-6)
+    parser.add_argument("--bound", type=float, default=1e-6, help="largest relative loss difference that passes")
     parser.add_argument("--output", help="CSV file for the losses of every step")
     return parser
 
 
 if __name__ == "__main__":
-    main(make_parser().parse_args())
+    arguments = make_parser().parse_args()
+    largest = main(arguments)
+    if not largest <= arguments.bound:
+        sys.exit(f"the losses differ by {largest:.1e}, more than {arguments.bound:.0e}")

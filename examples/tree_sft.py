@@ -32,7 +32,9 @@ from trl import ModelConfig, ScriptArguments, SFTTrainer, TrlParser, get_peft_co
 
 from hf_prefix_tree import PrefixTree, TreeSFTConfig, TreeSFTTrainer, prepare_trees
 from hf_prefix_tree.baselines import flat_steps, per_branch
+from hf_prefix_tree.report.groups import read_tools
 from hf_prefix_tree.report.text import console, counts_list
+from hf_prefix_tree.rollouts import CROSS_ENTROPY_IGNORE_IDX
 
 
 @dataclass
@@ -42,16 +44,14 @@ class TreeScriptArguments(ScriptArguments):
 
     Args:
         tools_file (`str`, *optional*):
-            JSON file with tool schemas: a list for all rows, or an object that maps each value of the column
-            `group` to its list.
+            JSON file with tool schemas: a list for all rows, or an object of lists by the value of `group_by`
+            (of the column `group` without it).
         tokenizer_name_or_path (`str`, *optional*):
             Tokenizer, where it is not the model's.
         gguf_file (`str`, *optional*):
             Name of a GGUF file in the model's folder to load the weights from.
         random_weights (`bool`, *optional*, defaults to `False`):
             Initialise the model from its config alone.
-        column_names (`str`, *optional*):
-            Columns that have another name in the data, as a JSON object: `'{"messages": "conversation"}'`.
         baseline (`str`, *optional*):
             Train without trees, with TRL's `SFTTrainer`: `"per_branch"` makes each branch a sample, `"flat_steps"`
             the turns of a conversation, joined while the next prompt extends the last sample.
@@ -63,7 +63,6 @@ class TreeScriptArguments(ScriptArguments):
     tokenizer_name_or_path: str | None = field(default=None, metadata={"help": "Tokenizer, if not the model's."})
     gguf_file: str | None = field(default=None, metadata={"help": "GGUF file in the model's folder."})
     random_weights: bool = field(default=False, metadata={"help": "Initialise the model from its config alone."})
-    column_names: str | None = field(default=None, metadata={"help": "Names of columns, as a JSON object."})
     baseline: str | None = field(
         default=None,
         metadata={"help": "Train without trees, with SFTTrainer.", "choices": ["per_branch", "flat_steps"]},
@@ -71,19 +70,27 @@ class TreeScriptArguments(ScriptArguments):
     dry_run: bool = field(default=False, metadata={"help": "Prepare the data, print the table, and stop."})
 
 
-def load_rows(arguments: TreeScriptArguments, split: str) -> Dataset:
+def load_rows(arguments: TreeScriptArguments, training_args: TreeSFTConfig, split: str) -> Dataset:
     """The rows of a split of a Hub dataset, or of a local JSON Lines file, with their tools."""
     if Path(arguments.dataset_name).is_file():
         rows = load_dataset("json", data_files={split: arguments.dataset_name}, split=split)
     else:
         rows = load_dataset(arguments.dataset_name, arguments.dataset_config, split=split)
-    names = json.loads(arguments.column_names or "{}")
-    rows = rows.rename_columns({theirs: ours for ours, theirs in names.items()})
-    if arguments.tools_file is not None:
-        tools = json.loads(Path(arguments.tools_file).read_text())
-        texts = [json.dumps(tools if isinstance(tools, list) else tools[row["group"]]) for row in rows]
-        rows = rows.add_column("tools", texts)
-    return rows
+    if arguments.tools_file is None:
+        return rows
+    tools = read_tools(Path(arguments.tools_file), "tools_file")
+    names = training_args.column_names or {}
+    if "tools" in rows.column_names or "tools" in names:
+        raise ValueError("`tools_file` is given, but the rows have tools of their own; leave it out.")
+    if isinstance(tools, list):
+        return rows.add_column("tools", [json.dumps(tools)] * len(rows))
+    group_by = training_args.group_by or "group"
+    column = names.get(group_by, group_by)
+    if column not in rows.column_names:
+        raise ValueError(f"`tools_file` has tools by group, but the rows have no column {column!r}; pass `group_by`.")
+    if missing := {str(group) for group in rows.unique(column)} - tools.keys():
+        raise ValueError(f"`tools_file` has no tools for {column}={min(missing)!r}; add them, if only an empty list.")
+    return rows.add_column("tools", [json.dumps(tools[str(group)]) for group in rows[column]])
 
 
 def prepared(rows: Dataset, tokenizer: Any, args: TreeSFTConfig, counts: dict[str, Any], **changes: Any) -> Dataset:
@@ -114,7 +121,7 @@ def print_preparation(split: str, counts: dict[str, Any], samples: Dataset | Non
     console().print(counts_list(split, {**counts, **ratios, **mean}))
     if samples is not None:
         lengths = [len(ids) for ids in samples["input_ids"]]
-        supervised = sum(label != -100 for labels in samples["labels"] for label in labels)
+        supervised = sum(label != CROSS_ENTROPY_IGNORE_IDX for labels in samples["labels"] for label in labels)
         print(
             f"Without trees: {len(lengths):,} samples of {sum(lengths):,} tokens, {supervised:,} supervised, ", end=""
         )
@@ -152,7 +159,7 @@ def main(arguments: TreeScriptArguments, training_args: TreeSFTConfig, model_arg
         splits.append(arguments.dataset_test_split)
     datasets = []
     for split in splits:
-        rows, counts = load_rows(arguments, split), {}
+        rows, counts = load_rows(arguments, training_args, split), {}
         if arguments.baseline is not None:
             rows = baseline_rows(rows, tokenizer, training_args, arguments.baseline, counts)
         elif arguments.dry_run:

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from hf_prefix_tree.rollouts import CROSS_ENTROPY_IGNORE_IDX
 from hf_prefix_tree.tree import Branch, PrefixTree
 
-IGNORE_INDEX = -100
 Row = dict[str, list[int]]
 
 
@@ -93,5 +93,5 @@ def _row(branch: Branch) -> Row:
             f"A branch has the weights {np.unique(branch.weights)[:4]}, but labels express 0 and 1 only; train it "
             "with `TreeSFTTrainer`, or use weights of 0 and 1."
         )
-    labels = np.where(branch.weights > 0, branch.input_ids, IGNORE_INDEX)
+    labels = np.where(branch.weights > 0, branch.input_ids, CROSS_ENTROPY_IGNORE_IDX)
     return {"input_ids": branch.input_ids.tolist(), "labels": labels.tolist()}

@@ -23,10 +23,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from hf_prefix_tree.rollouts import CROSS_ENTROPY_IGNORE_IDX
+
 if TYPE_CHECKING:
     from hf_prefix_tree.tree import PrefixTree
 
-IGNORE_INDEX = -100
+IGNORE_INDEX = CROSS_ENTROPY_IGNORE_IDX  # the name that the batch contract uses
 SUBTREE_END, DEPTH, PREDECESSOR = range(3)
 NUM_ROWS = 3
 # The columns of `tree_stats`.
@@ -150,6 +152,7 @@ def concatenate_trees(
 def check_batch(batch: Mapping[str, object]) -> None:
     """
     Raises `ValueError` where a batch breaks the contract. Looks at types and shapes only: it never waits for a device.
+    The 0s of `attention_mask` are padding that the tree rows already hide; they are not read as a mask.
 
     Args:
         batch (`Mapping[str, object]`): Keyword arguments of a model call that holds `prefix_tree`.

@@ -20,7 +20,7 @@ from rich.progress import track
 
 from hf_prefix_tree.report.estimate import ASSUMPTIONS, Estimate
 from hf_prefix_tree.report.estimate import estimate as predict
-from hf_prefix_tree.report.groups import Folded, Row, counts_of, fold_file, top_counts
+from hf_prefix_tree.report.groups import Folded, Row, counts_of, fold_file, read_tools, top_counts
 from hf_prefix_tree.report.plot import check_matplotlib, plot_trees
 from hf_prefix_tree.report.text import console, counts_table, draw_tree
 
@@ -65,7 +65,7 @@ def inspect(
     if plot is not None:
         check_matplotlib()
     loaded = _load_tokenizer(tokenizer)
-    schemas = _load_tools(tools)
+    schemas = None if tools is None else read_tools(tools, "--tools")
     files = [
         _fold(path, loaded, reasoning=reasoning, tools=schemas, group_by=group_by, max_length=max_length)
         for path in data
@@ -118,7 +118,7 @@ def estimate(
     _check_caps(max_length, max_packed_tokens)
     config = _load_config(model)
     loaded = _load_tokenizer(tokenizer)
-    schemas = _load_tools(tools)
+    schemas = None if tools is None else read_tools(tools, "--tools")
     file = _fold(data, loaded, reasoning=reasoning, tools=schemas, group_by=group_by, max_length=max_length)
     _check_fits([file], max_packed_tokens)
     predicted = predict(file.trees, config, max_packed_tokens)
@@ -210,20 +210,6 @@ def _load_config(name: str) -> Any:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"`--model` is {name!r}, whose config can't be loaded: {error}") from error
-
-
-def _load_tools(path: Path | None) -> Any:
-    if path is None:
-        return None
-    if not path.is_file():
-        raise ValueError(f"`--tools` is {path}, which is no file; pass a JSON file.")
-    try:
-        tools = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"`--tools` is {path}, which is broken JSON: {error}.") from error
-    if not isinstance(tools, list | dict):
-        raise ValueError(f"`--tools` is {path}, which holds a {type(tools).__name__}; pass a list, or lists by group.")
-    return tools
 
 
 if __name__ == "__main__":

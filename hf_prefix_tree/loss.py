@@ -54,7 +54,6 @@ def weighted_token_loss(
 
 
 def safe_divisor(divisor: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:
-    """`divisor` as a float64 tensor on the device of `like`; 1 where it is 0, since a sum without weight is 0 "
-    "anyway."""
+    """`divisor` as float64 on the device of `like`; 1 where it is 0, since a sum without weight is 0 anyway."""
     divisor = torch.as_tensor(divisor, dtype=torch.float64, device=like.device)
     return torch.where(divisor == 0, torch.ones_like(divisor), divisor)

@@ -22,7 +22,7 @@ from hf_prefix_tree.attention.interface import IMPLEMENTATION
 from hf_prefix_tree.attention.positions import Handle, place_by_depth
 from hf_prefix_tree.batch import DEPTH, check_batch, gather_supervised
 from hf_prefix_tree.loss import weighted_token_loss
-from hf_prefix_tree.support import backbone_of, base_causal_lm, check_support
+from hf_prefix_tree.support import backbone_of, base_causal_lm, check_support, rope_limit
 from hf_prefix_tree.verify import verify_tree_forward, weights_are_whole
 
 ATTN_BACKENDS = ("auto", "flex", "sdpa")
@@ -41,6 +41,7 @@ class _State:
     handles: list[Handle] = field(default_factory=list)
     verified_on: set[str] = field(default_factory=set)
     verifying: bool = False
+    rope_limit: int | None = None
 
 
 def prepare_model(model: torch.nn.Module, *, attn_backend: str = "auto") -> torch.nn.Module:
@@ -91,6 +92,7 @@ def prepare_model(model: torch.nn.Module, *, attn_backend: str = "auto") -> torc
     base = base_causal_lm(model)
     state = getattr(base, _STATE, None)
     if state is not None:
+        _set_implementation(base, IMPLEMENTATION)
         if state.attn_backend != attn_backend:
             state.attn_backend = attn_backend
             state.verified_on.clear()
@@ -102,6 +104,7 @@ def prepare_model(model: torch.nn.Module, *, attn_backend: str = "auto") -> torc
         previous_loss=base.__dict__.get("_loss_function"),
         had_loss_kwargs_flag="accepts_loss_kwargs" in base.__dict__,
         previous_loss_kwargs_flag=base.__dict__.get("accepts_loss_kwargs"),
+        rope_limit=rope_limit(base.config),
     )
     _set_implementation(base, IMPLEMENTATION)
     setattr(base, _STATE, state)
@@ -199,16 +202,24 @@ def _enter(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tupl
             "`PrefixTree.from_node_paths` and collate it with `DataCollatorForPrefixTree`."
         )
     if kwargs.get("prefix_tree") is None:
-        if kwargs.get("loss_weights") is not None:
-            raise ValueError(
-                "`loss_weights` came without `prefix_tree`, so it would be ignored: pass the whole batch of "
-                "`DataCollatorForPrefixTree`, or leave it out."
-            )
+        for name in ("loss_weights", "tree_stats"):
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"`{name}` came without `prefix_tree`, so a tree row would be read as one sequence: pass the whole "
+                    "batch of `DataCollatorForPrefixTree`."
+                )
         return None
+    if module.config._attn_implementation != IMPLEMENTATION:
+        raise ValueError(
+            f"The model was prepared, but its attention is {module.config._attn_implementation!r} now, which knows no "
+            f"tree: call `model.set_attn_implementation({IMPLEMENTATION!r})` or `prepare_model(model)` again."
+        )
     _refuse_options(kwargs)
+    _refuse_other_inputs(module, kwargs)
     check_batch(kwargs)
     state: _State = getattr(module, _STATE)
     tree = kwargs["prefix_tree"]
+    _refuse_long_branches(tree, state.rope_limit)
     trains = module.training and torch.is_grad_enabled()
     if trains and not state.verifying and tree.device.type not in state.verified_on and weights_are_whole(module):
         _verify(module, state)
@@ -243,6 +254,33 @@ def _refuse_options(kwargs: dict[str, Any]) -> None:
         )
 
 
+def _refuse_long_branches(tree: torch.Tensor, limit: int | None) -> None:
+    if limit is None or tree.shape[2] <= limit:
+        return
+    longest = int(tree[:, DEPTH].max()) + 1
+    if longest > limit:
+        raise ValueError(
+            f"A branch has {longest} tokens, but the rotary frequencies of this model change for the whole call "
+            f"beyond {limit} tokens (dynamic or longrope scaling), so it would change the other branches. Use "
+            f"branches of at most {limit} tokens."
+        )
+
+
+_TEXT_INPUTS = {"input_ids", "position_ids", "labels", "attention_mask", "loss_weights", "prefix_tree", "tree_stats"}
+
+
+def _refuse_other_inputs(module: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """Images and sounds of a multimodal model: a tree row does not carry their positions and masks."""
+    if module.config.get_text_config() is module.config:
+        return
+    others = [name for name, x in kwargs.items() if isinstance(x, torch.Tensor) and x.dim() > 0]
+    others = sorted(set(others) - _TEXT_INPUTS)
+    if others:
+        raise ValueError(
+            f"{others} cannot be used together with `prefix_tree`: of a multimodal model, trees train the text only."
+        )
+
+
 def _leave(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     context = active_context()
     if context is None:
@@ -262,8 +300,7 @@ def _check_backbone_call(module: torch.nn.Module, args: tuple, kwargs: dict[str,
     if isinstance(kwargs.get("prefix_tree"), torch.Tensor):
         raise ValueError(
             "`prefix_tree` reached the backbone as a raw tensor: the hook of the causal LM was bypassed. Call the "
-            "causal "
-            "LM itself, and use peft >= 0.21."
+            "causal LM itself, and use peft >= 0.21."
         )
 
 

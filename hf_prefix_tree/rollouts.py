@@ -12,18 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hf_prefix_tree.folding import as_list, integer_array, weight_array
+from hf_prefix_tree.folding import as_list, integer_array
 from hf_prefix_tree.tree import Branch, PrefixTree
 
 CROSS_ENTROPY_IGNORE_IDX = -100
 
 
-def rollout_branches(
-    prompt_ids: npt.ArrayLike,
-    completions: Sequence[npt.ArrayLike],
-    *,
-    completion_weights: Sequence[npt.ArrayLike] | None = None,
-) -> list[Branch]:
+def rollout_branches(prompt_ids: npt.ArrayLike, completions: Sequence[npt.ArrayLike]) -> list[Branch]:
     """
     One branch per completion: the prompt, which is context, and the completion, whose every token is supervised.
 
@@ -32,11 +27,9 @@ def rollout_branches(
             Token ids of the prompt. May be empty; a completion's first token then has no predecessor and weighs 0.
         completions (sequence of array-likes of `int`):
             Token ids of each completion, at least one completion, none empty.
-        completion_weights (sequence of array-likes of `float`, *optional*):
-            Weight of each completion token, in the shape of `completions`. 1 if not given.
 
     Raises:
-        `ValueError`: If `completions` or one of them is empty, the shapes differ, or an id or a weight is invalid.
+        `ValueError`: If `completions` or one of them is empty, or an id is invalid.
 
     Example:
 
@@ -47,19 +40,9 @@ def rollout_branches(
     ```
     """
     prompt, ids = _prompt_and_completions(prompt_ids, completions)
-    weights = [np.ones(len(completion)) for completion in ids]
-    if completion_weights is not None:
-        given = as_list(completion_weights, "completion_weights")
-        weights = [weight_array(own, f"completion_weights[{i}]") for i, own in enumerate(given)]
-        if list(map(len, weights)) != list(map(len, ids)):
-            raise ValueError(
-                f"`completion_weights` has the lengths {list(map(len, weights))} for completions of "
-                f"{list(map(len, ids))} tokens; pass one weight per token."
-            )
-    context = np.zeros(len(prompt))
     return [
-        Branch(np.concatenate([prompt, completion]), np.concatenate([context, own]))
-        for completion, own in zip(ids, weights, strict=True)
+        Branch(np.concatenate([prompt, own]), np.concatenate([np.zeros(len(prompt)), np.ones(len(own))]))
+        for own in ids
     ]
 
 

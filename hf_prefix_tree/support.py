@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -21,8 +22,17 @@ logger = logging.getLogger(__name__)
 # Layers without attention ("mlp", "moe", ...) work on each token by itself.
 _SERVED_LAYER_TYPES = {
     *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention"),
+    "deepseek_sparse_attention",  # the name of `indexed_attention` before Transformers 5.24
     *("mlp", "moe", "dense", "sparse"),
 }
+_REASONS: dict[str, str] = defaultdict(lambda: "it does not know what they do with the tokens of other branches")
+_SCANS = "they scan the row in order and would carry one branch into the next"
+_REASONS |= dict.fromkeys(("linear_attention", "mamba", "recurrent", "hybrid", "conv", "lightning_attention"), _SCANS)
+_REASONS |= dict.fromkeys(
+    ("heavily_compressed_attention", "compressed_sparse_attention", "minimax_m3_sparse"),
+    "they pool keys over blocks of the row, which mix branches",
+)
+_REASONS["hybrid_sliding"] = "they convolve keys and values over the row, which would mix branches"
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 
@@ -38,8 +48,7 @@ def base_causal_lm(model: Any) -> PreTrainedModel:
             if getattr(config, "is_prompt_learning", False):
                 raise ValueError(
                     f"PEFT adapter {name!r} ({type(config).__name__}) prepends virtual tokens, which have no place "
-                    f"in a "
-                    "prefix tree. Use LoRA or another adapter without virtual tokens."
+                    "in a prefix tree. Use LoRA or another adapter without virtual tokens."
                 )
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
@@ -74,25 +83,34 @@ def check_support(model: PreTrainedModel) -> None:
     Args:
         model (`PreTrainedModel`): A causal LM, not wrapped.
     """
-    config = model.config
+    config = model.config.get_text_config()
     name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder model; prefix trees are for causal LMs. {WAY_OUT}")
     if model.get_output_embeddings() is None or backbone_of(model) is None:
         raise ValueError(f"{name} has no LM head over a backbone: load the model with `AutoModelForCausalLM`.")
-    if config.get_text_config() is not config:
-        raise ValueError(f"{name} is multimodal, which the tree path does not serve yet. {WAY_OUT}")
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise ValueError(f"{name} attends to both sides; a tree row would leak the future. {WAY_OUT}")
+    if getattr(config, "keep_window_size", None):
+        raise ValueError(
+            f"{name} keeps the `keep_window_size={config.keep_window_size}` keys of largest value and breaks ties, "
+            f"which repeated tokens give, by their order in the row. {WAY_OUT}"
+        )
     for layer_type in _layer_types(config):
         if layer_type not in _SERVED_LAYER_TYPES:
             raise ValueError(
-                f"{name} has `{layer_type}` layers, which the tree path does not serve: they scan the row in order "
-                f"and "
-                f"would carry one branch into the next. {WAY_OUT}"
+                f"{name} has `{layer_type}` layers, which the tree path does not serve: {_REASONS[layer_type]}. "
+                f"{WAY_OUT}"
             )
-    for module_name, module in model.named_modules():
-        if isinstance(module, torch.nn.modules.conv._ConvNd):
+    backbone = backbone_of(model)
+    assert backbone is not None
+    for module_name, module in backbone.named_modules():
+        if "BlockSparse" in type(module).__name__:
+            raise ValueError(
+                f"{name} has block-sparse attention (`{module_name}`), whose blocks are of the row, not of a branch. "
+                "Load it with `attention_type='original_full'`."
+            )
+        if isinstance(module, torch.nn.Conv1d):
             raise ValueError(
                 f"{name} convolves over the sequence (`{module_name}`), which would mix branches. {WAY_OUT}"
             )
@@ -100,8 +118,7 @@ def check_support(model: PreTrainedModel) -> None:
         if getattr(config, option, None):
             raise ValueError(
                 f"`config.{option}={getattr(config, option)}`: dropout in attention cannot be shared by the branches "
-                f"of a "
-                f"tree. Load the model with `{option}=0.0`."
+                f"of a tree. Load the model with `{option}=0.0`."
             )
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         raise ValueError(
@@ -114,8 +131,10 @@ def attention_windows(config: Any) -> list[int]:
     """The sliding windows and chunk sizes, in tokens, of the layers that have one."""
     types, found = _layer_types(config), []
     window = getattr(config, "sliding_window", None)
-    if window is not None and getattr(config, "use_sliding_window", True) and (
-        not types or "sliding_attention" in types
+    if (
+        window is not None
+        and getattr(config, "use_sliding_window", True)
+        and (not types or "sliding_attention" in types)
     ):
         found.append(window)
     if "chunked_attention" in types:
@@ -123,11 +142,35 @@ def attention_windows(config: Any) -> list[int]:
     return found
 
 
+def rope_limit(config: Any) -> int | None:
+    """
+    The number of tokens from which rotary frequencies depend on the longest sequence of the call, or `None` where they
+    never do: `"dynamic"` and `"longrope"` scaling would let one branch change the others of its row.
+    """
+    config = config.get_text_config()
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parts = [part for part in parameters.values() if isinstance(part, dict)] or [parameters]
+    varying = [part for part in parts if part.get("rope_type", part.get("type")) in ("dynamic", "longrope")]
+    if not varying:
+        return None
+    known = [part.get("original_max_position_embeddings") for part in varying]
+    known += [getattr(config, name, None) for name in ("original_max_position_embeddings", "max_position_embeddings")]
+    return min(limit for limit in known if limit)
+
+
 def _layer_types(config: Any) -> list[str]:
     return list(dict.fromkeys(getattr(config, "layer_types", None) or []))
 
 
-def _warn_about_dropout(model: torch.nn.Module) -> None:
+def _warn_about_dropout(model: PreTrainedModel) -> None:
+    config = model.config.get_text_config()
+    jitters = [n for n in ("router_jitter_noise", "input_jitter_noise", "jitter_noise") if getattr(config, n, None)]
+    if jitters:
+        warnings.warn(
+            f"`config` has {jitters}: the router samples in training. On a tree a shared token draws once for all its "
+            "branches, where unfolded training draws once each: unbiased, but not the same numbers.",
+            stacklevel=3,
+        )
     rates = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p > 0}
     if rates:
         warnings.warn(

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from hf_prefix_tree.attention.interface import WAY_OUT
+from hf_prefix_tree.attention.interface import IMPLEMENTATION, WAY_OUT, default_implementation
 from hf_prefix_tree.batch import BLOCK_SIZE, IGNORE_INDEX, concatenate_trees
 from hf_prefix_tree.support import attention_windows
 from hf_prefix_tree.tree import Branch, PrefixTree, fold
@@ -80,7 +80,13 @@ def verify_tree_forward(model: PreTrainedModel, forward: Callable) -> None:
             scale = max(scale, _distance(alone, torch.zeros_like(alone)))
     numbers = f"error {error:.1e}, own spread {spread:.1e}, causal control {control:.1e}, logits {scale:.1e}"
     logger.info("Tree path of %s on %s: %s.", type(model).__name__, device.type, numbers)
-    rounding = max(4 * spread, _ROUNDING.get(logits.dtype, 0.0) * scale)
+    rounding = _ROUNDING.get(logits.dtype, 0.0) * scale
+    if logits.dtype in (torch.float32, torch.float64) and spread > 4 * rounding:
+        raise ValueError(
+            f"{type(model).__name__} gives a branch other logits when it is padded on the right ({numbers}): its "
+            f"results depend on more than the tokens of the branch. {WAY_OUT}"
+        )
+    rounding = max(4 * spread, rounding)
     if not error <= rounding:  # also where the error is not a number
         raise ValueError(
             f"{type(model).__name__} does not give the same logits on a prefix tree as on its branches ({numbers}): "
@@ -101,13 +107,14 @@ def _tree_logits(model: PreTrainedModel, forward: Callable, batch: dict[str, tor
         raise
     except Exception as error:
         raise ValueError(
-            f"{type(model).__name__} runs its branches but not a prefix tree ({type(error).__name__}: {error}). {WAY_OUT}"
+            f"{type(model).__name__} runs its branches but not a prefix tree ({type(error).__name__}: {error}). "
+            f"{WAY_OUT}"
         ) from error
     supervised = int((batch["labels"] != IGNORE_INDEX).sum())
     if logits.shape[:2] != (1, supervised):
         raise ValueError(
-            f"{type(model).__name__} gives logits of shape {tuple(logits.shape)} for {supervised} supervised tokens: its "
-            f"head does not take what its backbone returns. {WAY_OUT}"
+            f"{type(model).__name__} gives logits of shape {tuple(logits.shape)} for {supervised} supervised tokens: "
+            f"its head does not take what its backbone returns. {WAY_OUT}"
         )
     return logits[0]
 
@@ -117,13 +124,19 @@ def _forest(model: PreTrainedModel) -> list[PrefixTree]:
     limit = getattr(config, "max_position_embeddings", None) or 0
     limit = limit if limit > 0 else 2**31
     longest = min(min(attention_windows(config), default=0) + 24, limit)
-    pad, vocab_size = getattr(config, "pad_token_id", None), model.get_input_embeddings().num_embeddings
+    pad, vocab_size = getattr(config, "pad_token_id", None), _vocab_size(model)
     ids = np.random.default_rng(0).integers(0, vocab_size, size=4 * longest)
     ids[ids == pad] = (pad or 0) + 1 if (pad or 0) + 1 < vocab_size else 0  # some models number tokens past padding
     trunk, fork = ids[:longest], 2 * longest // 3
     sibling = np.concatenate([trunk[:fork], ids[longest : longest + longest - fork]])
     paths = [[trunk, sibling, trunk[: longest - 4]], [ids[2 * longest : 2 * longest + 12]]]
     return [fold([Branch(path, np.ones(len(path))) for path in tree]) for tree in paths]
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    # Input embeddings may have rows that are not in the head (images, prompts), and the head rows that are no tokens.
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    return min(table.weight.shape[0] for table in tables if getattr(table, "weight", None) is not None)
 
 
 def _checked_positions(trees: list[PrefixTree]) -> list[np.ndarray]:
@@ -141,9 +154,24 @@ def _plain_logits(
     mask = torch.ones_like(input_ids)
     if length is not None:
         mask[:, length:] = 0
-    if "logits_to_keep" in inspect.signature(type(model).forward).parameters:
-        return forward(input_ids=input_ids, attention_mask=mask, logits_to_keep=keep, use_cache=False).logits[0]
-    return forward(input_ids=input_ids, attention_mask=mask, use_cache=False).logits[0, keep]
+    with _stock_attention(model):
+        if "logits_to_keep" in inspect.signature(type(model).forward).parameters:
+            return forward(input_ids=input_ids, attention_mask=mask, logits_to_keep=keep, use_cache=False).logits[0]
+        return forward(input_ids=input_ids, attention_mask=mask, use_cache=False).logits[0, keep]
+
+
+@contextmanager
+def _stock_attention(model: PreTrainedModel) -> Iterator[None]:
+    """The model under its default attention by name: some ask for the name, and leave things out under another."""
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    configs = {id(part.config): part.config for part in parts if part.config._attn_implementation == IMPLEMENTATION}
+    try:
+        for config in configs.values():
+            config._attn_implementation_internal = default_implementation(config.__class__)
+        yield
+    finally:
+        for config in configs.values():
+            config._attn_implementation_internal = IMPLEMENTATION
 
 
 def _distance(left: torch.Tensor, right: torch.Tensor) -> float:

@@ -49,7 +49,7 @@ class TreeContext:
         return self._masks[key]
 
     def additive_mask(self, dtype: torch.dtype, window: int | None = None, chunk: int | None = None) -> torch.Tensor:
-        """The mask as numbers to add to the scores: 0 where a key is visible, the dtype's smallest number elsewhere."""
+        """The mask as numbers to add to the scores: 0 where a key is visible, elsewhere the smallest of the dtype."""
         visible = self.mask(window, chunk, flex=False)
         assert isinstance(visible, torch.Tensor)
         return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
@@ -63,7 +63,7 @@ class TreeContext:
         if not isinstance(mask, torch.Tensor):
             return any(own is mask for own in self._masks.values())
         dense = [own for own in self._masks.values() if isinstance(own, torch.Tensor)]
-        if any(own.data_ptr() == mask.data_ptr() for own in dense):
+        if any(own.data_ptr() == mask.data_ptr() and own.shape == mask.shape for own in dense):
             return True
         length = self.prefix_tree.shape[-1]
         if mask.dim() != 4 or mask.shape[-2:] != (length, length):

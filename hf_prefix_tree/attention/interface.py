@@ -25,7 +25,12 @@ from hf_prefix_tree.batch import BLOCK_SIZE
 IMPLEMENTATION = "prefix_tree"
 WAY_OUT = "Train it on unfolded branches with a stock trainer."
 # Layers that pick keys from a dense mask of what is visible.
-_DERIVED_MASKS = {"indexed_attention"}
+_DERIVED_MASKS = {"indexed_attention", "deepseek_sparse_attention"}  # two names of the same
+# Keyword arguments of the call that reach the attention without meaning anything to it.
+_NOT_FOR_ATTENTION = {
+    *("position_ids", "cache_position", "input_ids", "token_type_ids"),
+    *("labels", "shift_labels", "num_items_in_batch"),
+}
 
 _MODELING_UTILS = sys.modules[PreTrainedModel.__module__]  # where the interface itself lives
 
@@ -113,6 +118,8 @@ def prefix_tree_attention(
     if prefix_tree is None:
         context = active_context()
         if context is None and not _made_for_a_tree(module, attention_mask):
+            if kwargs.get("indices") is not None:  # what eager and sdpa find in their mask
+                attention_mask = _keep_chosen(attention_mask, kwargs.pop("indices"), key.shape[2], query.dtype)
             return _default_attention(module)(module, query, key, value, attention_mask, **kwargs)
         if context is not None and not context.owns(attention_mask):
             raise ValueError(
@@ -159,6 +166,7 @@ def _tree_attention(
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
     position_bias: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     if dropout:
@@ -168,6 +176,13 @@ def _tree_attention(
             f"{type(module).__name__} adds a position bias or attends to both sides, which the tree path does not "
             f"carry. {WAY_OUT}"
         )
+    unknown = [name for name, x in kwargs.items() if isinstance(x, torch.Tensor) and name not in _NOT_FOR_ATTENTION]
+    if unknown:
+        raise ValueError(
+            f"{type(module).__name__} hands its attention {unknown}, which the tree path does not know. {WAY_OUT}"
+        )
+    if indices is not None:
+        mask = _keep_chosen(mask, indices, key.shape[2], query.dtype)
     dtype = _attention_dtype(query.device, value.dtype)
     query, key, value = (x.to(dtype) for x in (query, key, value))
     if isinstance(mask, BlockMask):
@@ -175,6 +190,15 @@ def _tree_attention(
     else:
         output = _dense(query, key, value, mask, scaling, softcap, s_aux)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _keep_chosen(mask: Mask | None, indices: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """The mask without the keys that an indexer did not choose: `indices` is `[B, queries, chosen]`."""
+    if not isinstance(mask, torch.Tensor):
+        raise ValueError("sparse attention needs a dense mask: use `attn_backend='auto'`, which gives it one.")
+    chosen = torch.zeros((*indices.shape[:2], length), dtype=torch.bool, device=indices.device)
+    chosen = chosen.scatter(-1, indices.long(), True)[:, None]
+    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(dtype).min)
 
 
 def _attention_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -260,7 +284,11 @@ def _attend_in_blocks(
 # - A recompile limit that is hit runs attention unfused, in silence: fail instead. The limit is raised because every
 #   dtype, head size and kind of mask of every model in the process needs a graph of its own.
 # - Floats (softcap, scale) are constants of a model.
-_DYNAMO_OPTIONS: dict[str, Any] = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True, "specialize_float": True}
+_DYNAMO_OPTIONS: dict[str, Any] = {
+    "recompile_limit": 64,
+    "fail_on_recompile_limit_hit": True,
+    "specialize_float": True,
+}
 
 
 def _compiled_attend(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -311,9 +339,9 @@ def _interface_in_source(model_class: type) -> bool:
     return any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files if file is not _MODELING_UTILS)
 
 
-def _model_classes(config_class: type) -> list[type]:
-    found: list[type] = []
-    classes: list[type] = [PreTrainedModel]
+def _model_classes(config_class: type) -> list[type[PreTrainedModel]]:
+    found: list[type[PreTrainedModel]] = []
+    classes: list[type[PreTrainedModel]] = [PreTrainedModel]
     for model_class in classes:
         if getattr(model_class, "config_class", None) is config_class:
             found.append(model_class)

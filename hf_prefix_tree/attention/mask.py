@@ -1,6 +1,6 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""The tree mask: key k is visible to query q iff `k <= q < subtree_end[k]`, and `depth[q] - depth[k] < window` in sliding
-layers, `depth[q] // chunk == depth[k] // chunk` in chunked ones.
+"""The tree mask: key k is visible to query q iff `k <= q < subtree_end[k]`, and `depth[q] - depth[k] < window` in
+sliding layers, `depth[q] // chunk == depth[k] // chunk` in chunked ones.
 
 [`dense_mask`] is the reference: an N x N tensor, plain and slow. [`tree_block_mask`] describes the same mask to
 FlexAttention, built directly from block-wise minima and maxima: O(N + (N/128)^2) time and memory, no N x N tensor and
@@ -73,8 +73,7 @@ def tree_block_mask(prefix_tree: torch.Tensor, window: int | None = None, chunk:
     if length % BLOCK_SIZE != 0:
         raise ValueError(
             f"`prefix_tree` has rows of {length} tokens, but FlexAttention needs a multiple of {BLOCK_SIZE}: build "
-            f"the "
-            f"batch with `DataCollatorForPrefixTree(pad_to_multiple_of={BLOCK_SIZE})`."
+            f"the batch with `DataCollatorForPrefixTree(pad_to_multiple_of={BLOCK_SIZE})`."
         )
     # Clones, not views: the compiler would also specialise on the tensor that they are views of.
     subtree_end, depth = prefix_tree[:, SUBTREE_END].clone(), prefix_tree[:, DEPTH].clone()

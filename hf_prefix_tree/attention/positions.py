@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """Positions that are not rotary embeddings of `position_ids`: tables that count from another number, tables that the
-model indexes by itself, and ALiBi. Each is made to follow the depth in the tree, by hooks that only act in a tree call.
+model indexes by itself, and ALiBi. Each is made to follow the depth in the tree, by hooks that act
+in a tree call only.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def place_by_depth(model: PreTrainedModel) -> list[Handle]:
             handles.append(module.register_forward_hook(_back_to_rows))
         elif getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
             handles.append(module.register_forward_pre_hook(_note_tree, with_kwargs=True))
+            handles.append(module.register_forward_hook(_forget_tree, always_call=True))
             handles.append(module.q_proj.register_forward_hook(functools.partial(_temper_by_depth, module)))
         handles += [_AlibiByDepth(module, name) for name in _ALIBI_METHODS if hasattr(module, name)]
     return handles
@@ -90,7 +92,13 @@ def _note_tree(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     module._prefix_tree_context = kwargs.get("prefix_tree")
 
 
-def _temper_by_depth(attention: Any, module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor | None:
+def _forget_tree(module: Any, args: tuple, output: Any) -> None:
+    module._prefix_tree_context = None
+
+
+def _temper_by_depth(
+    attention: Any, module: torch.nn.Module, args: tuple, output: torch.Tensor
+) -> torch.Tensor | None:
     # Llama 4 multiplies queries without rotary embedding by a factor of their index, which is linear up to the scores:
     # multiply by what is missing to the factor of their depth.
     context = attention._prefix_tree_context
@@ -129,12 +137,12 @@ def _pick_by_depth(build: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
     if context is None:
         return line
     depth = context.prefix_tree[:, DEPTH].long()
-    batch_size, length = depth.shape
+    batch_size = depth.shape[0]
     if isinstance(args[0], torch.Tensor):  # the padding mask, one for each row: Bloom
         line = build(torch.ones_like(args[0]), *args[1:], **kwargs)
     elif batch_size > 1:
-        raise ValueError(f"This model has one ALiBi bias for all rows of a batch: use a batch of 1 row, not {batch_size}.")
+        raise ValueError(
+            f"This model has one ALiBi bias for all rows of a batch: use a batch of 1 row, not {batch_size}."
+        )
     heads = line.shape[0] // batch_size
-    if line.shape[-1] < length:  # a table of the longest sequence: only depths are looked up
-        depth = depth.clamp(max=line.shape[-1] - 1)
     return line.gather(2, depth.repeat_interleave(heads, dim=0)[:, None])

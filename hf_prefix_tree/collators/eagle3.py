@@ -118,9 +118,7 @@ class DataCollatorForEagle3:
         if not features:
             raise ValueError("`features` is empty; pass at least one row.")
         documents = [None if "doc_remaining" in feature else _document(feature) for feature in features]
-        lengths = {
-            len(feature["input_ids"]) for feature, own in zip(features, documents, strict=True) if own is None
-        }
+        lengths = {len(feature["input_ids"]) for feature, own in zip(features, documents, strict=True) if own is None}
         if len(lengths) > 1:
             raise ValueError(
                 f"`features` has packed rows of {sorted(lengths)} tokens: pack them with one `packed_sequence_size`."

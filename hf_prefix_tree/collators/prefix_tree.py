@@ -10,11 +10,14 @@ from typing import Any
 import torch
 
 from hf_prefix_tree.batch import BLOCK_SIZE, concatenate_trees
+from hf_prefix_tree.folding import as_list, check_weighting
 from hf_prefix_tree.rollouts import rollout_branches
 from hf_prefix_tree.tree import Branch, PrefixTree, fold
 
 # What fills an uneven last step of distributed training: a row without tokens weighs nothing.
 PADDING_FEATURE: dict[str, list[int]] = {"input_ids": []}
+# The keys of each form of a feature.
+_FORMS = (("trees",), ("node_parents",), ("branches",), ("prompt_ids", "completions"))
 
 
 @dataclass
@@ -42,7 +45,7 @@ class DataCollatorForPrefixTree:
             Only `"pt"`.
 
     Raises:
-        `ValueError`: for a feature of another form.
+        `ValueError`: For an argument of another kind, and when called with a feature of another form, or of two.
 
     Example:
 
@@ -69,8 +72,16 @@ class DataCollatorForPrefixTree:
     def __post_init__(self) -> None:
         if self.return_tensors != "pt":
             raise ValueError(f"`return_tensors` must be 'pt', got {self.return_tensors!r}: only PyTorch is supported.")
+        if not isinstance(self.pad_token_id, int) or isinstance(self.pad_token_id, bool):
+            raise ValueError(
+                f"`pad_token_id` must be an int, got {self.pad_token_id!r}: pass `tokenizer.pad_token_id`, or "
+                "`tokenizer.eos_token_id` where there is none."
+            )
+        check_weighting(self.weighting)
 
     def __call__(self, features: Sequence[PrefixTree | Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        if self.pad_token_id < 0:  # may be set after construction
+            raise ValueError(f"`pad_token_id` must be a token id, got {self.pad_token_id}: set it before collating.")
         return concatenate_trees(self.trees(features), self.pad_token_id, self.pad_to_multiple_of)
 
     def trees(self, features: Sequence[PrefixTree | Mapping[str, Any]]) -> list[PrefixTree]:
@@ -88,9 +99,25 @@ def _is_padding(feature: object) -> bool:
 
 
 def _trees(feature: object, weighting: str) -> list[PrefixTree]:
-    if isinstance(feature, Mapping) and "trees" in feature:
-        return [tree if isinstance(tree, PrefixTree) else PrefixTree.from_dict(tree) for tree in feature["trees"]]
+    if isinstance(feature, Mapping):
+        found = [
+            " and ".join(f"`{name}`" for name in form) for form in _FORMS if all(name in feature for name in form)
+        ]
+        if len(found) > 1:
+            raise ValueError(f"A feature has {' as well as '.join(found)}: keep one of them.")
+        if "trees" in feature:
+            trees = as_list(feature["trees"], "trees")
+            return [tree if isinstance(tree, PrefixTree) else PrefixTree.from_dict(tree) for tree in trees]
     return [_as_tree(feature, weighting)]
+
+
+def _as_branch(branch: object, index: int) -> Branch:
+    if isinstance(branch, Branch):
+        return branch
+    if isinstance(branch, Mapping) and "input_ids" in branch and "weights" in branch:
+        return Branch(branch["input_ids"], branch["weights"])
+    found = f"the keys {sorted(branch)}" if isinstance(branch, Mapping) else type(branch).__name__
+    raise ValueError(f"`branches[{index}]` must be a `Branch` or have `input_ids` and `weights`, got {found}.")
 
 
 def _as_tree(feature: object, weighting: str) -> PrefixTree:
@@ -105,10 +132,8 @@ def _as_tree(feature: object, weighting: str) -> PrefixTree:
                 "first, or collate it with `prefix_tree_collate_fn`."
             )
         if "branches" in feature:
-            branches = feature["branches"]
-            return fold(
-                [b if isinstance(b, Branch) else Branch(b["input_ids"], b["weights"]) for b in branches], weighting
-            )
+            branches = as_list(feature["branches"], "branches")
+            return fold([_as_branch(branch, index) for index, branch in enumerate(branches)], weighting)
         if "prompt_ids" in feature and "completions" in feature:
             return fold(rollout_branches(feature["prompt_ids"], feature["completions"]), weighting)
         found = f"the keys {sorted(feature)}"

@@ -22,6 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="write the table (Markdown) to this file")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds per architecture")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and tokens")
     arguments = parser.parse_args(argv)
     known = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     chosen = arguments.model_type or known
@@ -29,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"no causal LM in this Transformers: {', '.join(unknown)}")
     results = []
-    for result in run_all(chosen, arguments.time_limit):
+    for result in run_all(chosen, arguments.time_limit, arguments.seed):
         results.append(result)
         error = "" if result.error is None else f"{result.error:.1e}"
         print(f"{result.model_type:28} {result.status:9} {result.compared:8} {error:8} {result.reason}", flush=True)

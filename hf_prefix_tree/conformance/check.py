@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_prefix_tree.batch import concatenate_trees
 from hf_prefix_tree.conformance.configs import tiny_config
 from hf_prefix_tree.conformance.forest import conformance_forest
+from hf_prefix_tree.conformance.overrides import NOT_RUNNABLE
 from hf_prefix_tree.double import keep_double
 from hf_prefix_tree.model import prepare_model
 from hf_prefix_tree.tree import PrefixTree
@@ -66,12 +67,13 @@ class Result:
         return asdict(self)
 
 
-def check_architecture(model_type: str) -> Result:
+def check_architecture(model_type: str, seed: int = 0) -> Result:
     """
     Runs the whole comparison for one architecture; an error of the architecture becomes its result.
 
     Args:
         model_type (`str`): A key of `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
+        seed (`int`, *optional*, defaults to 0): Of the weights, the tokens and their weights.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -79,11 +81,15 @@ def check_architecture(model_type: str) -> Result:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            stock = build_model(model_type)
+            stock = build_model(model_type, seed)
+            result.layers = _layers(stock.config)
+            with torch.no_grad():
+                ids = torch.arange(3, 12)[None]
+                stock.eval()(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+            stock.train()
         except Exception as error:  # whatever a modeling file raises is the reason
-            result.status, result.reason = NOT_BUILT, _sentence(error)
+            result.status, result.reason = NOT_BUILT, NOT_RUNNABLE.get(model_type) or _sentence(error)
             return result
-        result.layers = _layers(stock.config)
         model = copy.deepcopy(stock)
         try:
             prepare_model(model)
@@ -94,21 +100,22 @@ def check_architecture(model_type: str) -> Result:
             result.reason = f"prepare_model raised {_sentence(error)}"
             return result
         try:
-            _compare(result, stock, model)
+            _compare(result, stock, model, seed)
         except Exception as error:
             result.reason = _sentence(error)
     return result
 
 
-def build_model(model_type: str) -> PreTrainedModel:
+def build_model(model_type: str, seed: int = 0) -> PreTrainedModel:
     """
     The tiny model in float32: weights amplified, because errors hide behind small ones; biases, sinks and every other
     vector random.
 
     Args:
         model_type (`str`): A key of `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
+        seed (`int`, *optional*, defaults to 0): Of the weights.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = tiny_config(model_type)
     for part in [config, *(getattr(config, name, None) for name in config.sub_configs)]:
         if part is not None:
@@ -119,19 +126,18 @@ def build_model(model_type: str) -> PreTrainedModel:
             if "sink" in name:
                 parameter.normal_(0, 2)
             elif parameter.dim() > 1:
-                std = parameter.std()
-                if not std > 0:
-                    parameter.normal_(0, 0.02)
-                parameter.mul_(AMPLIFY)
+                zero = parameter.abs().sum(dim=-1, keepdim=True) == 0  # a padding token's embedding, say
+                parameter.add_(torch.randn_like(parameter) * 0.02 * zero).mul_(AMPLIFY)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
 
 
-def _compare(result: Result, stock: PreTrainedModel, model: PreTrainedModel) -> None:
-    trees = conformance_forest(stock.config.get_text_config().vocab_size)
-    if not _repeats(stock, trees):  # it samples in training (a router, say)
-        stock.eval(), model.eval()
+def _compare(result: Result, stock: PreTrainedModel, model: PreTrainedModel, seed: int) -> None:
+    trees = conformance_forest(stock.config.get_text_config().vocab_size, seed)
+    if _draws_in_training(stock, trees):  # random numbers, in a router say: no two runs agree
+        stock.eval()
+        model.eval()
     try:
         result.compared = "float64"
         with keep_double():
@@ -149,18 +155,19 @@ def _compare(result: Result, stock: PreTrainedModel, model: PreTrainedModel) -> 
     elif not result.control > CONTROL:
         result.reason = f"a causal mask gives the same logits (to {result.control:.1e}): nothing was tested"
     else:
-        result.checkpointed, difference = _checkpointing(model, trees)
+        result.checkpointed, difference = _checkpointing(stock, model, trees)
         if difference > CHECKPOINT_TOLERANCE:
             result.reason = f"checkpointed gradients differ by {difference:.1e}"
         else:
             result.status = EXACT
 
 
-def _repeats(stock: PreTrainedModel, trees: list[PrefixTree]) -> bool:
+def _draws_in_training(stock: PreTrainedModel, trees: list[PrefixTree]) -> bool:
     ids = torch.from_numpy(trees[0].branches()[0].input_ids.copy())[None].long()
     with torch.no_grad(), torch.random.fork_rng():
-        first, second = (stock(input_ids=ids, use_cache=False).logits for _ in range(2))
-    return torch.equal(first, second)
+        before = torch.random.get_rng_state()
+        stock(input_ids=ids, use_cache=False)
+        return not torch.equal(before, torch.random.get_rng_state())
 
 
 def _double(model: PreTrainedModel) -> PreTrainedModel:
@@ -196,7 +203,8 @@ def _errors(stock: PreTrainedModel, model: PreTrainedModel, trees: list[PrefixTr
 
 def _branch_runs(stock: PreTrainedModel, trees: list[PrefixTree]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     total: Any = 0.0
-    divisor, logits = 0.0, []
+    divisor: Any = 0.0
+    logits = []
     for tree in trees:
         branches = tree.branches()
         for branch in branches:
@@ -224,23 +232,40 @@ def _gradient_error(expected: dict[str, Any], got: dict[str, Any]) -> float:
     return worst
 
 
-def _checkpointing(model: PreTrainedModel, trees: list[PrefixTree]) -> tuple[str, float]:
+def _checkpointing(stock: PreTrainedModel, model: PreTrainedModel, trees: list[PrefixTree]) -> tuple[str, float]:
     if not model.supports_gradient_checkpointing:
         return "not supported by the model", 0.0
     row = concatenate_trees(trees, pad_token_id=0, pad_to_multiple_of=PAD_TO)
+    ids = torch.from_numpy(trees[0].branches()[0].input_ids.copy())[None].long()
+    branch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    differences = {
+        kind: _checkpointed_error(model, row, kind == "reentrant") for kind in ("non-reentrant", "reentrant")
+    }
+    worst = max(differences.values())
+    if worst > CHECKPOINT_TOLERANCE:
+        # a model whose own checkpointing is wrong gives wrong gradients on a single branch, too
+        wrong = [k for k, d in differences.items() if d > CHECKPOINT_TOLERANCE]
+        if all(_checkpointed_error(stock, branch, kind == "reentrant") > CHECKPOINT_TOLERANCE for kind in wrong):
+            return f"{' and '.join(wrong)} gives wrong gradients without trees, too", 0.0
+    return ("bit-identical" if worst == 0 else f"to {worst:.0e}"), worst
+
+
+def _checkpointed_error(model: PreTrainedModel, batch: dict[str, torch.Tensor], reentrant: bool) -> float:
     found = []
     model.train()
-    for kind in (None, False, True):
+    for checkpointed in (False, True):
         model.zero_grad()
         torch.manual_seed(0)
-        if kind is not None:
-            model.gradient_checkpointing_enable({"use_reentrant": kind})
-            if kind:
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            if reentrant:
                 model.enable_input_require_grads()
-        model(**row).loss.backward()
+        model(**batch, use_cache=False).loss.backward()
         found.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
-    difference = max(_gradient_error(found[0], other) for other in found[1:])
-    return ("bit-identical" if difference == 0 else f"to {difference:.0e}"), difference
+    model.gradient_checkpointing_disable()
+    if reentrant:
+        model.disable_input_require_grads()
+    return _gradient_error(*found)
 
 
 def _largest(difference: torch.Tensor) -> float:
@@ -252,6 +277,8 @@ def _layers(config: Any) -> str:
     text = config
     with contextlib.suppress(ValueError):
         text = config.get_text_config()
+    if getattr(text, "is_heterogeneous", False):
+        return ", ".join(dict.fromkeys(kind for layer in text.per_layer_config for kind in _layers(layer).split(", ")))
     names = list(getattr(text, "layer_types", None) or [])
     names += list(getattr(text, "layers_block_type", None) or [])
     kinds = list(dict.fromkeys(name.removesuffix("_attention") for name in names))

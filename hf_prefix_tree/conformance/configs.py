@@ -19,7 +19,10 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 32, 4, 2, 8
 # Name of the field (the whole of it) -> small value. The first match counts.
 _SIZES: list[tuple[str, int]] = [
     (r"vocab_size|vocab_size_per_layer_input|decoder_vocab_size|unpadded_vocab_size", VOCAB),
-    (r"hidden_size|d_model|n_embd|emb_dim|embedding_dim|embedding_size|word_embed_proj_dim|attention_hidden_size", HIDDEN),
+    (
+        r"hidden_size|d_model|n_embd|emb_dim|embedding_dim|embedding_size|word_embed_proj_dim|attention_hidden_size",
+        HIDDEN,
+    ),
     (r"input_embedding_size|output_embedding_size", HIDDEN),
     (r"(swa_)?num_attention_heads|n_heads?|num_heads|attention_heads|(num_)?(decoder|encoder)_attention_heads", HEADS),
     (r"(swa_)?num_key_value_heads|num_kv_heads|num_query_groups", KV_HEADS),
@@ -28,7 +31,10 @@ _SIZES: list[tuple[str, int]] = [
     (r"qk_nope_head_dim", 8),
     (r"qk_rope_head_dim|rotary_dim", 4),
     (r"v_head_dim", 8),
-    (r"(q|kv|o)_lora_rank|.*_rank|index_head_dim|hidden_size_per_layer_input|router_hidden_size|gated_norm_rank|hc_lowrank", 8),
+    (
+        r"(q|kv|o)_lora_rank|.*_rank|index_head_dim|hidden_size_per_layer_input|router_hidden_size|gated_norm_rank|hc_lowrank",
+        8,
+    ),
     (r"index_n_heads", 16),
     (r"index_topk", 12),
     (r"o_groups", 2),
@@ -36,7 +42,10 @@ _SIZES: list[tuple[str, int]] = [
     (r"(num_|n_|moe_num_)shared_experts", 1),
     (r"num_experts_per_tok(en)?|moe_topk|moe_k|num_selected_experts|top_k_experts", 2),
     (r"n_group|topk_group|num_expert_group", 1),
-    (r".*sliding_window(_size)?|window_size|attention_window_size|local_attention(_window_len)?|keep_window_size", WINDOW),
+    (
+        r".*sliding_window(_size)?|window_size|attention_window_size|local_attention(_window_len)?|keep_window_size",
+        WINDOW,
+    ),
     (r"attention_chunk_size|local_attn_chunk_length|block_size|index_block_size", CHUNK),
     (r"rel_extent", 64),
     (r"d_rel", 8),
@@ -47,13 +56,16 @@ _SIZES: list[tuple[str, int]] = [
     (r"linear_num_key_heads", 2),
     (r"mamba_(d_head|head_dim|headdim)|linear_(key_|value_)?head_dim|lightning_head_dim", 16),
     (r"(mamba_)?n_?groups|mamba_n_groups", 1),
-    (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length|max_(source|target)_positions|model_max_length", 512),
+    (
+        r"max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length|max_(source|target)_positions|model_max_length",
+        512,
+    ),
     (r".*intermediate_size.*|.*ffn_dim|.*ffn_hidden_size|n_inner|d_inner|dff|dim_ff|feed_forward_size", 24),
     (r"hc_mult|hc_count", 2),
     (r"dim_model_base", 16),
 ]
 # Lists and dicts that follow from other fields: left to the config class.
-_DERIVED = {"id2label", "label2id", "per_layer_config", "mlp_only_layers", "hybrid_layer_ids", "full_attn_idxs", "moe_layers"}
+_DERIVED = {"id2label", "label2id", "mlp_only_layers", "hybrid_layer_ids", "full_attn_idxs", "moe_layers"}
 _LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers", "decoder_layers", "num_decoder_layers")
 _ENCODER_LAYERS = ("encoder_layers", "num_encoder_layers")
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
@@ -87,7 +99,7 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
 
 
 def shrink(default: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
-    """The small values of a config's fields; what `override` sets is taken as it is."""
+    """The small values of a config's fields, but for those that `override` sets, in nested configs field by field."""
     layers_field = next((name for name in _LAYERS if isinstance(default.get(name), int)), None)
     num_layers = default[layers_field] if layers_field else 0
     chosen = _choose_layers(default, num_layers)
@@ -96,6 +108,9 @@ def shrink(default: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
     is_mla = bool(default.get("kv_lora_rank"))
     values: dict[str, Any] = {}
     for name, value in default.items():
+        if isinstance(value, dict) and name.endswith("_config") and name != "per_layer_config":
+            values[name] = shrink(value, override.get(name, {}))
+            continue
         if _SKIPPED.fullmatch(name) or name in _DERIVED or name in override:
             continue
         if value is None:
@@ -117,23 +132,21 @@ def shrink(default: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
             continue
         elif name in _TOKENS:
             values[name] = _TOKENS[name]
-        elif name == layers_field:
+        elif name == layers_field or name in _ENCODER_LAYERS:
             values[name] = len(chosen)
-        elif name in _ENCODER_LAYERS:
-            values[name] = 1
         elif name in ("first_k_dense_replace", "num_dense_layers"):
             values[name] = min(value, 1)
         elif name == "num_kv_shared_layers":
             values[name] = len(chosen) // 2 if value else 0
         elif isinstance(value, list) and len(value) == num_layers:
             values[name] = [_small(name, value[i]) for i in chosen]
+        elif name == "per_layer_config":
+            values[name] = _per_layer(value, chosen)
         elif name == "rope_parameters":
             values[name] = _rope(value)
-        elif isinstance(value, dict) and name.endswith("_config"):
-            values[name] = shrink(value, {})
         else:
             values[name] = _small(name, value)
-    return {**values, **override}
+    return {**values, **{name: value for name, value in override.items() if not name.endswith("_config")}}
 
 
 def _both_kinds(default: dict[str, Any]) -> dict[str, Any]:
@@ -147,6 +160,8 @@ def _both_kinds(default: dict[str, Any]) -> dict[str, Any]:
 
 
 def _small(name: str, value: Any) -> Any:
+    if "softcap" in name and isinstance(value, float) and value:
+        return 2.0  # low enough to bend the scores of tiny models
     if not isinstance(value, int) or isinstance(value, bool) or value == 0:
         return value
     singular = name.removesuffix("_per_layer")
@@ -164,6 +179,19 @@ def _choose_layers(default: dict[str, Any], num_layers: int) -> list[int]:
             chosen.append(i)
             seen |= new
     return chosen if len(chosen) >= 2 else [0, 1]
+
+
+def _per_layer(values: dict[str, Any], chosen: list[int]) -> dict[int, dict[str, Any]]:
+    by_index = {int(i): fields for i, fields in values.items()}
+    small = {new: by_index[old] for new, old in enumerate(chosen) if old in by_index}
+    mla = {"num_key_value_heads": HEADS, "head_dim": 12, "qk_head_dim": 12}  # of a layer with other sizes of MLA
+    return {
+        i: {
+            name: mla[name] if name in mla and "qk_nope_head_dim" in fields else _small(name, value)
+            for name, value in fields.items()
+        }
+        for i, fields in small.items()
+    }
 
 
 def _rope(parameters: dict[str, Any]) -> dict[str, Any]:

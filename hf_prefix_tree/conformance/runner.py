@@ -12,20 +12,21 @@ from typing import Any
 from hf_prefix_tree.conformance.check import FAILED, Result, check_architecture
 
 
-def run_all(model_types: list[str], time_limit: float = 120.0) -> Iterator[Result]:
+def run_all(model_types: list[str], time_limit: float = 120.0, seed: int = 0) -> Iterator[Result]:
     """
     The results of these architectures, in order.
 
     Args:
         model_types (`list[str]`): Keys of `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
         time_limit (`float`, *optional*, defaults to 120.0): Seconds that one architecture may take.
+        seed (`int`, *optional*, defaults to 0): Of weights and tokens.
     """
     spawn = multiprocessing.get_context("spawn")
     worker: Any = None
     for model_type in model_types:
         if worker is None:
             connection, other_end = spawn.Pipe()
-            worker = spawn.Process(target=_work, args=(other_end,), daemon=True)
+            worker = spawn.Process(target=_work, args=(other_end, seed), daemon=True)
             worker.start()
             other_end.close()
         result = None
@@ -46,11 +47,11 @@ def run_all(model_types: list[str], time_limit: float = 120.0) -> Iterator[Resul
         worker.kill()
 
 
-def _work(connection: Connection) -> None:
+def _work(connection: Connection, seed: int) -> None:
     import torch
     import transformers
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     while True:
-        connection.send(check_architecture(connection.recv()))
+        connection.send(check_architecture(connection.recv(), seed))

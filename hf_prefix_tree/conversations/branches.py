@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_prefix_tree.conversations.conversation import Conversation
-from hf_prefix_tree.conversations.messages import Tools, normalize_messages, normalize_tools
+from hf_prefix_tree.conversations.messages import Tools, normalize_messages, normalize_tools, unclosed_reasoning
 from hf_prefix_tree.conversations.per_turn import per_turn
 from hf_prefix_tree.conversations.template import chat_template_of
 from hf_prefix_tree.conversations.trunk import keep, side_leaf
@@ -37,11 +37,15 @@ class ConversationBranches:
             supervised from where the two differ, which is in the prompt, on a context that differs from inference.
         unrendered_reasoning (`int`):
             Turns whose reasoning the template left out of its own turn, so that it is trained on nowhere.
+        unclosed_reasoning (`int`):
+            Turns whose content begins with a `<think>` that is never closed, as in rollouts of capped length. All of
+            it is reasoning. The template closes it, so that the turn is trained on as if it had ended there.
     """
 
     branches: list[Branch]
     prefix_mismatches: int
     unrendered_reasoning: int
+    unclosed_reasoning: int = 0
 
 
 def conversation_branches(
@@ -117,10 +121,23 @@ def conversation_branches(
         raise ValueError(f"`messages` has no assistant message{after}, so nothing to train on; drop the row.")
     if reasoning == "think_split" and [t for t, m in enumerate(plain) if m["role"] == "assistant"] != turns[-1:]:
         raise ValueError("`reasoning='think_split'` takes one assistant message; pass 'side_leaf' for several.")
+    cut_off = list(map(unclosed_reasoning, plain))
+    if template.writes_reasoning:  # otherwise it is content like any other to the template
+        plain = [
+            message
+            if thought is None
+            else {**message, "content": "", "thinking": thought, "reasoning_content": thought}
+            for message, thought in zip(plain, cut_off, strict=True)
+        ]
     template.forget()
     conversation = Conversation(template, plain, schemas, variables, turns)
     if reasoning == "per_turn":
         branches = per_turn(conversation, empty_thinking_in_prompt)
     else:
         branches = keep(conversation) if reasoning == "keep" else side_leaf(conversation)
-    return ConversationBranches(branches, conversation.prefix_mismatches, conversation.unrendered_reasoning)
+    return ConversationBranches(
+        branches,
+        conversation.prefix_mismatches,
+        conversation.unrendered_reasoning,
+        sum(cut_off[t] is not None for t in turns),
+    )

@@ -67,8 +67,10 @@ def split_reasoning(message: Message) -> tuple[str, Message]:
     The reasoning of a normalized message, `""` if there is none, and the message without it.
 
     Reasoning is `reasoning_content`, or what stands in `content` up to `</think>`. The line breaks that set the
-    content apart from it go with it.
+    content apart from it go with it. Content that begins with a `<think>` which is never closed is all reasoning.
     """
+    if (unclosed := unclosed_reasoning(message)) is not None:
+        return unclosed, {**message, "content": ""}
     visible = {key: value for key, value in message.items() if key not in _REASONING_KEYS}
     reasoning = str(message.get("reasoning_content", "")).strip()
     content = message["content"]
@@ -82,6 +84,15 @@ def split_reasoning(message: Message) -> tuple[str, Message]:
     elif reasoning:
         visible["content"] = content.lstrip("\n")
     return reasoning, visible
+
+
+def unclosed_reasoning(message: Message) -> str | None:
+    """The reasoning of a normalized message that was cut off in the middle of it: `<think>` without `</think>`."""
+    content = message["content"]
+    if message["role"] != "assistant" or not isinstance(content, str) or "reasoning_content" in message:
+        return None
+    opening, opened, reasoning = content.partition("<think>")
+    return reasoning.strip() if opened and not opening.strip() and "</think>" not in reasoning else None
 
 
 def _normalize_message(message: Any, name: str, parse_arguments: bool) -> Message:

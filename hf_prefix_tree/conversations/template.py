@@ -137,6 +137,15 @@ class ChatTemplate:
             return False
 
     @cached_property
+    def writes_reasoning(self) -> bool:
+        """Whether the reasoning of the last turn is printed if it is given apart from the content."""
+        assistant = {"role": "assistant", "content": "", "thinking": _MARK, "reasoning_content": _MARK}
+        try:
+            return _MARK in self.render([{"role": "user", "content": "u"}, assistant], None, {})
+        except ValueError:  # needs tools, or more of a system message
+            return False
+
+    @cached_property
     def _turn_end_id(self) -> int | None:
         return self._special_id_after_mark()
 

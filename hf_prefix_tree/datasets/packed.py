@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
 
@@ -26,7 +28,9 @@ from hf_prefix_tree.tree import PrefixTree
 
 logger = logging.getLogger(__name__)
 
-PACKED_FEATURES = Features({"trees": List(dict(TREE_FEATURES)), "tree_ids": List(Value("int64"))})
+PACKED_FEATURES = Features(
+    {"trees": List(dict(TREE_FEATURES)), "tree_ids": List(Value("int64")), "num_parts": List(Value("int64"))}
+)
 STREAM_BUFFER = 1000  # trees of a stream that are packed together
 _PART_COUNTS = ("tree_id", "tokens", "weightless")
 _PART_FEATURES = Features({**TREE_FEATURES, **dict.fromkeys(_PART_COUNTS, Value("int64"))})
@@ -36,7 +40,7 @@ def pack_dataset(
     trees: Dataset, lengths: list[int], max_tokens: int, pack_trees: bool, num_proc: int | None
 ) -> tuple[Dataset, dict[str, Any]]:
     """
-    Pack a dataset of trees into rows with the columns `trees` and `tree_ids`.
+    Pack a dataset of trees into rows with the columns of `PACKED_FEATURES`.
 
     Args:
         trees ([`~datasets.Dataset`]):
@@ -82,6 +86,7 @@ def pack_dataset(
     flat = [piece for own in pieces for piece in own]
     rows = _rows([length for *_, length in flat], [tree for _, tree, _ in flat], max_tokens, pack_trees)
     members = [[flat[piece][0] for piece in row] for row in rows]
+    ids = _tree_ids(trees)
     packed = source.select([row[0] for row in members]).map(
         _gather,
         with_indices=True,
@@ -93,7 +98,8 @@ def pack_dataset(
         fn_kwargs={
             "source": source,
             "members": members,
-            "tree_ids": [[flat[piece][1] for piece in row] for row in rows],
+            "tree_ids": [[ids[flat[piece][1]] for piece in row] for row in rows],
+            "num_parts": [[len(pieces[flat[piece][1]]) for piece in row] for row in rows],
         },
         num_proc=_processes(num_proc, len(rows)),
         writer_batch_size=16,
@@ -115,13 +121,48 @@ def pack_stream(trees: IterableDataset, max_tokens: int, pack_trees: bool) -> It
     )
 
 
-def log_packing(counts: Mapping[str, Any], max_tokens: int) -> None:
-    """Log what was counted while packing."""
+def check_packed(dataset: Dataset | IterableDataset, weighting: str) -> Dataset | IterableDataset:
+    """
+    The same packed rows, whose weighting is checked, of a stream while it is read.
+
+    Raises:
+        `ValueError`: If a tree has another weighting: parts of split trees can't be weighted anew.
+    """
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(
+            _check_weightings,
+            batched=True,
+            batch_size=16,
+            input_columns=["trees"],
+            features=dataset.features,
+            fn_kwargs={"weighting": weighting},
+        )
+    for table in dataset.select_columns("trees").with_format("arrow").iter(batch_size=1000):
+        for chunk in table["trees"].chunks:
+            _check_weightings(
+                [[{"weighting": own} for own in chunk.flatten().field("weighting").unique().to_pylist()]], weighting
+            )
+    return dataset
+
+
+def _check_weightings(rows: list[list[dict[str, Any]]], weighting: str) -> dict[str, Any]:
+    for own in (tree["weighting"] for trees in rows for tree in trees):
+        if own != weighting:
+            raise ValueError(
+                f"`weighting` is {weighting!r}, but `dataset` holds packed rows of trees that were folded with {own!r}"
+                f"; pass `weighting={own!r}`, or prepare the whole trees again."
+            )
+    return {}
+
+
+def log_packing(counts: Mapping[str, Any], max_tokens: int, level: int = logging.WARNING) -> None:
+    """Log what was counted while packing: no loss, but to be seen without further settings."""
     split = (
         f"; {counts['split_trees']} trees split into {counts['parts']} parts, {counts['duplicated_tokens']} tokens "
         f"computed again, {counts['weightless_parts']} parts without supervised token left out"
     )
-    logger.info(
+    logger.log(
+        level,
         "Packed into %d rows of at most %d tokens, %.1f %% full%s.",
         counts["packed_rows"],
         max_tokens,
@@ -177,18 +218,20 @@ def _parts(tree: PrefixTree, tree_id: int, max_tokens: int) -> list[dict[str, An
 
 
 def _gather(
-    _: Any, indices: list[int], source: Dataset, members: list[list[int]], tree_ids: list[list[int]]
+    _: Any,
+    indices: list[int],
+    source: Dataset,
+    members: list[list[int]],
+    tree_ids: list[list[int]],
+    num_parts: list[list[int]],
 ) -> pa.Table:
     pieces = source.with_format("arrow")[[piece for index in indices for piece in members[index]]]
     columns = [pa.concat_arrays(pieces[name].chunks) for name in TREE_FEATURES]
     offsets = np.cumsum([0, *(len(members[index]) for index in indices)]).astype(np.int32)
-    ids = pa.array([tree for index in indices for tree in tree_ids[index]], pa.int64())
-    return pa.table(
-        {
-            "trees": pa.ListArray.from_arrays(offsets, pa.StructArray.from_arrays(columns, list(TREE_FEATURES))),
-            "tree_ids": pa.ListArray.from_arrays(offsets, ids),
-        }
-    )
+    lists = {"trees": pa.StructArray.from_arrays(columns, list(TREE_FEATURES))}
+    for name, values in (("tree_ids", tree_ids), ("num_parts", num_parts)):
+        lists[name] = pa.array([value for index in indices for value in values[index]], pa.int64())
+    return pa.table({name: pa.ListArray.from_arrays(offsets, values) for name, values in lists.items()})
 
 
 def _pack_batch(
@@ -209,18 +252,34 @@ def _pack_batch(
             pieces.append((len(trees), row, len(tree["input_ids"])))
             trees.append(tree)
     rows = _rows([length for *_, length in pieces], [row for _, row, _ in pieces], max_tokens, pack_trees)
-    log_packing(_counted(pieces, rows, max_tokens, split, tokens_before), max_tokens)
-    ids = [_stream_id(batch["input_ids"][row], index) for row, index in enumerate(indices)]
+    # A stream says this again and again, without end.
+    log_packing(_counted(pieces, rows, max_tokens, split, tokens_before), max_tokens, logging.INFO)
+    ids = [_tree_id(batch["input_ids"][row], index) for row, index in enumerate(indices)]
+    num_parts = Counter(row for _, row, _ in pieces)
     return {
         "trees": [[trees[piece] for piece in row] for row in rows],
         "tree_ids": [[ids[pieces[piece][1]] for piece in row] for row in rows],
+        "num_parts": [[num_parts[pieces[piece][1]] for piece in row] for row in rows],
     }
 
 
-def _stream_id(input_ids: list[int], index: int) -> int:
-    """Each worker that reads a stream counts from 0, so the index alone would name several trees."""
-    digest = hashlib.blake2b(np.array([index, *input_ids], dtype=np.int64).tobytes(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+def _tree_ids(trees: Dataset) -> list[int]:
+    """The id of each tree of a dataset, read as Arrow tables."""
+    columns = trees.select_columns("input_ids").with_format("arrow").iter(batch_size=100)
+    contents = (ids.values.to_numpy() for table in columns for ids in table["input_ids"])
+    return [_tree_id(ids, index) for index, ids in enumerate(contents)]
+
+
+def _tree_id(input_ids: npt.ArrayLike, index: int) -> int:
+    """
+    An id for the tree with this index and these tokens, in 63 bits.
+
+    The index alone would name several trees: data sets are concatenated, and each worker that reads a stream counts
+    from 0. The tokens alone would name equal trees of a data set alike.
+    """
+    digest = hashlib.blake2b(index.to_bytes(8, "little"), digest_size=8)
+    digest.update(np.ascontiguousarray(input_ids, dtype=np.int64).tobytes())
+    return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def _tree_at(batch: Mapping[str, list[Any]], row: int) -> PrefixTree:

@@ -16,6 +16,7 @@ from datasets import Dataset, IterableDataset
 
 from hf_prefix_tree.conversations import REASONING_MODES, Tools
 from hf_prefix_tree.datasets.counts import Report
+from hf_prefix_tree.datasets.packed import check_packed
 from hf_prefix_tree.datasets.rows import MESSAGE_KINDS, TEXT_KINDS, RowOptions, row_kind
 from hf_prefix_tree.datasets.selection import METRICS, SCORES
 from hf_prefix_tree.datasets.steps import Plan, prepare_dataset, prepare_stream
@@ -56,9 +57,11 @@ def prepare_trees(
     Fold a dataset into trees: its rows are then what [`PrefixTree.to_dict`] returns, one tree a row.
 
     With `max_packed_tokens`, a row holds several trees, up to so many tokens. It has the columns `trees`, a list of
-    what [`PrefixTree.to_dict`] returns, and `tree_ids`, one `int` for each. A tree that is larger is split with
-    [`split_tree`]: its parts have the same id, which no other tree has, and must be trained on in one optimizer step.
-    Each part has a row of its own, which only whole trees fill up; the rows of a tree's parts come one after another.
+    what [`PrefixTree.to_dict`] returns, and, one `int` for each, `tree_ids` and `num_parts`. A tree that is larger is
+    split with [`split_tree`]: its parts have the same id, which no other tree has, and must be trained on in one
+    optimizer step. `num_parts` says how many they are, 1 for a whole tree. Each part has a row of its own, which only
+    whole trees fill up; the rows of a tree's parts come one after another. The id is made of a tree's tokens and its
+    index, so that data sets which were prepared apart can be concatenated.
 
     The columns say what the rows are:
 
@@ -72,8 +75,8 @@ def prepare_trees(
     | `parents`, `texts` | a tree by its nodes' texts, with `weights`: one per node | one per leaf |
     | `input`, `nodes` | a search: nodes are `step`, `text`, `kept`, see [`search_tree_branches`] | one per kept leaf |
     | `input_ids` | token ids, with `labels` (unshifted), `weights` or TRL's masks | itself |
-    | those of a tree | a tree | it is selected and packed, or returned as it is |
-    | `trees`, `tree_ids` | packed trees | the dataset is returned as it is |
+    | those of a tree | a tree | it is weighted anew if its `weighting` is another one, selected and packed |
+    | `trees`, `tree_ids`, `num_parts` | packed trees | the dataset is returned as it is |
 
     Branches that supervise nothing are dropped, rows without a branch left are taken out. Whatever is dropped,
     truncated or skipped is logged at the end, for a streaming dataset batch by batch. Arrow keeps neither the order of
@@ -87,10 +90,10 @@ def prepare_trees(
         reasoning (`str`, *optional*, defaults to `"per_turn"`):
             See [`conversation_branches`].
         weighting (`str`, *optional*, defaults to `"tree"`):
-            See [`fold`].
+            See [`fold`]. Packed trees and parts of split ones must have it already.
         group_by (`str`, *optional*):
-            Column whose equal values make one tree of their rows, e.g. `"group"`. Of a streaming dataset only
-            consecutive rows are put together, by a single reader.
+            Column whose equal values make one tree of their rows, e.g. `"group"`. A null is an error. Of a streaming
+            dataset only consecutive rows are put together, by a single reader.
         tools (sequence, `str` or `Mapping`, *optional*):
             Tools of rows that have none of their own: a list, a JSON string, or either by the value of the row's
             `group_by` column (`"group"` without one).
@@ -132,7 +135,8 @@ def prepare_trees(
 
             - `rows` that were read, `trees`, `max_branches` of one, the fields of [`TreeStats`], and `errors`;
             - branches `truncated`, `overlong`, `unsupervised`; turns with `prefix_mismatches`,
-              `unrendered_reasoning`; rows `filled`, `skipped`; trees `oversized` or `empty`: what was lost;
+              `unrendered_reasoning`, `unclosed_reasoning`; rows `filled`, `skipped`; trees `oversized` or `empty`:
+              what was lost;
             - with `max_examples`: `candidates` (rows or groups), `valid` ones of those prepared, `selected`;
             - with `max_packed_tokens`: `packed_rows`, their `fill` (0 to 1), `split_trees`, `parts`,
               `weightless_parts` (left out: all that they supervise is in other parts), `duplicated_tokens`.
@@ -153,6 +157,7 @@ def prepare_trees(
     ):
         if value not in known:
             raise ValueError(f"`{name}` is {value!r}; pass one of {', '.join(map(repr, known))}.")
+    check_weighting(weighting)
     for name, number in (("max_length", max_length), ("max_packed_tokens", max_packed_tokens)):
         if number is not None and number < 2:
             raise ValueError(f"`{name}` is {number}; pass at least 2, a branch's first token is not supervised.")
@@ -174,15 +179,26 @@ def prepare_trees(
         dataset, columns = _renamed(dataset, columns, column_names)
     kind = row_kind(columns)
     if kind in ("tree", "packed"):
-        if group_by is not None or max_length is not None:
-            raise ValueError("`dataset` holds trees already; pass `group_by` and `max_length` where they are folded.")
-        if max_packed_tokens is max_examples is counts is None:
-            return dataset
+        for option, given, default in (
+            ("group_by", group_by, None),
+            ("max_length", max_length, None),
+            ("overlong", overlong, "truncate"),
+            ("reasoning", reasoning, "per_turn"),
+        ):
+            if given != default:
+                raise ValueError(
+                    f"`{option}` is {given!r}, but `dataset` holds trees already; pass it where they are folded."
+                )
+        nothing_asked = max_packed_tokens is max_examples is counts is None
         if kind == "packed":
-            raise ValueError(
-                "`dataset` holds packed rows already; pass `max_packed_tokens`, `max_examples` and `counts` where "
-                "they are packed."
-            )
+            if not nothing_asked:
+                raise ValueError(
+                    "`dataset` holds packed rows already; pass `max_packed_tokens`, `max_examples` and `counts` where "
+                    "they are packed."
+                )
+            return check_packed(dataset, weighting)
+        if nothing_asked and isinstance(dataset, Dataset) and set(dataset.unique("weighting")) <= {weighting}:
+            return dataset
     if kind in TEXT_KINDS and tokenizer is None:
         raise ValueError(f"`tokenizer` is None, but {kind} rows are text; pass the model's tokenizer.")
     if group_by is not None and group_by not in columns:
@@ -208,7 +224,7 @@ def prepare_trees(
     plan = Plan(
         settings={
             "options": options,
-            "weighting": check_weighting(weighting),
+            "weighting": weighting,
             "on_error": on_error,
             "max_packed_tokens": max_packed_tokens,
             "overflow": overflow,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from hf_prefix_tree.conversations import common_prefix, conversation_branches
 from hf_prefix_tree.datasets.texts import search_tree_branches, text_tree_branches
 from hf_prefix_tree.folding import integer_array, weight_array
-from hf_prefix_tree.rollouts import rollout_branches
+from hf_prefix_tree.rollouts import CROSS_ENTROPY_IGNORE_IDX, rollout_branches
 from hf_prefix_tree.tree import Branch, PrefixTree
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ ROW_KINDS = {
     "completion": ("prompt", "completion"),
     "tokens": ("input_ids",),
 }
-PACKED_COLUMNS = ("trees", "tree_ids")
+PACKED_COLUMNS = ("trees", "tree_ids", "num_parts")
 MESSAGE_KINDS = ("conversation", "completions", "completion")
 TEXT_KINDS = (*MESSAGE_KINDS, "texts", "search")
 _MASKS = ("completion_mask", "assistant_masks")
@@ -82,6 +82,23 @@ def row_kind(columns: Iterable[str]) -> str:
     if not kinds:
         raise ValueError(f"{found}, which are no known kind of rows; rename them to one of: {known}; or pass trees.")
     raise ValueError(f"{found}, which fit {' and '.join(kinds)} rows; remove those that are not to be read ({known}).")
+
+
+def group_key(group: Any, group_by: str) -> Hashable:
+    """
+    The value of a row's `group_by` column, if it can name a group.
+
+    Raises:
+        `ValueError`: If it is a null, a NaN, a list or a dict.
+    """
+    if group is None or group != group:  # rows without a group have nothing in common
+        raise ValueError(f"`group_by` is {group_by!r}, whose value is {group} here; give every row a group.")
+    if not isinstance(group, Hashable):
+        raise ValueError(
+            f"`group_by` is {group_by!r}, whose value is a {type(group).__name__} here; pass a column of strings or "
+            "numbers."
+        )
+    return group
 
 
 def row_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
@@ -151,18 +168,19 @@ def _of_search(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]
 
 def _of_tokens(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
     ids = integer_array(row["input_ids"], "input_ids")
+    _check_one_sequence(row, len(ids))
     weights = np.ones(len(ids))
     if row.get("labels") is not None:
-        labels = integer_array(row["labels"], "labels", minimum=-100)
+        labels = integer_array(row["labels"], "labels", minimum=CROSS_ENTROPY_IGNORE_IDX)
         if len(labels) != len(ids):
             raise ValueError(f"`labels` has {len(labels)} entries for {len(ids)} `input_ids`; pass one per token.")
-        if (wrong := (labels != -100) & (labels != ids)).any():
+        if (wrong := (labels != CROSS_ENTROPY_IGNORE_IDX) & (labels != ids)).any():
             at = int(wrong.argmax())
             raise ValueError(
                 f"`labels` is {labels[at]} at index {at} where `input_ids` is {ids[at]}; pass them unshifted, and "
                 "-100 where a token is not supervised."
             )
-        weights *= labels != -100
+        weights *= labels != CROSS_ENTROPY_IGNORE_IDX
     for name in ("weights", *_MASKS):
         if row.get(name) is not None:
             own = weight_array(row[name], name)
@@ -170,6 +188,17 @@ def _of_tokens(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]
                 raise ValueError(f"`{name}` has {len(own)} entries for {len(ids)} `input_ids`; pass one per token.")
             weights *= own
     return [Branch(ids, weights)]
+
+
+def _check_one_sequence(row: Mapping[str, Any], length: int) -> None:
+    """Refuse what others have packed or padded: read as one branch, its sequences would see each other."""
+    one = {"seq_lengths": np.array([length]), "position_ids": np.arange(length), "attention_mask": np.ones(length)}
+    for name, expected in one.items():
+        if row.get(name) is not None and not np.array_equal(np.asarray(row[name]), expected):
+            raise ValueError(
+                f"`{name}` is {str(row[name])[:40]} for {length} `input_ids`, so the row is packed or padded and not "
+                "one sequence; pass the rows as they were before."
+            )
 
 
 def _of_conversations(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
@@ -252,6 +281,7 @@ def _conversation(
     )
     counts["prefix_mismatches"] += result.prefix_mismatches
     counts["unrendered_reasoning"] += result.unrendered_reasoning
+    counts["unclosed_reasoning"] += result.unclosed_reasoning
     return result.branches
 
 

@@ -119,7 +119,7 @@ def select_trees(
         size = max(max_examples - len(taken), 8)  # replacements, a few at a time
     report.further |= {"candidates": len(candidates), "valid": valid, "selected": len(taken)}
     if taken:
-        logger.info(
+        logger.warning(  # no loss, but to be seen without further settings, as all that is said once
             "Selected %d trees of %d valid ones among %d prepared (%d candidates): %s.",
             len(taken),
             valid,

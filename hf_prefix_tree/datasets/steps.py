@@ -17,11 +17,13 @@ from datasets import Dataset, IterableDataset
 
 from hf_prefix_tree.datasets.counts import Report
 from hf_prefix_tree.datasets.packed import log_packing, pack_dataset, pack_stream
+from hf_prefix_tree.datasets.rows import group_key
 from hf_prefix_tree.datasets.selection import SCORES, order_units, select_trees
 from hf_prefix_tree.datasets.trees import (
     COUNTED_FEATURES,
     REPORT,
     TREE_FEATURES,
+    skipped_row,
     tree_of_unit,
     trees_of_batch,
     trees_of_stream,
@@ -48,8 +50,13 @@ def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
     if plan.group_by is not None:
         members: dict[Any, list[int]] = {}
         for index, group in enumerate(dataset[plan.group_by]):
-            members.setdefault(group, []).append(index)
+            try:
+                members.setdefault(group_key(group, plan.group_by), []).append(index)
+            except ValueError as error:
+                report.add(skipped_row(index, error, plan.settings["on_error"]))
         units = list(members.values())
+        if not units:
+            raise ValueError(f"no tree is left of {report} ({report.losses()}); pass another `group_by`.")
 
     def prepare(chosen: list[int] | None, num_proc: int | None = plan.num_proc) -> Dataset:
         rows = units

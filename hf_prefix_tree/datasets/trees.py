@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, List, Value
 
 from hf_prefix_tree.datasets.counts import COUNTS, FEATURES, NO_SIZES, Report
-from hf_prefix_tree.datasets.rows import RowOptions, row_branches
+from hf_prefix_tree.datasets.rows import RowOptions, group_key, row_branches
 from hf_prefix_tree.tree import Branch, PrefixTree, fold
 
 TREE_FEATURES = Features(
@@ -66,8 +67,25 @@ def trees_of_batch(batch: Mapping[str, list[Any]], indices: list[int], **setting
 
 def trees_of_stream(dataset: IterableDataset, group_by: str, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The trees of a stream's groups, each of consecutive rows; what they lost is logged."""
-    for _, rows in groupby(enumerate(dataset), key=lambda item: item[1][group_by]):
-        yield from _logged([tree_of_rows(rows, **settings)])
+
+    def keyed() -> Iterator[tuple[Any, tuple[int, Mapping[str, Any]]]]:
+        for index, row in enumerate(dataset):
+            try:
+                yield group_key(row[group_by], group_by), (index, row)
+            except ValueError as error:
+                report = Report()
+                report.add(skipped_row(index, error, settings["on_error"]))
+                report.log()
+
+    for _, items in groupby(keyed(), key=itemgetter(0)):
+        yield from _logged([tree_of_rows(map(itemgetter(1), items), **settings)])
+
+
+def skipped_row(index: int, error: ValueError, on_error: str) -> dict[str, Any]:
+    """What a row counts that can't be put into any tree. Raises under `on_error="raise"`."""
+    if on_error == "raise":
+        raise ValueError(f"row {index}: {error}") from error
+    return {**dict.fromkeys(COUNTS, 0), **NO_SIZES, "rows": 1, "skipped": 1, "errors": [f"row {index}: {error}"]}
 
 
 def _logged(trees: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -99,7 +117,7 @@ def tree_of_rows(
         last = index
         try:
             if options.kind == "tree":
-                tree = PrefixTree.from_dict(row)
+                tree = _reweighted(PrefixTree.from_dict(row), weighting)
             else:
                 branches += row_branches(row, options, counts)
         except ValueError as error:
@@ -123,6 +141,17 @@ def tree_of_rows(
     sizes = tree.stats().__dict__ if tree is not None else NO_SIZES
     state = tree.to_dict() if tree is not None else _NO_TREE
     return state | {REPORT: {name: counts[name] for name in COUNTS} | sizes | {"errors": errors}}
+
+
+def _reweighted(tree: PrefixTree, weighting: str) -> PrefixTree:
+    if tree.weighting == weighting:
+        return tree
+    if len(tree.branch_nodes) != tree.num_branches:
+        raise ValueError(
+            f"`weighting` is {weighting!r}, but this is a part of a tree folded with {tree.weighting!r}, and a part "
+            f"can't be weighted anew; pass `weighting={tree.weighting!r}`, or the whole tree."
+        )
+    return fold(tree.branches(), weighting)
 
 
 def _overflow(tree: PrefixTree, max_packed_tokens: int, overflow: str) -> str:

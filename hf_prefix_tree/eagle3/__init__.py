@@ -27,6 +27,7 @@ _HOMES = {
     "Eagle3Target": "hf_prefix_tree.eagle3.target",
     "precompute_hidden_states": "hf_prefix_tree.eagle3.precompute",
     "export_for_serving": "hf_prefix_tree.eagle3.export",
+    "load_exported": "hf_prefix_tree.eagle3.export",
     "validate_export": "hf_prefix_tree.eagle3.validation",
 }
 __all__ = sorted(_HOMES)

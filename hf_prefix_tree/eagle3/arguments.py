@@ -46,7 +46,7 @@ class Eagle3Config(TrainingArguments):
     > Unlike in `TrainingArguments`, `logging_steps` defaults to 10 and `learning_rate` to 1e-4.
     """
 
-    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "target_model_init_kwargs"]
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "target_model_init_kwargs"]  # noqa: RUF012 - as in Transformers
 
     logging_steps: float = field(default=10, metadata={"help": "Log every X updates steps."})
     learning_rate: float = field(default=1e-4, metadata={"help": "The initial learning rate."})

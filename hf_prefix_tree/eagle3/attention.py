@@ -3,17 +3,20 @@
 
 At step k, slot t sees the keys of step 0 at the slots up to t of its document, and its own keys of steps 1 to k. The
 first part is a tree mask whose trees are chains, one per document; the rest is a diagonal per step. [`dense_steps`] is
-the reference, with an N x N score matrix. [`flex_steps`] takes the first part's log-sum-exp from FlexAttention and adds
-the diagonals to the softmax: O(N) memory, no key is copied.
+the reference, with an N x N score matrix. [`flex_steps`] takes the first part's log-sum-exp from FlexAttention and
+adds the diagonals to the softmax: O(N) memory, no key is copied.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
-from hf_prefix_tree.attention.context import TreeContext, can_use_flex
+from hf_prefix_tree.attention.context import can_use_flex
+from hf_prefix_tree.attention.mask import dense_mask, tree_block_mask
 from hf_prefix_tree.batch import BLOCK_SIZE
 
 
@@ -48,8 +51,33 @@ def document_tree(seq_lens: torch.Tensor, length: int) -> torch.Tensor:
     return torch.stack([end, depth, predecessor], dim=1).to(torch.int32)
 
 
+class Documents:
+    """
+    The documents of a batch, and the masks built so far.
+
+    Args:
+        seq_lens (`torch.Tensor` of shape `(B, D)`, int64): See [`document_tree`].
+        length (`int`): Slots of a row.
+        attn_backend (`str`, *optional*, defaults to `"auto"`): `"flex"`, `"sdpa"` (dense) or `"auto"`.
+    """
+
+    def __init__(self, seq_lens: torch.Tensor, length: int, attn_backend: str = "auto") -> None:
+        self.tree = document_tree(seq_lens, length)
+        self.attn_backend = attn_backend
+
+    @functools.cached_property
+    def dense_mask(self) -> torch.Tensor:
+        """Bool, `(B, 1, N, N)`: `True` where the query (third axis) sees the key."""
+        return dense_mask(self.tree)
+
+    @functools.cached_property
+    def block_mask(self) -> BlockMask:
+        """The same for FlexAttention."""
+        return tree_block_mask(self.tree)
+
+
 def step_attention(
-    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], context: TreeContext
+    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], documents: Documents
 ) -> torch.Tensor:
     """
     Attention of one step, with FlexAttention where it can serve.
@@ -57,7 +85,7 @@ def step_attention(
     Args:
         query (`torch.Tensor` of shape `(B, heads, N, D)`): Queries of this step.
         keys, values (sequences of `torch.Tensor` of shape `(B, kv_heads, N, D)`): Those of steps 0 to k, in order.
-        context ([`TreeContext`]): The documents, and `attn_backend`.
+        documents ([`Documents`]): The documents.
 
     Returns:
         `torch.Tensor` of shape `(B, N, heads, D)`.
@@ -67,19 +95,19 @@ def step_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
     query, keys, values = query.to(dtype), [k.to(dtype) for k in keys], [v.to(dtype) for v in values]
     reason = can_use_flex(query.device, dtype, query.shape[-1], query.shape[2])
-    if context.attn_backend == "flex" and reason is not None:
+    if documents.attn_backend == "flex" and reason is not None:
         raise ValueError(f"`attn_backend='flex'` cannot serve this call: {reason}. Use `attn_backend='auto'`.")
-    attend = dense_steps if context.attn_backend == "sdpa" or reason is not None else flex_steps
-    return attend(query, keys, values, context).transpose(1, 2)
+    attend = dense_steps if documents.attn_backend == "sdpa" or reason is not None else flex_steps
+    return attend(query, keys, values, documents).transpose(1, 2)
 
 
 def dense_steps(
-    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], context: TreeContext
+    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], documents: Documents
 ) -> torch.Tensor:
     """The reference; arguments as for [`step_attention`], returns `(B, heads, N, D)`."""
     keys, values = _repeated(query, keys), _repeated(query, values)
     scale = query.shape[-1] ** -0.5
-    scores = torch.matmul(query, keys[0].transpose(2, 3)).masked_fill(~context.mask(None, flex=False), -torch.inf)
+    scores = torch.matmul(query, keys[0].transpose(2, 3)).masked_fill(~documents.dense_mask, -torch.inf)
     scores = torch.cat([scores, *_diagonals(query, keys[1:])], dim=-1) * scale
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     weights = torch.softmax(scores, dim=-1).to(query.dtype)
@@ -91,14 +119,14 @@ def dense_steps(
 
 
 def flex_steps(
-    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], context: TreeContext
+    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], documents: Documents
 ) -> torch.Tensor:
     """FlexAttention over step 0, then the diagonals; arguments and result as for [`dense_steps`]."""
     from hf_prefix_tree.attention.interface import _attend_in_blocks, _compiled_attend
 
-    blocks = [x.contiguous().unflatten(2, (-1, BLOCK_SIZE)) for x in (query, keys[0], values[0])]
+    q, k, v = (x.contiguous().unflatten(2, (-1, BLOCK_SIZE)) for x in (query, keys[0], values[0]))
     attend = _attend_in_blocks if torch.compiler.is_compiling() else _compiled_attend
-    output, lse = attend(*blocks, context.mask(None, flex=True), None, query.shape[-1] ** -0.5)
+    output, lse = attend(q, k, v, documents.block_mask, None, query.shape[-1] ** -0.5)
     if len(keys) == 1:
         return output
     keys, values = _repeated(query, keys[1:]), _repeated(query, values[1:])

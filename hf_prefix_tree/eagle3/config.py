@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""[`Eagle3DraftConfig`]: the shape of a draft head. It is a Llama layer's, whatever the target is: engines serve that."""
+"""[`Eagle3DraftConfig`]: the shape of a draft head: a Llama layer's for any target, which is what engines serve."""
 
 from __future__ import annotations
 
@@ -136,7 +136,8 @@ def check_aux_layer_ids(layer_ids: Sequence[int] | None, num_layers: int) -> Non
         or not 0 <= layer_ids[0] <= layer_ids[-1] < num_layers
     ):
         raise ValueError(
-            f"`aux_layer_ids` must be three ascending layers of the target, from 0 to {num_layers - 1}, got {layer_ids}."
+            f"`aux_layer_ids` must be three ascending layers of the target, from 0 to {num_layers - 1}, got "
+            f"{layer_ids}."
         )
 
 

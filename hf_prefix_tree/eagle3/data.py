@@ -123,7 +123,7 @@ def build_eagle3_dataloader(
         rows = rows.shuffle(seed=seed) if shuffle else rows
         return DataLoader(split_dataset_by_node(rows, rank=rank, world_size=ranks), **settings)
     padded = PaddedRows(rows, ranks * batch_size if ranks > 1 else 1)
-    sampler = DistributedSampler(padded, num_replicas=ranks, rank=rank, shuffle=shuffle, seed=seed)
+    sampler: DistributedSampler = DistributedSampler(padded, num_replicas=ranks, rank=rank, shuffle=shuffle, seed=seed)
     return DataLoader(padded, sampler=sampler, **settings)
 
 
@@ -230,7 +230,9 @@ def _documents(dataset: Any, options: SampleOptions, seq_length: int, columns: l
 
 
 def _document_columns(batch: Mapping[str, Any], options: SampleOptions, seq_length: int) -> dict[str, list[list[int]]]:
-    rows = [_shortened(*document, seq_length) for row in rows_of_batch(batch) for document in documents_of(row, options)]
+    rows = [
+        _shortened(*document, seq_length) for row in rows_of_batch(batch) for document in documents_of(row, options)
+    ]
     rows = [row for row in rows if row["input_ids"]]
     return {name: [row[name] for row in rows] for name in EMPTY_FEATURE}
 
@@ -240,8 +242,8 @@ def _place(dp_mesh: DeviceMesh | None) -> tuple[int, int]:
     if dp_mesh is not None:
         if dp_mesh.ndim != 1:
             raise ValueError(
-                f"`dp_mesh` has the dimensions {dp_mesh.mesh_dim_names}; pass the data-parallel one alone, for example "
-                "`mesh['dp']`."
+                f"`dp_mesh` has the dimensions {dp_mesh.mesh_dim_names}; pass the data-parallel one alone, for "
+                "example `mesh['dp']`."
             )
         return dp_mesh.get_local_rank(), dp_mesh.size()
     if dist.is_available() and dist.is_initialized():

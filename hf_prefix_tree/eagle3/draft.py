@@ -1,8 +1,8 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """[`Eagle3DraftModel`]: a fusion layer over three auxiliary hidden states, one decoder layer, the draft head.
 
-Its parameters have the names that serving engines read. The layer takes the token's embedding beside the hidden state,
-each normed by itself; what it hands to its own next step is its output before the last norm, as engines do.
+Its parameters have the names that serving engines read. What the layer hands to its own next step is its output before
+the last norm, as engines do.
 
 Cost of a training forward with K steps: K passes of one layer over N slots, and the head on the supervised ones.
 """
@@ -15,17 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.utils import ModelOutput
 
-from hf_prefix_tree.attention.context import TreeContext
-from hf_prefix_tree.eagle3.attention import document_tree, step_attention
+from hf_prefix_tree.eagle3.attention import Documents
 from hf_prefix_tree.eagle3.config import Eagle3DraftConfig
+from hf_prefix_tree.eagle3.layer import Eagle3Layer
 from hf_prefix_tree.eagle3.loss import StepSums, shifted, slot_losses, supervised_slots, weighted_steps
 from hf_prefix_tree.eagle3.token_mapping import d2t_from_ids, ids_from_d2t, t2d_from_ids
 
@@ -44,69 +39,6 @@ class Eagle3Output(ModelOutput):
     sums: StepSums | None = None
 
 
-class Eagle3Attention(nn.Module):
-    """Projections of the draft layer: from twice the hidden size, to heads and back."""
-
-    def __init__(self, config: Eagle3DraftConfig) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        width = config.num_attention_heads * config.head_dim
-        kv_width = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(2 * config.hidden_size, width, bias=False)
-        self.k_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=False)
-        self.v_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
-
-    def heads(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values, each `(B, heads, N, head_dim)`."""
-        q, k, v = (
-            projection(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        return q, k, v
-
-
-class Eagle3Layer(nn.Module):
-    """The decoder layer."""
-
-    def __init__(self, config: Eagle3DraftConfig) -> None:
-        super().__init__()
-        self.self_attn = Eagle3Attention(config)
-        self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(
-        self,
-        embeddings: torch.Tensor,
-        hidden: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        context: TreeContext,
-        *earlier: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """
-        One step.
-
-        Args:
-            embeddings, hidden (`torch.Tensor` of shape `(B, N, hidden)`): Of this step's tokens, and the state so far.
-            cos, sin (`torch.Tensor` of shape `(B, N, head_dim)`): Of the positions of this step.
-            context ([`TreeContext`]): The documents.
-            earlier (`torch.Tensor`): Keys of the steps before, then their values.
-
-        Returns:
-            `tuple`: the new state `(B, N, hidden)`, this step's keys and values.
-        """
-        inputs = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1)
-        query, key, value = self.self_attn.heads(inputs)
-        query, key = apply_rotary_pos_emb(query, key, cos, sin)
-        half = len(earlier) // 2
-        output = step_attention(query, [*earlier[:half], key], [*earlier[half:], value], context)
-        hidden = hidden + self.self_attn.o_proj(output.flatten(2))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden)), key, value
-
-
 class Eagle3DraftModel(PreTrainedModel):
     """
     The EAGLE-3 draft head of a target.
@@ -121,6 +53,8 @@ class Eagle3DraftModel(PreTrainedModel):
     """
 
     config: Eagle3DraftConfig
+    d2t: torch.Tensor | None
+    t2d: torch.Tensor | None
     config_class = Eagle3DraftConfig
     base_model_prefix = ""
     supports_gradient_checkpointing = True
@@ -131,7 +65,10 @@ class Eagle3DraftModel(PreTrainedModel):
         super().__init__(config)
         for name in ("attention_bias", "mlp_bias", "attention_dropout"):
             if getattr(config, name):
-                raise ValueError(f"`{name}={getattr(config, name)}` is not served by engines' draft layers: set it to 0.")
+                raise ValueError(
+                    f"`{name}={getattr(config, name)}` is not served by engines' draft layers: set it to 0."
+                )
+        assert config.draft_vocab_size is not None and config.target_hidden_size is not None  # set by the config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.fc = nn.Linear(3 * config.target_hidden_size, config.hidden_size, bias=False)
         self.midlayer = Eagle3Layer(config)
@@ -183,7 +120,7 @@ class Eagle3DraftModel(PreTrainedModel):
                 f"`ids` must be {size} ascending ids below {self.config.vocab_size} (`draft_vocab_size`), got shape "
                 f"{tuple(ids.shape)}: pass what `build_token_mapping` returned for this size."
             )
-        if self.d2t is not None:
+        if self.d2t is not None and self.t2d is not None:
             self.d2t = d2t_from_ids(ids).to(self.d2t.device)
             self.t2d = t2d_from_ids(ids, self.config.vocab_size).to(self.t2d.device)
 
@@ -241,7 +178,7 @@ class Eagle3DraftModel(PreTrainedModel):
         """
         if ttt_steps < 1:
             raise ValueError(f"`ttt_steps` must be at least 1, got {ttt_steps}.")
-        context = TreeContext(document_tree(seq_lens, input_ids.shape[1]), attn_backend=self.attn_backend)
+        documents = Documents(seq_lens, input_ids.shape[1], self.attn_backend)
         draft_ids = self.draft_ids
         in_vocabulary = t2d_from_ids(draft_ids, self.config.vocab_size) if self.t2d is None else self.t2d
         supervised = [supervised_slots(loss_mask, doc_remaining, k) for k in range(ttt_steps)]
@@ -251,7 +188,7 @@ class Eagle3DraftModel(PreTrainedModel):
         values: list[torch.Tensor] = []
         steps = []
         for k in range(ttt_steps):
-            hidden = self._step(shifted(input_ids, 1 + k), position_ids + k, hidden, context, keys, values)
+            hidden = self._step(shifted(input_ids, 1 + k), position_ids + k, hidden, documents, keys, values)
             # Slots that count now, and those whose choice now decides whether a later one is a hit.
             where = torch.stack(supervised[k:]).any(dim=0).flatten().nonzero().squeeze(-1)
             wanted = shifted(target_ids, 1 + k).flatten()[where]
@@ -279,13 +216,13 @@ class Eagle3DraftModel(PreTrainedModel):
         tokens: torch.Tensor,
         positions: torch.Tensor,
         hidden: torch.Tensor,
-        context: TreeContext,
+        documents: Documents,
         keys: list[torch.Tensor],
         values: list[torch.Tensor],
     ) -> torch.Tensor:
         """One pass of the layer; its keys and values are appended."""
         cos, sin = self.rotary_emb(hidden, positions)
-        arguments = (self.embed_tokens(tokens).to(hidden.dtype), hidden, cos, sin, context, *keys, *values)
+        arguments = (self.embed_tokens(tokens).to(hidden.dtype), hidden, cos, sin, documents, *keys, *values)
         if self.gradient_checkpointing and self.training:
             hidden, key, value = self._gradient_checkpointing_func(self.midlayer.__call__, *arguments)
         else:
@@ -313,7 +250,7 @@ class Eagle3DraftModel(PreTrainedModel):
                 f"`input_ids` has the shape {tuple(input_ids.shape)}: pass one token more than `aux_hidden_states` "
                 f"has ({length})."
             )
-        context = TreeContext(document_tree(torch.tensor([[length]], device=input_ids.device), length), None, "sdpa")
+        documents = Documents(torch.tensor([[length]], device=input_ids.device), length, "sdpa")
         positions = torch.arange(length, device=input_ids.device)[None]
         hidden = self.fc(aux_hidden_states.to(self.fc.weight.dtype))
         tokens = input_ids[:, 1:]
@@ -321,7 +258,7 @@ class Eagle3DraftModel(PreTrainedModel):
         values: list[torch.Tensor] = []
         drafted: list[torch.Tensor] = []
         for k in range(num_tokens):
-            hidden = self._step(tokens, positions + k, hidden, context, keys, values)
+            hidden = self._step(tokens, positions + k, hidden, documents, keys, values)
             choice = self.draft_ids[self.lm_head(self.norm(hidden[:, -1:])).argmax(dim=-1)]
             drafted.append(choice[0, 0])
             tokens = torch.cat([tokens[:, 1:], choice], dim=1)  # only the last slot matters from here on

@@ -116,9 +116,9 @@ def load_or_build_token_mapping(
     """
     The draft vocabulary from a file, or from the data and then into the file.
 
-    A hit draws no random number and leaves the loader unread, so that it does not change later shuffles. A file that is
-    broken, or that was built from other data, another tokenizer or other special tokens, is rebuilt with a warning on
-    every rank. Every rank must call it.
+    A hit draws no random number and leaves the loader unread, so that it does not change later shuffles. A file that
+    is broken, or that was built from other data, another tokenizer or other special tokens, is rebuilt with a warning
+    on every rank. Every rank must call it.
 
     Args:
         dataloader, target_vocab_size, draft_vocab_size, special_token_ids:
@@ -261,7 +261,7 @@ def _problem_of_ids(ids: torch.Tensor, target_vocab_size: int, size: int) -> str
         return f"the ids are {ids.dtype} ({ids.layout}), not int64"
     if ids.dim() != 1 or len(ids) != size:
         return f"the ids have the shape {tuple(ids.shape)}, not ({size},)"
-    if size and not (0 <= int(ids.min()) and int(ids.max()) < target_vocab_size):
+    if size and not (int(ids.min()) >= 0 and int(ids.max()) < target_vocab_size):
         return f"the ids range from {int(ids.min())} to {int(ids.max())}, outside of 0 to {target_vocab_size - 1}"
     if not bool((ids.diff() > 0).all()):
         return "the ids are not ascending without repetition"

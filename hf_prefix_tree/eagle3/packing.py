@@ -42,8 +42,8 @@ def pack_eagle3_dataset(
     Args:
         samples (iterable of `Mapping`, `Mapping` of lists, `Dataset` or `IterableDataset`):
             Token columns (`input_ids` with `loss_mask`, `labels`, `completion_mask` or `assistant_masks`, and maybe
-            `attention_mask`), or with a `tokenizer` conversations (`messages`, or `prompt` and `completion`). A mapping
-            of lists is a batch of rows, as `datasets.map` hands over.
+            `attention_mask`), or with a `tokenizer` conversations (`messages`, or `prompt` and `completion`). A
+            mapping of lists is a batch of rows, as `datasets.map` hands over.
         packed_sequence_size (`int`):
             Slots of a row.
         pad_token_id (`int`):
@@ -84,7 +84,7 @@ def pack_eagle3_dataset(
     options = SampleOptions(
         tokenizer, supervise_reasoning, reasoning_end, dict(getattr(samples, "features", None) or {})
     )
-    settings = {
+    settings: dict[str, Any] = {
         "length": packed_sequence_size,
         "pad_token_id": pad_token_id,
         "strategy": strategy,
@@ -139,9 +139,7 @@ def _map(dataset: Any, num_proc: int | None, settings: dict[str, Any]) -> Any:
     columns = dataset.column_names or list(next(iter(dataset), {}))
     features = Features({name: List(Value("int64")) for name in PACKED_COLUMNS})
     if isinstance(dataset, IterableDataset):
-        return dataset.map(
-            _pack_batch, batched=True, remove_columns=columns, fn_kwargs=settings, features=features
-        )
+        return dataset.map(_pack_batch, batched=True, remove_columns=columns, fn_kwargs=settings, features=features)
     # Documents of different batches don't share a row: one batch per process packs tightest.
     size = -(-len(dataset) // (num_proc or 1)) if settings["strategy"] == "best_fit" or not num_proc else 1000
     return dataset.map(

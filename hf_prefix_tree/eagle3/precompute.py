@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-def precompute_hidden_states(target: Eagle3Target, rows: Any, output_dir: str | os.PathLike[str]) -> Dataset:
+def precompute_hidden_states(
+    target: Eagle3Target, rows: Any, output_dir: str | os.PathLike[str], split: str = "train"
+) -> Dataset:
     """
     Write the target's hidden states for every row, one file a row. The ranks of a process group share the work.
 
@@ -33,20 +35,23 @@ def precompute_hidden_states(target: Eagle3Target, rows: Any, output_dir: str | 
             Packed rows, or documents (`input_ids`, `loss_mask`), as [`Eagle3Trainer`] would train on them.
         output_dir (`str` or `os.PathLike`):
             Folder for the files. Pass it to [`Eagle3Trainer`] as `target_model`.
+        split (`str`, *optional*, defaults to `"train"`):
+            Name of these rows, where the folder holds several sets of them.
 
     Returns:
-        `Dataset`: the rows with the column `hidden_states`, the path of each row's file; also in `output_dir/rows`, for
-        `datasets.load_from_disk`.
+        `Dataset`: the rows with the column `hidden_states`, the path of each row's file; also in
+        `output_dir/rows/{split}`, for `datasets.load_from_disk`.
     """
     from datasets import Dataset
     from safetensors.torch import save_file
 
-    assert target.model is not None
+    if target.model is None:
+        raise ValueError("`target` is that of precomputed hidden states and can't run: pass one with its model.")
     folder = Path(output_dir).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     is_parallel = dist.is_available() and dist.is_initialized()
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if is_parallel else (0, 1)
-    paths = [str(folder / f"row_{index:08d}.safetensors") for index in range(len(rows))]
+    paths = [str(folder / f"{split}_{index:08d}.safetensors") for index in range(len(rows))]
     collate = DataCollatorForEagle3(pad_token_id=0)
     for index in range(rank, len(rows), ranks):
         batch = {name: value.to(target.model.device) for name, value in collate([rows[index]]).items()}
@@ -61,7 +66,7 @@ def precompute_hidden_states(target: Eagle3Target, rows: Any, output_dir: str | 
         save_file({name: w.detach().cpu().clone() for name, w in weights.items()}, str(folder / TARGET_WEIGHTS))
         config = {"aux_layer_ids": target.aux_layer_ids, "config": target.config.to_dict()}
         (folder / TARGET_FILE).write_text(json.dumps(config))
-        described.save_to_disk(str(folder / "rows"))
+        described.save_to_disk(str(folder / "rows" / split))
     if is_parallel:
         dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
     return described

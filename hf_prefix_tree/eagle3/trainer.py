@@ -8,25 +8,26 @@ their micro-batch has its turn. The target is no part of the model, so nothing o
 
 from __future__ import annotations
 
-from pathlib import Path
+import logging
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
+from hf_prefix_tree.batch import BLOCK_SIZE
 from hf_prefix_tree.collators.eagle3 import HIDDEN_STATES, DataCollatorForEagle3
 from hf_prefix_tree.eagle3.arguments import Eagle3Config
-from hf_prefix_tree.eagle3.config import Eagle3DraftConfig
 from hf_prefix_tree.eagle3.data import PaddedRows, padding_token, prepare_eagle3_rows
 from hf_prefix_tree.eagle3.draft import Eagle3DraftModel
 from hf_prefix_tree.eagle3.loss import StepSums, supervised_slots, weighted_steps
-from hf_prefix_tree.eagle3.mapping_cache import load_or_build_token_mapping
 from hf_prefix_tree.eagle3.packing import PACKED_COLUMNS
 from hf_prefix_tree.eagle3.samples import SampleOptions
-from hf_prefix_tree.eagle3.target import STATES, TARGET_FILE, Eagle3Target
+from hf_prefix_tree.eagle3.start import check_pair, new_draft, resolve_target
+from hf_prefix_tree.eagle3.target import STATES, Eagle3Target
 from hf_prefix_tree.eagle3.token_mapping import t2d_from_ids
+
+logger = logging.getLogger(__name__)
 
 _BATCH = (*PACKED_COLUMNS, STATES[0], STATES[2])  # what the draft's forward takes
 
@@ -75,6 +76,7 @@ class Eagle3Trainer(Trainer):
     ```
     """
 
+    _signature_columns: list[str] | None
     loss_is_scaled_for_ga = True
 
     def __init__(
@@ -100,6 +102,16 @@ class Eagle3Trainer(Trainer):
             data_collator = DataCollatorForEagle3(
                 padding_token(processing_class), length=args.packed_sequence_size or args.seq_length
             )
+        elif not isinstance(data_collator, DataCollatorForEagle3):
+            raise ValueError(f"`data_collator` must be a `DataCollatorForEagle3`, got {type(data_collator).__name__}.")
+        length = args.packed_sequence_size or args.seq_length
+        if args.device.type == "cuda" and length % BLOCK_SIZE and args.attn_backend == "auto":
+            logger.warning(
+                "Rows of %d slots are no multiple of %d, which FlexAttention needs: attention is dense, its memory "
+                "grows with the square. Change `packed_sequence_size` or `seq_length`.",
+                length,
+                BLOCK_SIZE,
+            )
         options = SampleOptions(processing_class, args.supervise_reasoning, args.reasoning_end)
         train_dataset, eval_dataset = (
             None
@@ -115,12 +127,13 @@ class Eagle3Trainer(Trainer):
             )
             for dataset in (train_dataset, eval_dataset)
         )
-        self.target = _target(target_model, args, model).to(args.device)
+        self.target = resolve_target(target_model, args, model).to(args.device)
         if model is None:
-            model = _new_draft(self.target, args, train_dataset, data_collator, processing_class)
+            model = new_draft(self.target, args, train_dataset, data_collator, processing_class)
         elif isinstance(model, str):
             model = Eagle3DraftModel.from_pretrained(model)
-        _check_pair(model, self.target)
+        check_pair(model, self.target)
+        assert isinstance(model, Eagle3DraftModel)
         model.attn_backend = args.attn_backend
         self._sums: dict[str, StepSums] = {}
         super().__init__(
@@ -196,6 +209,7 @@ class Eagle3Trainer(Trainer):
     ) -> tuple[torch.Tensor, None, None]:
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        assert isinstance(loss, torch.Tensor)
         return loss.detach(), None, None
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
@@ -230,83 +244,10 @@ class Eagle3Trainer(Trainer):
             self._signature_columns = [*PACKED_COLUMNS, HIDDEN_STATES]
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
-        """Accelerate fills an uneven last step with repeated rows, which would count twice: fill it with empty ones."""
+        """Accelerate fills an uneven last step with repeats, which would count twice: fill it with empty rows."""
         step = batch_size * self.accelerator.num_processes
         if self.accelerator.num_processes > 1 and hasattr(dataset, "__len__") and len(dataset) % step:
             if hasattr(dataset, "column_names"):
                 dataset = self._remove_unused_columns(dataset, description=description)
             dataset = PaddedRows(dataset, step)
         return super()._get_dataloader(dataset, description, batch_size, **kwargs)
-
-
-def _target(target_model: Any, args: Eagle3Config, model: Any) -> Eagle3Target:
-    if isinstance(target_model, Eagle3Target):
-        return target_model
-    if isinstance(target_model, (str, Path)):
-        if Path(target_model, TARGET_FILE).is_file():
-            return Eagle3Target.from_precomputed(target_model)
-        settings = {"dtype": "auto", **(args.target_model_init_kwargs or {})}  # type: ignore[dict-item]
-        target_model = AutoModelForCausalLM.from_pretrained(target_model, **settings)
-    if not isinstance(target_model, PreTrainedModel):
-        raise ValueError(
-            f"`target_model` must be a causal LM, its name, or the folder of `precompute_hidden_states`, got "
-            f"{type(target_model).__name__}."
-        )
-    layer_ids = args.aux_layer_ids
-    if layer_ids is None and isinstance(model, Eagle3DraftModel):
-        layer_ids = model.config.aux_layer_ids
-    elif layer_ids is None and isinstance(model, str):
-        layer_ids = Eagle3DraftConfig.from_pretrained(model).aux_layer_ids
-    return Eagle3Target(target_model, layer_ids, args.attn_backend)
-
-
-def _new_draft(
-    target: Eagle3Target, args: Eagle3Config, rows: Any, collator: DataCollatorForEagle3, tokenizer: Any
-) -> Eagle3DraftModel:
-    config = Eagle3DraftConfig.from_target(
-        target.config, draft_vocab_size=args.draft_vocab_size, aux_layer_ids=target.aux_layer_ids
-    )
-    draft = Eagle3DraftModel(config)
-    if config.draft_vocab_size < config.vocab_size:
-        if rows is None:
-            raise ValueError("`train_dataset` is needed to choose the draft vocabulary: pass it, or a `model`.")
-        ids, _ = load_or_build_token_mapping(
-            _counting_loader(rows, args, collator),
-            target_vocab_size=config.vocab_size,
-            draft_vocab_size=config.draft_vocab_size,
-            special_token_ids=None if tokenizer is None else sorted(tokenizer.all_special_ids),
-            cache_path=args.selected_token_ids_path,
-            tokenizer=tokenizer,
-        )
-        draft.set_draft_vocabulary(ids)
-    draft.init_from_target(target.embedding, target.head)
-    return draft
-
-
-def _counting_loader(rows: Any, args: Eagle3Config, collator: DataCollatorForEagle3) -> DataLoader:
-    """Each rank's part of the data, every row once; without the hidden states, which counting does not need."""
-    if hasattr(rows, "column_names") and HIDDEN_STATES in (rows.column_names or ()):
-        rows = rows.remove_columns(HIDDEN_STATES)
-    ranks, rank = args.world_size, args.process_index
-    if not hasattr(rows, "__len__"):
-        from datasets.distributed import split_dataset_by_node
-
-        return DataLoader(split_dataset_by_node(rows, rank=rank, world_size=ranks), collate_fn=collator)
-    sampler = DistributedSampler(PaddedRows(rows, ranks), num_replicas=ranks, rank=rank, shuffle=False)
-    return DataLoader(sampler.dataset, batch_size=1, sampler=sampler, collate_fn=collator)
-
-
-def _check_pair(model: Any, target: Eagle3Target) -> None:
-    if not isinstance(model, Eagle3DraftModel):
-        raise ValueError(f"`model` must be an `Eagle3DraftModel` or a checkpoint of one, got {type(model).__name__}.")
-    expected = {
-        "vocab_size": target.vocab_size,
-        "target_hidden_size": target.head.shape[1],
-        "aux_layer_ids": target.aux_layer_ids,
-    }
-    for name, value in expected.items():
-        if getattr(model.config, name) != value:
-            raise ValueError(
-                f"`model` was made for another target: its `{name}` is {getattr(model.config, name)}, the target's "
-                f"{value}. Pass the target that it belongs to, or leave `model` out."
-            )

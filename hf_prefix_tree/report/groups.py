@@ -10,14 +10,14 @@ import functools
 import json
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_prefix_tree.conversations import REASONING_MODES, Tools
 from hf_prefix_tree.datasets.counts import LOSSES
-from hf_prefix_tree.datasets.rows import ROW_KINDS, TEXT_KINDS, RowOptions, row_branches, row_kind
+from hf_prefix_tree.datasets.rows import ROW_KINDS, TEXT_KINDS, RowOptions, group_key, row_branches, row_kind
 from hf_prefix_tree.splitting import split_tree
 from hf_prefix_tree.tree import PrefixTree, fold
 
@@ -90,6 +90,32 @@ def read_json_lines(path: Path) -> list[Row]:
     return rows
 
 
+def read_tools(path: Path, option: str) -> list[Any] | dict[str, list[Any]]:
+    """
+    Tool schemas of a JSON file: a list, or an object of lists by group.
+
+    Args:
+        path (`Path`):
+            The file.
+        option (`str`):
+            How errors call it.
+
+    Raises:
+        `ValueError`: If there is no such file, or it holds something else.
+    """
+    if not path.is_file():
+        raise ValueError(f"`{option}` is {path}, which is no file; pass a JSON file.")
+    try:
+        tools = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"`{option}` is {path}, which is broken JSON: {error}.") from error
+    if not isinstance(tools, list | dict):
+        raise ValueError(
+            f"`{option}` is {path}, which holds a {type(tools).__name__}; pass a list, or lists by group."
+        )
+    return tools
+
+
 def fold_file(
     path: Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -151,20 +177,22 @@ def fold_file(
         code="",
     )
     counts: Counter[str] = Counter()
-    of_group: dict[str, list[Any]] = {}
+    of_group: dict[Hashable, list[Any]] = {}
     for number, row in progress(rows):
         try:
+            group = "all" if label is None else row.get(label)
+            group = str(group) if group_by is None else group_key(group, group_by)
             branches = _branches(row, options, counts)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
-        of_group.setdefault(str(row.get(label)) if label else "all", []).append(branches)
+        of_group.setdefault(group, []).append(branches)
     groups = []
     for name, members in of_group.items():
         sets = [[branch for branches in members for branch in branches]] if group_by is not None else members
         trees = [fold(branches) for branches in sets if branches]
         counts["empty"] += len(sets) - len(trees)
         if trees:
-            groups.append(Group(name, len(members), trees))
+            groups.append(Group(str(name), len(members), trees))
     losses = "; ".join(f"{counts[name]} {what}" for name, what in LOSSES.items() if counts[name])
     if not groups:
         raise ValueError(f"{path}: no tree is left of its {len(rows)} rows ({losses}).")

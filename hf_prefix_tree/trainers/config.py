@@ -35,6 +35,13 @@ REFUSED: dict[str, tuple[Any, str]] = {
 # Options of our own that have `choices`.
 CHOICES = ("weighting", "reasoning", "overlong", "on_error", "overflow", "selection_metric", "mode", "attn_backend")
 
+# What `dataset_kwargs={"skip_prepare_dataset": True}` leaves without effect.
+PREPARATION = (
+    *("reasoning", "chat_template_kwargs", "empty_thinking_in_prompt", "column_names", "group_by", "max_length"),
+    *("overlong", "on_error", "max_packed_tokens", "overflow", "pack_trees", "selection_metric"),
+    *("selection_num_proc", "max_examples", "shuffle_dataset"),
+)
+
 
 @dataclass
 class TreeSFTConfig(SFTConfig):
@@ -44,7 +51,8 @@ class TreeSFTConfig(SFTConfig):
     Options of `SFTConfig` that cannot be exact on trees raise `ValueError`: `packing`, `eval_packing`, `padding_free`,
     `assistant_only_loss`, `completion_only_loss`, `loss_type="dft"`, `label_smoothing_factor`, `neftune_noise_alpha`,
     `use_liger_kernel`, `average_tokens_across_devices=False`, `truncation_mode="keep_end"`, `batch_eval_metrics`,
-    `include_for_metrics`, `torch_compile`, `pad_token`.
+    `include_for_metrics`, `torch_compile`, `pad_token`. So do options of the preparation (all from `reasoning` to
+    `max_examples` below, `max_length` and `shuffle_dataset`) under `dataset_kwargs={"skip_prepare_dataset": True}`.
 
     Args:
         weighting (`str`, *optional*, defaults to `"tree"`):
@@ -53,6 +61,12 @@ class TreeSFTConfig(SFTConfig):
             supervised tokens, `"once"` counts every unique supervised token once.
         reasoning (`str`, *optional*, defaults to `"per_turn"`):
             How conversations become branches, see [`conversation_branches`].
+        chat_template_kwargs (`dict` or JSON `str`, *optional*):
+            Further variables for the chat template. A row's own take precedence.
+        empty_thinking_in_prompt (`bool`, *optional*, defaults to `True`):
+            See [`conversation_branches`].
+        column_names (`dict` or JSON `str`, *optional*):
+            Columns of the datasets that have another name than here, e.g. `{"messages": "conversation"}`.
         group_by (`str`, *optional*):
             Column whose equal values make one tree out of several rows.
         overlong (`str`, *optional*, defaults to `"truncate"`):
@@ -61,7 +75,8 @@ class TreeSFTConfig(SFTConfig):
             What happens to a row that cannot be rendered: `"raise"` or `"skip"` (counted and logged).
         max_packed_tokens (`int`, *optional*):
             Most tokens of a row. Small trees are packed together up to it; `overflow` says what happens to a larger
-            one. At least `max_length`.
+            one. At least `max_length`. A row is then a batch by itself: batch sizes must be 1, unless
+            `pack_trees=False`.
         overflow (`str`, *optional*, defaults to `"split"`):
             What happens to a tree of more than `max_packed_tokens` tokens: `"split"` into rows of one optimizer step
             that have the whole tree's gradient together, `"drop"` or `"raise"`.
@@ -83,8 +98,18 @@ class TreeSFTConfig(SFTConfig):
 
     > [!NOTE]
     > These parameters have other defaults than in `SFTConfig`: `max_length` is `None` instead of `1024`, which would
-    > cut most agent dialogues before their first supervised token.
+    > cut most agent dialogues before their first supervised token. `per_device_train_batch_size` and
+    > `per_device_eval_batch_size` are `1` instead of `8`, as trees are large and those of a batch share one row.
     """
+
+    _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "chat_template_kwargs", "column_names"]  # noqa: RUF012
+
+    per_device_train_batch_size: int = field(
+        default=1, metadata={"help": "Trees, or packed rows, of a micro-batch on each device. They become one row."}
+    )
+    per_device_eval_batch_size: int = field(
+        default=1, metadata={"help": "The same for evaluation, where it changes no result."}
+    )
 
     max_length: int | None = field(
         default=None,
@@ -104,6 +129,17 @@ class TreeSFTConfig(SFTConfig):
             "help": "How conversations become branches.",
             "choices": ["per_turn", "side_leaf", "think_split", "keep"],
         },
+    )
+    chat_template_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Further variables for the chat template, as a JSON object."}
+    )
+    empty_thinking_in_prompt: bool = field(
+        default=True,
+        metadata={"help": "Whether an empty reasoning block that the template adds is part of the prompt."},
+    )
+    column_names: dict[str, str] | str | None = field(
+        default=None,
+        metadata={"help": "Columns of the datasets that have another name than here, as a JSON object."},
     )
     group_by: str | None = field(
         default=None, metadata={"help": "Column whose equal values make one tree out of several rows."}
@@ -176,3 +212,22 @@ class TreeSFTConfig(SFTConfig):
                 f"`max_length={self.max_length}` is above `max_packed_tokens={self.max_packed_tokens}`: a branch must "
                 "fit into a row. Lower `max_length` or raise `max_packed_tokens`."
             )
+        if self.max_packed_tokens is not None and self.pack_trees:
+            for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+                if getattr(self, name) > 1:
+                    raise ValueError(
+                        f"`{name}={getattr(self, name)}` would put several rows of `max_packed_tokens="
+                        f"{self.max_packed_tokens}` into one. Set `{name}=1`: a packed row is a batch by itself."
+                    )
+        for name in ("chat_template_kwargs", "column_names"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, dict):
+                raise ValueError(f"`{name}` must be a `dict` or a JSON object, got {value!r}.")
+        if (self.dataset_kwargs or {}).get("skip_prepare_dataset"):
+            ignored = [n for n in PREPARATION if getattr(self, n) != self.__dataclass_fields__[n].default]
+            if ignored:
+                options = ", ".join(f"`{name}={getattr(self, name)!r}`" for name in ignored)
+                raise ValueError(
+                    f"{options}: without effect under `dataset_kwargs={{'skip_prepare_dataset': True}}`. Leave out "
+                    "these options, or `skip_prepare_dataset`: trees are taken as they are without it."
+                )

@@ -13,10 +13,10 @@ import torch
 from transformers.trainer_utils import EvalLoopOutput
 
 from hf_prefix_tree.batch import STATS, summed_weights
-from hf_prefix_tree.collators.prefix_tree import PADDING_FEATURE
 from hf_prefix_tree.loss import safe_divisor
 from hf_prefix_tree.model import ensure_verified, prepare_model
-from hf_prefix_tree.trainers.sampling import StepSampler, linked_rows
+from hf_prefix_tree.trainers.padding import PaddedDataset, PaddedStream
+from hf_prefix_tree.trainers.sampling import StepSampler, linked_rows, split_tree_ids
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer  # what the mixin is put before
@@ -31,7 +31,8 @@ class TreeLossMixin(_Trainer):
     Prepares the model, normalises the loss over the whole optimizer step, evaluates exactly, and logs `loss/sum`,
     `loss/token_count` (the summed weights, so that their ratio is the loss), `tree/branches`, `tree/tokens`,
     `tree/token_ratio`, `tree/pair_ratio` and `tree/padding` (share of padding tokens), all of them over the logging
-    window, every rank and accumulation step.
+    window, every rank and accumulation step. They come with `loss`, so every rank must log that one; anything else may
+    be logged by any rank.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -53,6 +54,10 @@ class TreeLossMixin(_Trainer):
         self.model_accepts_loss_kwargs = True
 
     # ---- one optimizer step ----
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        self._tree_sums.clear()  # the last window of an earlier training may have been too short to be logged
+        return super().train(*args, **kwargs)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
         if not batch_samples:
@@ -136,8 +141,8 @@ class TreeLossMixin(_Trainer):
         return output
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        # an evaluation in the middle of a logging window logs too, and must leave the window's sums alone
-        loss_sum = self._gathered("loss_sum") if self.model.training else None
+        # only a window's end logs "loss", on every rank; evaluations and users log too, the latter on one rank perhaps
+        loss_sum = self._gathered("loss_sum") if "loss" in logs else None
         if loss_sum is not None:
             weights, *stats, tokens, positions = self._tree_sums.pop("counts").tolist()
             stat = dict(zip(STATS, stats, strict=True))
@@ -161,20 +166,35 @@ class TreeLossMixin(_Trainer):
     # ---- uneven last steps ----
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
-        """Accelerate fills an uneven last step with repeated rows, which would count twice: fill it with empty ones.
-        Training on split trees fills every step by itself."""
-        processes = self.accelerator.num_processes
+        """Accelerate fills an uneven last step with repeated rows, which count twice: fill it with empty ones."""
         is_training = kwargs.get("is_training", False)
+        is_distributed = self.accelerator.num_processes > 1
+        rows = self._ranks() * batch_size
         sampler = self._step_sampler(dataset, batch_size) if is_training else None
-        drops = is_training and self.args.dataloader_drop_last
         if sampler is not None:
             kwargs["sampler_fn"] = lambda _: sampler
-            dataset = _PaddedDataset(self._remove_unused_columns(dataset, description=description), 1)
-        elif processes > 1 and not drops and hasattr(dataset, "__len__") and len(dataset) % (batch_size * processes):
-            dataset = _PaddedDataset(
-                self._remove_unused_columns(dataset, description=description), batch_size * processes
-            )
+            # the sampler fills every step; the dataset is as long, or Accelerate would cut the last metrics
+            dataset = PaddedDataset(self._remove_unused_columns(dataset, description=description), len(sampler))
+        elif isinstance(dataset, torch.utils.data.IterableDataset):
+            # Trainer doesn't know where a stream ends, and would carry the gradients of an uneven last step over into
+            # the next epoch's first one. (It ignores `dataloader_drop_last` here.)
+            multiple = rows * (self.args.gradient_accumulation_steps if is_training else 1)
+            if is_distributed:
+                self._read_stream_on_every_rank()
+            if is_distributed or multiple > rows:
+                dataset = PaddedStream(dataset, multiple)
+        elif is_distributed and not (is_training and self.args.dataloader_drop_last) and len(dataset) % rows:
+            dataset = PaddedDataset(self._remove_unused_columns(dataset, description=description), rows)
         return super()._get_dataloader(dataset, description, batch_size, **kwargs)
+
+    def _read_stream_on_every_rank(self) -> None:
+        config = self.accelerator.dataloader_config
+        if config.dispatch_batches:
+            raise ValueError(
+                "`accelerator_config` has `dispatch_batches=True`, which concatenates the batches of all ranks, and "
+                "rows of trees differ in length. Set it to `False`."
+            )
+        config.dispatch_batches = False  # not set means `True` for streams
 
     def _step_sampler(self, dataset: Any, batch_size: int) -> StepSampler | None:
         """What keeps the parts of split trees in one step, where there are any."""
@@ -188,7 +208,10 @@ class TreeLossMixin(_Trainer):
                     "stream in one optimizer step. Set `overflow='drop'` or `'raise'`, or load the dataset whole."
                 )
             return None
-        units = linked_rows(list(dataset["tree_ids"]))
+        tree_ids = list(dataset["tree_ids"])
+        if "num_parts" in dataset.column_names:
+            tree_ids = split_tree_ids(tree_ids, list(dataset["num_parts"]))
+        units = linked_rows(tree_ids)
         if len(units) == len(dataset):
             return None
         if args.train_sampling_strategy not in ("random", "sequential"):
@@ -196,15 +219,17 @@ class TreeLossMixin(_Trainer):
                 f"`train_sampling_strategy={args.train_sampling_strategy!r}` would tear the parts of split trees "
                 "apart. Set it to 'random' or 'sequential'."
             )
-        # Each rank takes `batch_size` rows of every round, or with `split_batches` all ranks together.
-        ranks = 1 if self.accelerator.split_batches else args.world_size // self._copies()
         return StepSampler(
             units,
-            args.gradient_accumulation_steps * ranks * batch_size,
+            args.gradient_accumulation_steps * self._ranks() * batch_size,
             shuffle=args.train_sampling_strategy == "random",
             seed=args.seed if args.data_seed is None else args.data_seed,
             global_step=lambda: self.state.global_step,
         )
+
+    def _ranks(self) -> int:
+        """Ranks that take `batch_size` rows of every round; with `split_batches` all of them do together."""
+        return 1 if self.accelerator.split_batches else self.args.world_size // self._copies()
 
     def _copies(self) -> int:
         """Ranks that hold the same batch."""
@@ -227,17 +252,3 @@ def without_empty_mask(inputs: dict[str, Any]) -> tuple[dict[str, Any], torch.Te
         return inputs, torch.zeros((), dtype=torch.bool, device=inputs["input_ids"].device)
     is_empty = ~mask.any()
     return {**inputs, "attention_mask": mask | is_empty}, is_empty
-
-
-class _PaddedDataset(torch.utils.data.Dataset):
-    """`dataset` followed by empty rows, with a length that is a multiple of `multiple`."""
-
-    def __init__(self, dataset: Any, multiple: int) -> None:
-        self.dataset = dataset
-        self.length = -(-len(dataset) // multiple) * multiple
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[index] if index < len(self.dataset) else PADDING_FEATURE

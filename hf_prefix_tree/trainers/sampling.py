@@ -8,6 +8,7 @@ Cost: O(n log n) once, O(n) an epoch, for n rows.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -51,6 +52,44 @@ def linked_rows(tree_ids: Sequence[Sequence[int]]) -> list[list[int]]:
     for row in range(len(tree_ids)):
         units.setdefault(root(row), []).append(row)
     return list(units.values())
+
+
+def split_tree_ids(tree_ids: Sequence[Sequence[int]], num_parts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """
+    The ids of split trees alone, checked: all parts of each are there.
+
+    Args:
+        tree_ids (sequence of sequences of `int`): The ids of each row's trees.
+        num_parts (sequence of sequences of `int`): For each of them, the parts that its tree has in all rows.
+
+    Returns:
+        `list` of `list` of `int`: for each row, the ids of those with several parts.
+
+    Raises:
+        `ValueError`: If a tree's parts are not all there. (A dataset may hold a tree several times.)
+
+    Example:
+
+    ```python
+    >>> split_tree_ids([[7, 8], [9], [8]], [[1, 2], [1], [2]])
+    [[8], [], [8]]
+
+    ```
+    """
+    split = [
+        [(tree_id, parts) for tree_id, parts in zip(ids, numbers, strict=True) if parts > 1]
+        for ids, numbers in zip(tree_ids, num_parts, strict=True)
+    ]
+    found = Counter(key for row in split for key in row)
+    torn = [(tree_id, parts, count) for (tree_id, parts), count in found.items() if count % parts]
+    if torn:
+        tree_id, parts, count = torn[0]
+        raise ValueError(
+            f"`train_dataset`: rows with parts of a split tree are missing: tree {tree_id} has {parts} parts, of "
+            f"which {count} are there; {len(torn)} trees are like that. Select before the trees are packed "
+            "(`max_examples`), or keep all rows that have a `tree_ids` entry in common."
+        )
+    return [[tree_id for tree_id, _ in row] for row in split]
 
 
 class StepSampler(Sampler[int]):

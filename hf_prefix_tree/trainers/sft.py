@@ -8,6 +8,7 @@ offloading, metrics, saving. Overridden are what a dataset becomes, the columns 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -99,6 +100,9 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
             raise ValueError(
                 f"`data_collator` must be a `DataCollatorForPrefixTree`, got `{type(data_collator).__name__}`."
             )
+        # `SFTTrainer` prepares the training dataset first; the same object may be an evaluation dataset as well
+        self._to_select_from: Any = train_dataset
+        self._prepared: weakref.WeakSet = weakref.WeakSet()
         super().__init__(
             model=model,
             args=args,
@@ -116,9 +120,15 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: TreeSFTConfig, packing: bool, formatting_func: Any, name: str
     ) -> Any:
-        selection: dict[str, Any] = {}
-        if name == "train":
-            selection = {
+        if dataset in self._prepared:  # `evaluate` calls itself for each dataset of a `dict`
+            return dataset
+        options: dict[str, Any] = {
+            "chat_template_kwargs": args.chat_template_kwargs,
+            "column_names": args.column_names,
+        }
+        if dataset is self._to_select_from:
+            self._to_select_from = None
+            options |= {
                 "selection_metric": args.selection_metric,
                 "selection_num_proc": args.selection_num_proc,
                 "max_examples": args.max_examples,
@@ -130,6 +140,7 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
                 reasoning=args.reasoning,
                 weighting=args.weighting,
                 group_by=args.group_by,
+                empty_thinking_in_prompt=args.empty_thinking_in_prompt,
                 max_length=args.max_length,
                 overlong=args.overlong,
                 on_error=args.on_error,
@@ -137,9 +148,12 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
                 max_packed_tokens=args.max_packed_tokens,
                 overflow=args.overflow,
                 pack_trees=args.pack_trees,
-                **selection,
+                **options,
             )
-        return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
+        if args.shuffle_dataset:
+            dataset = dataset.shuffle(seed=args.seed)
+        self._prepared.add(dataset)
+        return dataset
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:

@@ -253,6 +253,16 @@ def test_activation_memory_is_what_a_model_keeps():
         ),
         ('{"text": "a"}\n', (), "it has the columns text, which are no known kind of rows"),
         ('{"input_ids": [1, 2]}\n', ("--group-by", "task"), "`group_by` is 'task', no column of"),
+        (
+            '{"input_ids": [1, 2], "task": 1}\n{"input_ids": [1, 2]}\n',
+            ("--group-by", "task"),
+            "line 2: `group_by` is 'task', whose value is None",
+        ),
+        (
+            '{"input_ids": [1], "task": [1]}\n',
+            ("--group-by", "task"),
+            "line 1: `group_by` is 'task', whose value is a",
+        ),
         ('{"input_ids": [1, 2]}\n', ("--reasoning", "all"), "`reasoning` is 'all'; pass one of 'per_turn'"),
         ('{"messages": []}\n', (), "`tokenizer` is missing, but"),
         ('{"input_ids": [1, 2]}\n', ("--tokenizer", "no/where"), "`--tokenizer` is 'no/where', which can't be loaded"),

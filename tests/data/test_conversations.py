@@ -26,7 +26,7 @@ EMPTY_THINK = "<think>\n\n</think>\n\n"
 
 def supervised(messages, tokenizer, **options) -> list[list[str]]:
     result = conversation_branches(messages, tokenizer, **options)
-    assert result.prefix_mismatches == result.unrendered_reasoning == 0
+    assert result.prefix_mismatches == result.unrendered_reasoning == result.unclosed_reasoning == 0
     return supervised_parts(result.branches, tokenizer)
 
 
@@ -62,6 +62,33 @@ def test_thinking_is_only_switched_off_for_turns_without_reasoning(tiny_tokenize
     everywhere = conversation_branches(TALK, tiny_tokenizer, chat_template_kwargs={"enable_thinking": False})
     assert everywhere.prefix_mismatches == 1  # the prompt of the turn that reasons has an empty block
     assert all_parts(everywhere, tiny_tokenizer)[0][0] == f"{OPEN}<think>"
+
+
+@pytest.mark.parametrize("name", ["tiny_tokenizer", "qwen3_tokenizer"])
+@pytest.mark.parametrize("content", ["<think>\nwhy", "\n<think>why\n"])
+def test_reasoning_that_is_never_closed_is_all_reasoning(name, content, request):
+    tokenizer = request.getfixturevalue(name)
+    cut_off = [HI, {"role": "assistant", "content": content}, BYE, CIAO]
+    closed = [HI, {"role": "assistant", "content": "", "reasoning_content": "why"}, BYE, CIAO]
+    for reasoning in ("per_turn", "side_leaf", "keep"):
+        found = conversation_branches(cut_off, tokenizer, reasoning=reasoning)
+        expected = conversation_branches(closed, tokenizer, reasoning=reasoning)
+        assert fold(found.branches) == fold(expected.branches)
+        assert (found.unclosed_reasoning, expected.unclosed_reasoning) == (1, 0)
+        assert (found.prefix_mismatches, found.unrendered_reasoning) == (0, 0)
+    found = conversation_branches(cut_off, tokenizer)
+    assert supervised_parts(found.branches, tokenizer)[0] == ["<think>\nwhy\n</think>\n\n<|im_end|>"]
+    assert conversation_branches(cut_off, tokenizer, num_prompt_messages=2).unclosed_reasoning == 0
+
+
+def test_a_template_without_reasoning_keeps_a_think_that_is_never_closed(tiny_tokenizer):
+    template = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+    template += "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+    result = conversation_branches(
+        [HI, {"role": "assistant", "content": "<think>why"}], with_template(tiny_tokenizer, template)
+    )
+    assert supervised_parts(result.branches, tiny_tokenizer) == [["<think>why<|im_end|>"]]
+    assert (result.unclosed_reasoning, result.unrendered_reasoning) == (1, 0)
 
 
 def test_side_leaf(tiny_tokenizer):

@@ -14,6 +14,7 @@ from hf_prefix_tree.conversations import conversation_branches
 from hf_prefix_tree.datasets import prepare_trees
 from hf_prefix_tree.demo.dialogues import generate_dialogues
 from hf_prefix_tree.rollouts import rollout_branches
+from hf_prefix_tree.splitting import split_tree
 from hf_prefix_tree.tree import Branch, PrefixTree, fold
 
 HI = {"role": "user", "content": "Hi"}
@@ -82,10 +83,62 @@ def test_kinds_of_token_rows(row, expected):
         assert trees(streamed) == [fold(branches, weighting)] * 2
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("seq_lengths", [1, 2]), ("position_ids", [0, 0, 1]), ("position_ids", [1, 2, 3]), ("attention_mask", [1, 1, 0])],
+)
+def test_rows_that_others_packed_or_padded_are_refused(name, value):
+    one = {"seq_lengths": [3], "position_ids": [0, 1, 2], "attention_mask": [1, 1, 1]}
+    row = {"input_ids": [1, 2, 3], **one}
+    assert prepare_rows([row]) == [fold([Branch([1, 2, 3], [1, 1, 1])])]
+    with pytest.raises(ValueError, match=rf"row 0: `{name}` is \[.*\] for 3 `input_ids`, so the row is packed or"):
+        prepare_rows([{**row, name: value}])
+
+
+def test_trees_of_another_weighting_are_weighted_anew():
+    branches = [Branch([1, 2, 3], [0, 1, 1]), Branch([1, 2, 4, 5], [0, 0.5, 1, 1])]
+    stored = [fold(branches, "branch"), fold(branches[:1], "tree")]
+    dataset = Dataset.from_list([tree.to_dict() for tree in stored])
+    for weighting in ("tree", "branch_mean"):
+        expected = [fold(branches, weighting), fold(branches[:1], weighting)]
+        assert trees(prepare_trees(dataset, weighting=weighting)) == expected
+        assert trees(prepare_trees(dataset.to_iterable_dataset(), weighting=weighting)) == expected
+        packed = prepare_trees(dataset, weighting=weighting, max_packed_tokens=16)
+        assert sorted(map(len, trees(packed[0]["trees"]))) == [3, 5]
+        assert {tree["weighting"] for tree in packed[0]["trees"]} == {weighting}
+    part = split_tree(stored[0], 4)[0]
+    parts = Dataset.from_list([part.to_dict()])
+    assert trees(prepare_trees(parts, weighting="branch")) == [part]
+    with pytest.raises(ValueError, match="row 0: `weighting` is 'tree', but this is a part of a tree folded with"):
+        prepare_trees(parts)
+
+
+GROUPED = [{"group": group, "branches": [BRANCH]} for group in ("a", None, "b", None, "a")]
+
+
+def test_rows_without_a_group_are_no_group(caplog):
+    for dataset, skipped in ((Dataset.from_list(GROUPED), "2 rows"), (stream_of(GROUPED), "1 rows")):
+        with pytest.raises(ValueError, match="row 1: `group_by` is 'group', whose value is None here; give every row"):
+            list(prepare_trees(dataset, group_by="group"))
+        caplog.clear()
+        found = trees(prepare_trees(dataset, group_by="group", on_error="skip"))
+        # consecutive rows of a stream
+        assert [tree.num_branches for tree in found] == ([2, 1] if isinstance(dataset, Dataset) else [1, 1, 1])
+        assert f"{skipped} skipped" in caplog.text and "row 3: `group_by` is 'group'" in caplog.text
+    with pytest.raises(ValueError, match=r"no tree is left of 2 rows: 0 branches \(2 rows skipped; row 0: `group_by`"):
+        prepare_rows([{**row, "group": None} for row in GROUPED[:2]], group_by="group", on_error="skip")
+
+
+def test_a_list_names_no_group():
+    rows = [{"group": [1], "branches": [BRANCH]}]
+    with pytest.raises(ValueError, match="row 0: `group_by` is 'group', whose value is a list here; pass a column of"):
+        prepare_rows(rows, group_by="group")
+
+
 def test_trees_are_returned_as_they_are():
     dataset = prepare_trees(Dataset.from_list([{"branches": [BRANCH]}]))
     assert prepare_trees(dataset) is dataset
-    for options in ({"group_by": "weighting"}, {"max_length": 5}):
+    for options in ({"group_by": "weighting"}, {"max_length": 5}, {"reasoning": "keep"}, {"overlong": "drop"}):
         with pytest.raises(ValueError, match="holds trees already"):
             prepare_trees(dataset, **options)
 

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import logging
+from collections import Counter
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from datasets import Dataset, IterableDataset, load_from_disk
+from datasets import Dataset, IterableDataset, concatenate_datasets, load_from_disk
 
 from hf_prefix_tree.datasets import packed as packed_module
 from hf_prefix_tree.datasets import prepare_trees
@@ -47,8 +47,21 @@ def weights_by_path(tree: PrefixTree, tree_id: int) -> dict[tuple, tuple[float, 
 
 def rows_of(dataset) -> list[list[tuple[int, PrefixTree]]]:
     rows = [list(zip(row["tree_ids"], map(PrefixTree.from_dict, row["trees"]), strict=True)) for row in dataset]
-    assert all(set(row) == {"trees", "tree_ids"} for row in dataset)
+    assert all(set(row) == {"trees", "tree_ids", "num_parts"} for row in dataset)
+    found = Counter(tree_id for row in rows for tree_id, _ in row)
+    assert [row["num_parts"] for row in dataset] == [[found[tree_id] for tree_id, _ in row] for row in rows]
     return rows
+
+
+def numbered(rows, whole: list[PrefixTree]) -> list[list[tuple[int, PrefixTree]]]:
+    """The same rows with the index of each tree instead of its id, found by the tree's supervised paths."""
+    paths = [weights_by_path(tree, 0).keys() for tree in whole]
+    names: dict[int, int] = {}
+    for tree_id in {tree_id for row in rows for tree_id, _ in row}:
+        own = set().union(*(weights_by_path(tree, 0) for row in rows for i, tree in row if i == tree_id))
+        (names[tree_id],) = [i for i, expected in enumerate(paths) if expected == own]
+    assert len(set(names.values())) == len(whole) == len(names)
+    return [[(names[i], tree) for i, tree in row] for row in rows]
 
 
 def check_rows(rows, whole: list[PrefixTree], max_tokens: int) -> dict[int, list[int]]:
@@ -81,7 +94,7 @@ def test_packed_rows_hold_the_whole_trees(seed, pack_trees):
     counts: dict = {}
     packed = prepare_trees(dataset, max_packed_tokens=32, pack_trees=pack_trees, counts=counts)
     rows = rows_of(packed)
-    split = check_rows(rows, whole, 32)
+    split = check_rows(numbered(rows, whole), whole, 32)
     assert set(split) == {i for i, tree in enumerate(whole) if len(tree) > 32}
     tokens = sum(len(tree) for row in rows for _, tree in row)
     assert counts["packed_rows"] == len(rows) and counts["fill"] == pytest.approx(tokens / (32 * len(rows)))
@@ -109,11 +122,11 @@ def test_two_processes_and_disk_give_the_same(tmp_path):
 
 
 def test_best_fit_of_literal_lengths(caplog):
-    caplog.set_level(logging.INFO, "hf_prefix_tree")
     rows = [{"input_ids": list(range(1, n + 1))} for n in (3, 7, 5, 2, 4)]
     counts: dict = {}
     packed = prepare_trees(Dataset.from_list(rows), max_packed_tokens=10, counts=counts)
-    assert [row["tree_ids"] for row in packed] == [[0, 1], [2, 4], [3]]
+    assert [[len(tree["input_ids"]) for tree in row["trees"]] for row in packed] == [[3, 7], [5, 4], [2]]
+    assert packed["num_parts"][:] == [[1, 1], [1, 1], [1]]
     assert packed[1]["trees"][1]["input_ids"] == [1, 2, 3, 4]
     assert list(packed[1]["trees"][1]) == list(fold([Branch([1, 2], [0, 1])]).to_dict())
     assert counts["fill"] == 21 / 30
@@ -121,12 +134,13 @@ def test_best_fit_of_literal_lengths(caplog):
 
 
 def test_a_split_tree_of_literal_values(caplog):
-    caplog.set_level(logging.INFO, "hf_prefix_tree")
     fork = {"branches": [FORK["branches"][0], {"input_ids": [5, 6, 8, 9, 4], "weights": [0, 1, 1, 0, 1]}]}
     rows = [{"branches": [{"input_ids": [1, 2], "weights": [0, 1]}]}, fork]
     counts: dict = {}
     packed = prepare_trees(Dataset.from_list(rows), max_packed_tokens=5, counts=counts)
-    assert [row["tree_ids"] for row in packed] == [[1], [0, 1]]
+    (part,), (small, other_part) = packed["tree_ids"]
+    assert part == other_part != small
+    assert packed["num_parts"][:] == [[2], [1, 2]]
     assert [
         [(tree["input_ids"], tree["weights"], tree["num_branches"]) for tree in row["trees"]] for row in packed
     ] == [
@@ -148,6 +162,7 @@ def test_a_part_without_supervised_token_is_left_out():
     packed = prepare_trees(Dataset.from_list([row]), max_packed_tokens=4, counts=counts)
     assert [tree["input_ids"] for row in packed for tree in row["trees"]] == [[1, 2, 3, 4]]
     assert packed[0]["trees"][0]["weights"] == [0, 1, 0, 0.5]
+    assert packed[0]["num_parts"] == [1]  # what is left out is not waited for
     assert (counts["parts"], counts["weightless_parts"], counts["packed_rows"]) == (2, 1, 1)
 
 
@@ -179,7 +194,7 @@ def test_large_trees_stop_the_preparation(caplog):
     with pytest.raises(ValueError, match="row 1: its tree has 5 tokens, `max_packed_tokens` is 4; raise it, or pass"):
         prepare_trees(dataset, max_packed_tokens=4, overflow="raise")
     packed = prepare_trees(dataset, max_packed_tokens=4, overflow="raise", on_error="skip")
-    assert [row["tree_ids"] for row in packed] == [[0]]
+    assert [[tree["input_ids"] for tree in row["trees"]] for row in packed] == [[[1, 2]]]
     assert "1 rows skipped" in caplog.text and "row 1: its tree has 5 tokens" in caplog.text
     with pytest.raises(
         ValueError, match="row 1: its tree has a branch of 4 tokens, which can't be split, `max_packed"
@@ -219,8 +234,38 @@ def test_folded_trees_are_packed_and_packed_rows_are_left_alone():
     for options in ({"max_packed_tokens": 32}, {"max_examples": 2}, {"counts": {}}):
         with pytest.raises(ValueError, match="`dataset` holds packed rows already"):
             prepare_trees(packed, **options)
-    with pytest.raises(ValueError, match="holds trees already"):
-        prepare_trees(packed, max_length=5)
+    for options in ({"max_length": 5}, {"overlong": "drop"}, {"reasoning": "keep"}, {"group_by": "trees"}):
+        (name,) = options
+        with pytest.raises(ValueError, match=rf"`{name}` is .*, but `dataset` holds trees already"):
+            prepare_trees(packed, **options)
+
+
+def test_packed_rows_of_another_weighting_are_refused():
+    packed = prepare_trees(Dataset.from_list([SMALL, FORK]), max_packed_tokens=4, weighting="branch")
+    stream = packed.to_iterable_dataset()
+    assert prepare_trees(packed, weighting="branch") is packed
+    assert rows_of(list(prepare_trees(stream, weighting="branch"))) == rows_of(packed)
+    message = "`weighting` is 'tree', but `dataset` holds packed rows of trees that were folded with 'branch'"
+    with pytest.raises(ValueError, match=message):
+        prepare_trees(packed)
+    with pytest.raises(ValueError, match=message):
+        prepare_trees(packed.select([1]))
+    with pytest.raises(ValueError, match=message):
+        list(prepare_trees(stream))
+
+
+def test_ids_tell_trees_apart_within_a_dataset_and_across_datasets():
+    same = [FORK, SMALL, FORK, SMALL]
+    first = prepare_trees(Dataset.from_list(same), max_packed_tokens=4)
+    ids = Counter(i for row in first["tree_ids"] for i in row)
+    assert sorted(ids.values()) == [1, 1, 2, 2]  # four trees, two of them in two parts each
+    assert all(0 <= i < 2**63 for i in ids)
+    others = [{"branches": [{**branch, "input_ids": [9, *branch["input_ids"]], "weights": [0, *branch["weights"]]}
+                            for branch in row["branches"]]} for row in same]  # fmt: skip
+    second = prepare_trees(Dataset.from_list(others), max_packed_tokens=5)
+    rows_of(concatenate_datasets([first, second]))  # each id has its number of parts
+    again = prepare_trees(Dataset.from_list(same), max_packed_tokens=4, num_proc=2)
+    assert again["tree_ids"][:] == first["tree_ids"][:]
 
 
 @pytest.mark.parametrize("pack_trees", [True, False])
@@ -232,21 +277,15 @@ def test_a_stream_is_packed_within_its_buffer(monkeypatch, pack_trees):
         stream = IterableDataset.from_generator(lambda: iter(rows))
         return prepare_trees(stream, max_packed_tokens=32, pack_trees=pack_trees)
 
-    def checked(stream) -> list[list[int]]:
-        found = [list(zip(row["tree_ids"], map(PrefixTree.from_dict, row["trees"]), strict=True)) for row in stream]
-        sizes = [len(weights_by_path(tree, 0)) for tree in whole]
-        names: dict[int, int] = {}  # which tree an id is of: that with its paths
-        paths = [set(weights_by_path(tree, 0)) for tree in whole]
-        for tree_id in {tree_id for row in found for tree_id, _ in row}:
-            own = set().union(*(weights_by_path(t, 0) for row in found for i, t in row if i == tree_id))
-            (names[tree_id],) = [i for i in range(len(whole)) if sizes[i] == len(own) and paths[i] == own]
-        assert len(set(names.values())) == len(whole) == len(names)
-        check_rows([[(names[i], tree) for i, tree in row] for row in found], whole, 32)
-        return [[names[i] for i, _ in row] for row in found]
+    def checked(dataset) -> list[list[int]]:
+        found = numbered(rows_of(list(dataset)), whole)
+        check_rows(found, whole, 32)
+        return [[i for i, _ in row] for row in found]
 
     at_once = checked(packed_stream())
     expected = prepare_trees(Dataset.from_list(rows), max_packed_tokens=32, pack_trees=pack_trees)
-    assert at_once == [row["tree_ids"] for row in expected]
+    assert at_once == checked(expected)
+    assert [row["tree_ids"] for row in packed_stream()] == expected["tree_ids"][:]
     monkeypatch.setattr(packed_module, "STREAM_BUFFER", 5)
     in_fives = checked(packed_stream())
     assert all(len({tree // 5 for tree in row}) == 1 for row in in_fives)

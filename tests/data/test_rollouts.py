@@ -94,8 +94,6 @@ def test_rollout_branches():
     first, second = rollout_branches([5, 6], [[7], [8, 9]])
     assert (first.input_ids.tolist(), first.weights.tolist()) == ([5, 6, 7], [0, 0, 1])
     assert (second.input_ids.tolist(), second.weights.tolist()) == ([5, 6, 8, 9], [0, 0, 1, 1])
-    (weighted,) = rollout_branches([5], [[7, 8]], completion_weights=[[0.5, 2.0]])
-    assert weighted.weights.tolist() == [0.0, 0.5, 2.0]
     (without_prompt,) = rollout_branches([], [[7, 8]])
     assert without_prompt.weights.tolist() == [0.0, 1.0]
 
@@ -116,16 +114,3 @@ def test_rollout_branches():
 def test_errors(function, prompt, completions, expected):
     with pytest.raises(ValueError, match=expected):
         function(prompt, completions)
-
-
-@pytest.mark.parametrize(
-    ("weights", "expected"),
-    [
-        ([[1.0]], r"`completion_weights` has the lengths \[1\] for completions of \[1, 2\] tokens"),
-        ([[1.0], [1.0]], "pass one weight per token"),
-        ([[1.0], [1.0, -1.0]], r"`completion_weights\[1\]` must be finite and not negative"),
-    ],
-)
-def test_weights_that_do_not_fit(weights, expected):
-    with pytest.raises(ValueError, match=expected):
-        rollout_branches([1], [[2], [3, 4]], completion_weights=weights)

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 from datasets import Dataset, IterableDataset
 
@@ -120,7 +118,6 @@ TOKEN_ROWS = [
 
 @pytest.mark.parametrize("metric", ["token_ratio", "pair_ratio"])
 def test_ratios_order_the_prepared_trees(metric, caplog):
-    caplog.set_level(logging.INFO, "hf_prefix_tree")
     counts: dict = {}
     options = {"selection_metric": metric, "counts": counts}
     prepared = prepare_trees(Dataset.from_list(TOKEN_ROWS), max_examples=3, selection_num_proc=2, **options)

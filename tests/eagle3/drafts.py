@@ -66,14 +66,14 @@ def make_draft(dtype=torch.float64, seed=0, draft_vocab_size=DRAFT_VOCAB, target
     return draft
 
 
-def random_documents(seed, count=5, longest=9):
+def random_documents(seed, count=5, longest=9, shortest=1):
     rng = np.random.default_rng(seed)
     return [
         {
             "input_ids": rng.integers(3, VOCAB, size=length).tolist(),
             "loss_mask": (rng.random(length) < 0.7).astype(int).tolist(),
         }
-        for length in rng.integers(1, longest, size=count).tolist()
+        for length in rng.integers(shortest, longest, size=count).tolist()
     ]
 
 
@@ -135,6 +135,7 @@ def _rotate(x, position, draft):
 def document_steps(draft, ids, aux, steps):
     """Logits `[slot][step]` of one document, by itself. The token after the last one is taken to be 0."""
     c, layer = draft.config, draft.midlayer
+    attention = layer.self_attn
     heads, groups = c.num_attention_heads, c.num_attention_heads // c.num_key_value_heads
     padded = [*ids, *[0] * (steps + 1)]
     hidden = [draft.fc.weight @ aux[t] for t in range(len(ids))]
@@ -150,7 +151,8 @@ def document_steps(draft, ids, aux, steps):
                     _norm(hidden[t], layer.hidden_norm.weight, c.rms_norm_eps),
                 ]
             )
-            q, key, v = ((p.weight @ x).view(-1, c.head_dim) for p in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj))
+            projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+            q, key, v = ((p.weight @ x).view(-1, c.head_dim) for p in projections)
             queries.append([_rotate(h, t + k, draft) for h in q])
             own_keys.append([_rotate(h, t + k, draft) for h in key])
             own_values.append(v)
@@ -168,9 +170,27 @@ def document_steps(draft, ids, aux, steps):
             state = hidden[t] + layer.self_attn.o_proj.weight @ torch.cat(outputs)
             x = _norm(state, layer.post_attention_layernorm.weight, c.rms_norm_eps)
             gate = layer.mlp.gate_proj.weight @ x
-            hidden[t] = state + layer.mlp.down_proj.weight @ (gate * torch.sigmoid(gate) * (layer.mlp.up_proj.weight @ x))
+            hidden[t] = state + layer.mlp.down_proj.weight @ (
+                gate * torch.sigmoid(gate) * (layer.mlp.up_proj.weight @ x)
+            )
             logits[t].append(draft.lm_head.weight @ _norm(hidden[t], draft.norm.weight, c.rms_norm_eps))
     return logits
+
+
+def agree_often(draft, batch, states, steps):
+    """Makes the target's choices those of the draft at one of its steps, so that there are hits; but for some that are
+    outside of the draft vocabulary."""
+    outside = (set(range(VOCAB)) - set(draft.draft_ids.tolist())) or {0}
+    with torch.no_grad():
+        for row, at, ids in tokens_of(batch):
+            logits = document_steps(draft, ids, states["aux_hidden_states"][row, at : at + len(ids)], steps)
+            for target in range(1, len(ids)):
+                step = (0, 0, 1, None)[target % 4]
+                if step is None:
+                    states["target_ids"][row, at + target] = min(outside)
+                elif target - 1 - step >= 0:
+                    choice = int(logits[target - 1 - step][step].argmax())
+                    states["target_ids"][row, at + target] = draft.draft_ids[choice]
 
 
 def transcription(draft, batch, states, steps, decay=0.8):

@@ -1,20 +1,16 @@
-"""One of two gloo processes: builds, and meets every broken file. Leaves what it got behind."""
+"""What one of two gloo processes does: builds, and meets every broken file. Leaves what it got behind."""
 
 import json
 import logging
-import sys
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from mapping_files import BROKEN, CONFIG, loader, samples
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent.parent))
-
-from mapping_files import BROKEN, CONFIG, loader, samples  # noqa: E402
-
-from hf_prefix_tree.eagle3 import build_token_mapping, load_or_build_token_mapping  # noqa: E402
+from hf_prefix_tree.eagle3 import build_eagle3_dataloader, build_token_mapping, load_or_build_token_mapping
+from hf_prefix_tree.eagle3.token_mapping import _summed_over_ranks, count_supervised
 
 
 class Unreadable:
@@ -25,15 +21,9 @@ class Unreadable:
         raise AssertionError("the cache was not used")
 
 
-def main(folder, rank, ranks):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=60),
-    )
+def build_and_break(folder):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -41,6 +31,7 @@ def main(folder, rank, ranks):
     rows = samples()
     data = loader(rows, rank, ranks, shuffle=True)
     results = {"built": build_token_mapping(data, **CONFIG)[0].tolist(), "broken": {}}
+    results["counts"] = _summed_over_ranks(count_supervised(data, CONFIG["target_vocab_size"])).tolist()
     for name in BROKEN:
         messages.clear()
         path = Path(folder, name)
@@ -51,9 +42,17 @@ def main(folder, rank, ranks):
         results["broken"][name] = {"ids": first, "warned": warned, "undisturbed": undisturbed}
     unread = Unreadable(rows)
     results["hit"] = load_or_build_token_mapping(unread, cache_path=Path(folder, "garbage"), **CONFIG)[0].tolist()
+    results["meshes"] = {}
+    for name, shape in (("data", (ranks, 1)), ("context", (1, ranks))):
+        mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
+        data = build_eagle3_dataloader(rows, seq_length=8, pad_token_id=0, dp_mesh=mesh["dp"])
+        results["meshes"][name] = [batch["input_ids"].tolist() for batch in data]
+    try:
+        build_eagle3_dataloader(rows, seq_length=8, pad_token_id=0, dp_mesh=mesh)
+    except ValueError as error:
+        results["error"] = str(error)
+    data = build_eagle3_dataloader(rows, seq_length=8, pad_token_id=0)
+    results["world"] = [batch["input_ids"].tolist() for batch in data]
+    results["built_by_loader"] = build_token_mapping(data, **CONFIG)[0].tolist()
     Path(folder, f"rank{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -108,7 +108,9 @@ def test_datasets_in_one_process_in_two_and_as_a_stream(strategy):
     stream = list(pack_eagle3_dataset(dataset.to_iterable_dataset(), 16, 0, strategy))
     assert [{name: list(row[name]) for name in KEYS} for row in stream] == expected
     halves = pack_eagle3_dataset(dataset, 16, 0, strategy, num_proc=2).to_list()
-    assert halves == [row for half in (samples[:20], samples[20:]) for row in pack_eagle3_dataset(half, 16, 0, strategy)]
+    assert halves == [
+        row for half in (samples[:20], samples[20:]) for row in pack_eagle3_dataset(half, 16, 0, strategy)
+    ]
     step = partial(pack_eagle3_dataset, packed_sequence_size=16, pad_token_id=0, strategy=strategy)
     mapped = dataset.map(step, batched=True, batch_size=40, remove_columns=dataset.column_names)
     assert mapped.to_list() == expected
@@ -240,7 +242,9 @@ def test_reasoning_can_be_left_unsupervised(dialogues, tiny_tokenizer):
             changed += short != long
     assert changed > 6
     with pytest.raises(ValueError, match="set `reasoning_end`"):
-        build_eagle3_dataloader(dialogues, tiny_tokenizer, supervise_reasoning=False, reasoning_end="<|end|>", **options)
+        build_eagle3_dataloader(
+            dialogues, tiny_tokenizer, supervise_reasoning=False, reasoning_end="<|end|>", **options
+        )
 
 
 def test_real_conversations_pack(shared_data, qwen3_tokenizer):

@@ -4,8 +4,6 @@ import json
 import logging
 import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -13,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from mapping_files import BROKEN, BROKEN_IN_ITSELF, CONFIG, DRAFT, VOCAB, loader, samples
+from mapping_worker import build_and_break
+from processes import run_ranks
 
 from hf_prefix_tree.eagle3 import (
     build_token_mapping,
@@ -23,9 +23,9 @@ from hf_prefix_tree.eagle3 import (
     save_token_mapping,
     t2d_from_ids,
 )
+from hf_prefix_tree.eagle3.token_mapping import count_supervised
 
 SIZES = {"target_vocab_size": VOCAB, "draft_vocab_size": DRAFT}
-WORKER = Path(__file__).parent / "mapping_worker.py"
 
 
 class Unreadable:
@@ -117,10 +117,21 @@ def test_a_malformed_batch_is_refused(batch, message):
         build_token_mapping([batch], **SIZES)
 
 
-def test_neither_the_scan_nor_a_hit_moves_a_generator(tmp_path):
+@pytest.mark.parametrize("has_own_generator", [False, True])
+def test_neither_the_scan_nor_a_hit_moves_a_generator(tmp_path, has_own_generator):
     data = loader(samples(), shuffle=True)
-    data.generator = data.sampler.generator = own = torch.Generator().manual_seed(5)
-    states = lambda: (torch.get_rng_state().tolist(), own.get_state().tolist(), random.getstate(), str(np.random.get_state()))  # noqa: E731, E501
+    own = torch.Generator().manual_seed(5)
+    if has_own_generator:
+        data.generator = data.sampler.generator = own
+
+    def states():
+        return (
+            torch.get_rng_state().tolist(),
+            own.get_state().tolist(),
+            random.getstate(),
+            str(np.random.get_state()),
+        )
+
     before = states()
     load_or_build_token_mapping(data, cache_path=tmp_path / "map.pt", **CONFIG)
     assert states() == before
@@ -130,11 +141,12 @@ def test_neither_the_scan_nor_a_hit_moves_a_generator(tmp_path):
     assert states() != before  # reading it does move them, without the care
 
 
-def test_coverage_is_logged(caplog):
+def test_coverage_is_logged_and_a_progress_bar_shown(caplog, capsys):
     batch = {"input_ids": [[1, 1, 1, 2]], "loss_mask": [[1, 1, 1, 1]]}
     with caplog.at_level(logging.INFO, logger="hf_prefix_tree"):
         build_token_mapping([batch], target_vocab_size=5, draft_vocab_size=1)
     assert caplog.messages == ["Draft vocabulary: 1 of 5 tokens cover 75.00% of 4 supervised tokens."]
+    assert "Counting tokens: 100%" in capsys.readouterr().err
 
 
 def test_d2t_and_t2d():
@@ -208,12 +220,14 @@ def test_broken_files_are_rebuilt(name, tmp_path, caplog):
     if name == "folder":  # cannot be replaced by a file: said, and built each time
         assert "could not be written" in caplog.messages[1]
     else:
-        assert torch.equal(load_or_build_token_mapping(Unreadable(data.dataset), cache_path=path, **CONFIG)[0], expected)
+        assert torch.equal(
+            load_or_build_token_mapping(Unreadable(data.dataset), cache_path=path, **CONFIG)[0], expected
+        )
 
 
 def test_a_file_of_other_data_tokenizer_or_specials_is_rebuilt(tmp_path, tiny_tokenizer, caplog):
     path = tmp_path / "map.pt"
-    call = lambda data, **changes: load_or_build_token_mapping(data, **{**CONFIG, "cache_path": path, **changes})[0]  # noqa: E731, E501
+    call = lambda data, **changes: load_or_build_token_mapping(data, **{**CONFIG, "cache_path": path, **changes})[0]  # noqa: E731
     rows = samples()
     first = call(loader(rows))
     assert torch.equal(call(Unreadable(rows)), first) and not caplog.messages
@@ -222,11 +236,11 @@ def test_a_file_of_other_data_tokenizer_or_specials_is_rebuilt(tmp_path, tiny_to
     assert not torch.equal(other, first) and "other data" in caplog.messages.pop()
     changed = [dict(row) for row in other_rows]
     changed[0]["loss_mask"] = [1 - m for m in changed[0]["loss_mask"]]
-    for source, changes in ((changed, {}), (changed, {"special_token_ids": [7]}), (changed, {"tokenizer": tiny_tokenizer})):
+    for changes in ({}, {"special_token_ids": [7]}, {"tokenizer": tiny_tokenizer}):
         with pytest.raises(AssertionError, match="the data was read"):
-            call(Unreadable(source), **changes)
-        call(loader(source), **changes)
-        call(Unreadable(source), **changes)
+            call(Unreadable(changed), **changes)
+        call(loader(changed), **changes)
+        call(Unreadable(changed), **changes)
 
 
 def test_a_dataset_is_known_by_its_fingerprint(tmp_path):
@@ -235,7 +249,9 @@ def test_a_dataset_is_known_by_its_fingerprint(tmp_path):
     data = loader(Dataset.from_list(samples()))
     first = load_or_build_token_mapping(data, cache_path=tmp_path / "map.pt", **CONFIG)[0]
     same, other = Dataset.from_list(samples()), Dataset.from_list(samples(seed=1))
-    assert torch.equal(load_or_build_token_mapping(Unreadable(same), cache_path=tmp_path / "map.pt", **CONFIG)[0], first)
+    assert torch.equal(
+        load_or_build_token_mapping(Unreadable(same), cache_path=tmp_path / "map.pt", **CONFIG)[0], first
+    )
     with pytest.raises(AssertionError, match="the data was read"):
         load_or_build_token_mapping(Unreadable(other), cache_path=tmp_path / "map.pt", **CONFIG)
 
@@ -252,31 +268,27 @@ def test_data_that_cannot_be_told_apart_is_said_so(tmp_path, caplog):
 def test_two_processes_equal_one_and_never_hang(tmp_path):
     for name, breaks in BROKEN.items():
         breaks(tmp_path / name)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(tmp_path), str(rank), "2"],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for worker in workers:
-            _, errors = worker.communicate(timeout=120)
-            assert worker.returncode == 0, errors[-3000:]
-    finally:
-        for worker in workers:
-            worker.kill()
+    run_ranks(build_and_break, tmp_path)
     # 11 rows over 2 ranks: the sampler repeats one, which must not count twice
     expected = build_token_mapping(loader(samples()), **CONFIG)[0].tolist()
-    for rank in range(2):
-        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert found["built"] == found["hit"] == expected
+    counts = count_supervised(loader(samples()), VOCAB).tolist()
+    results = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    for found in results:
+        assert found["counts"] == counts
+        assert found["built"] == found["hit"] == found["built_by_loader"] == expected
         assert len(found["broken"]) == len(BROKEN) >= 10
         for name, result in found["broken"].items():
             assert result == {"ids": expected, "warned": True, "undisturbed": True}, name
+    # ranks of a context-parallel group get the same rows, data-parallel ranks, or all without a mesh, different ones
+    whole = sorted(row["input_ids"] + [0] * (8 - len(row["input_ids"])) for row in samples())
+    first, second = results
+    assert first["meshes"]["context"] == second["meshes"]["context"]
+    assert sorted(row for batch in first["meshes"]["context"] for row in batch) == whole
+    for key in ("data", "world"):
+        parts = [found["world"] if key == "world" else found["meshes"][key] for found in results]
+        assert len(parts[0]) == len(parts[1]) == 6  # 11 rows, and one without tokens
+        assert sorted(row for part in parts for batch in part for row in batch if any(row)) == whole
+    assert "pass the data-parallel one alone" in first["error"]
 
 
 @pytest.mark.gpu

@@ -6,14 +6,16 @@ import importlib.util
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from conftest import REPO_ROOT
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from trl import SFTTrainer
 
-from hf_prefix_tree import TreeSFTTrainer
+from hf_prefix_tree import TreeSFTTrainer, conversation_branches
 from hf_prefix_tree.demo.dialogues import generate_dialogues
 
 CONFIGS = sorted((REPO_ROOT / "examples" / "ablation").glob("*.yaml"))
@@ -40,7 +42,8 @@ def start(*arguments, config=None):
 def model_path(tmp_path):
     def save(vocab_size):
         sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-        config = Qwen3Config(vocab_size=vocab_size, **sizes, num_key_value_heads=1, head_dim=8)
+        config = Qwen3Config(vocab_size=vocab_size, **sizes, num_key_value_heads=1, head_dim=8, initializer_range=0.5)
+        torch.manual_seed(0)
         Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
         return tmp_path / "model"
 
@@ -76,6 +79,22 @@ def dialogues(tmp_path, tiny_tokenizer):
     return tmp_path / "rows.jsonl", tmp_path / "tokenizer"
 
 
+def loss_of_branches(model_path, rows_path, tokenizer):
+    """The mean over supervised tokens, each turn computed by itself."""
+    (row,) = (json.loads(line) for line in Path(rows_path).read_text().splitlines())
+    branches = conversation_branches(row["messages"], tokenizer, tools=row.get("tools")).branches
+    model = Qwen3ForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    total = count = 0.0
+    for branch in branches:
+        ids = torch.from_numpy(branch.input_ids.copy())
+        with torch.no_grad():
+            log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        weights = torch.from_numpy(branch.weights[1:].copy())
+        total -= (log_probs.gather(1, ids[1:, None])[:, 0] * weights).sum().item()
+        count += weights.sum().item()
+    return total / count
+
+
 @pytest.mark.parametrize("name", ["tau_bench_airline", "conversational_reasoning"])
 def test_trains_on_real_conversations_through_a_config(name, shortest_rows, shared_data, model_path, tmp_path):
     config = {
@@ -94,24 +113,28 @@ def test_trains_on_real_conversations_through_a_config(name, shortest_rows, shar
     trainer = start(config=tmp_path / "config.yaml")
     assert isinstance(trainer, TreeSFTTrainer)
     (loss,) = (entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-    assert loss == pytest.approx(11.93, abs=0.2)  # ln(151,936): the model is random
+    tokenizer = AutoTokenizer.from_pretrained(config["tokenizer_name_or_path"])
+    assert loss == pytest.approx(loss_of_branches(tmp_path / "model", config["dataset_name"], tokenizer), rel=2e-3)
     assert trainer.train_dataset["num_branches"][:] == [2]
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("mode", ["tree", "grouped", "per_branch", "flat_steps"])
-def test_every_mode_trains(mode, dialogues, model_path, tmp_path):
+@pytest.mark.parametrize(("mode", "samples"), [("tree", 1), ("grouped", 1), ("per_branch", 9), ("flat_steps", 5)])
+def test_every_mode_has_the_loss_of_the_branches(mode, samples, dialogues, tiny_tokenizer, model_path, tmp_path):
     rows, tokenizer = dialogues
+    rows.write_text(rows.read_text().splitlines()[0] + "\n")  # one conversation: then all modes weigh tokens alike
     trainer = start(
         *("--model_name_or_path", model_path(1024), "--tokenizer_name_or_path", tokenizer, "--dataset_name", rows),
         *("--max_steps", 1, "--logging_steps", 1, "--use_cpu", "--bf16", "false", "--output_dir", tmp_path / "out"),
+        *("--gradient_accumulation_steps", samples),
         config=REPO_ROOT / "examples" / "ablation" / f"{mode}.yaml",
     )
+    assert len(trainer.train_dataset) == samples
     assert isinstance(trainer, TreeSFTTrainer) == (mode in ("tree", "grouped"))
     assert type(trainer) in (TreeSFTTrainer, SFTTrainer)
     assert trainer.args.mode == ("grouped" if mode == "grouped" else "tree")
     (loss,) = (entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-    assert loss == pytest.approx(6.93, abs=0.1)  # ln(1,024)
+    assert loss == pytest.approx(loss_of_branches(tmp_path / "model", rows, tiny_tokenizer), rel=1e-5)
 
 
 def table(text):
@@ -123,6 +146,7 @@ def table(text):
 def test_every_ablation_config_dry_runs_on_local_data(path, dialogues, tmp_path, capsys):
     config = yaml.safe_load(path.read_text())
     rows, tokenizer = dialogues
+    turns = sum(json.loads(line)["messages"].count('"role": "assistant"') for line in rows.read_text().splitlines())
     single_turn = "intellect3" in path.stem
     if single_turn:
         message = {"role": "assistant", "content": "<think>\nTwo and two.\n</think>\n\nIt is four."}
@@ -135,7 +159,7 @@ def test_every_ablation_config_dry_runs_on_local_data(path, dialogues, tmp_path,
     counts = table(text)
     branches = int(counts["branches"])
     assert counts["trees"] == ("1" if single_turn else "2")
-    assert branches == (2 if config.get("reasoning") == "think_split" else 1 if single_turn else branches)
+    assert branches == (2 if config.get("reasoning") == "think_split" else 1 if single_turn else turns)
     samples = re.findall(r"Without trees: (\d+) samples of ([\d,]+) tokens", text)
     if config.get("baseline") == "per_branch":
         assert samples == [(str(branches), counts["branch tokens"])]
@@ -179,6 +203,21 @@ def test_tools_come_from_a_file_by_group(dialogues, tmp_path, capsys):
         start(*options, *own)
         printed.append(table(capsys.readouterr().out))
     assert printed[0] == printed[1] and printed[1]["tree tokens"] != printed[2]["tree tokens"]
+    # by the column that `group_by` names
+    desks = tmp_path / "desks.jsonl"
+    desks.write_text((tmp_path / "bare.jsonl").read_text().replace('"group":', '"desk":'))
+    start(*options, desks, "--tools_file", tmp_path / "tools.json", "--group_by", "desk")
+    assert table(capsys.readouterr().out)["tree tokens"] == printed[0]["tree tokens"]
+    (tmp_path / "few.json").write_text('{"desk-0": []}')
+    (tmp_path / "broken.json").write_text("{")
+    for wrong, message in (
+        ((desks, "--tools_file", tmp_path / "tools.json"), "the rows have no column 'group'; pass `group_by`"),
+        ((tmp_path / "bare.jsonl", "--tools_file", tmp_path / "few.json"), "has no tools for group='desk-1'"),
+        ((tmp_path / "bare.jsonl", "--tools_file", tmp_path / "broken.json"), "which is broken JSON"),
+        ((rows, "--tools_file", tmp_path / "tools.json"), "the rows have tools of their own"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            start(*options, *wrong)
 
 
 def test_columns_can_have_other_names(dialogues, tmp_path, capsys):

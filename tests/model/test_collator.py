@@ -32,7 +32,7 @@ def test_a_row_by_hand():
     assert decode_weights(row["loss_weights"]).tolist() == [[0, 1, 0.5 / 3, 1 / 3, 1 / 3, 0, 1, 0]]
     # trees, branches, branch tokens, tree tokens, branch pairs, tree pairs
     assert row["tree_stats"].tolist() == [[2, 4, 11, 7, 22, 16]]
-    assert list(row)[0] == "input_ids"
+    assert next(iter(row)) == "input_ids"
     assert {key: value.dtype for key, value in row.items() if value.dtype != torch.int64} == {
         "prefix_tree": torch.int32
     }
@@ -81,6 +81,17 @@ def test_empty_features_are_padding():
         ({"text": "hello"}, r"got the keys \['text'\].*prepare_trees"),
         ({"node_lengths": [1], "sample_paths": [[0]]}, r"PrefixTree.from_node_paths"),
         ([1, 2], "got list"),
+        ({"branches": [{"input_ids": [1, 2]}]}, r"`branches\[0\]` must be .*got the keys \['input_ids'\]"),
+        ({"branches": [Branch([1, 2], [0, 1]), [1, 2]]}, r"`branches\[1\]` must be a `Branch` .*got list"),
+        ({"branches": 5}, "`branches` is 5; pass a list"),
+        ({"branches": []}, "`branches` is empty"),
+        ({"trees": 5}, "`trees` is 5; pass a list"),
+        ({"trees": [[1]]}, "`mapping` is a list; pass a row"),
+        (
+            {"branches": [], "prompt_ids": [3], "completions": [[4]]},
+            "A feature has `branches` as well as `prompt_ids` and `completions`: keep one",
+        ),
+        ({**fold([Branch([1, 2], [0, 1])]).to_dict(), "trees": []}, "has `trees` as well as `node_parents`"),
     ],
 )
 def test_other_features_are_refused(feature, message):
@@ -91,6 +102,13 @@ def test_other_features_are_refused(feature, message):
 def test_other_arguments_are_refused():
     with pytest.raises(ValueError, match="`return_tensors` must be 'pt', got 'np'"):
         DataCollatorForPrefixTree(0, return_tensors="np")
+    for wrong in (None, 0.7, "0", True):
+        with pytest.raises(ValueError, match=f"`pad_token_id` must be an int, got {wrong!r}: pass"):
+            DataCollatorForPrefixTree(wrong)
+    with pytest.raises(ValueError, match="`pad_token_id` must be a token id, got -1"):
+        DataCollatorForPrefixTree(-1)(random_forest(0, 1))
+    with pytest.raises(ValueError, match="`weighting` is 'trees'; pass one of 'tree'"):
+        DataCollatorForPrefixTree(0, weighting="trees")
     with pytest.raises(ValueError, match="`pad_to_multiple_of` must be at least 1, got 0"):
         concatenate_trees([], 0, 0)
     with pytest.raises(ValueError, match=r"`weights` must be float64, got torch.float32.*double"):

@@ -176,6 +176,7 @@ def test_lora(wrapped_first):
         ({"loss_weights": torch.ones(1, 128)}, r"`loss_weights` must be int64.*torch.float32"),
         ({"node_lengths": [3, 2], "sample_paths": [[0, 1]]}, r"PrefixTree.from_node_paths"),
         ({"prefix_tree": None}, r"`loss_weights` came without `prefix_tree`"),
+        ({"prefix_tree": None, "loss_weights": None}, r"`tree_stats` came without `prefix_tree`"),
     ],
 )
 def test_call_refusals(change, message):
@@ -184,6 +185,16 @@ def test_call_refusals(change, message):
         model(**{**batch(num_trees=1), **change})
     assert context_module.active_context() is None
     model(**batch(num_trees=1))  # and the model still works
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_switched_implementation_is_refused(implementation):
+    model = prepare_model(make_model("qwen3", dtype=torch.float32))
+    expected = model(**batch()).loss
+    model.set_attn_implementation(implementation)
+    with pytest.raises(ValueError, match=rf"its attention is '{implementation}' now.*prepare_model"):
+        model(**batch())
+    assert torch.equal(prepare_model(model)(**batch()).loss, expected)
 
 
 def test_unprepared_model_and_bypassed_hook_raise():

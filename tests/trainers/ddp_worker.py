@@ -10,7 +10,7 @@ import torch  # noqa: E402
 from runs import make_trees, train, weights  # noqa: E402
 
 
-def main(folder, num_trees, accumulation, batch_size, max_steps):
+def main(folder, num_trees, accumulation, batch_size, max_steps, stream):
     torch.set_num_threads(1)
     trainer = train(
         folder,
@@ -20,6 +20,7 @@ def main(folder, num_trees, accumulation, batch_size, max_steps):
         per_device_train_batch_size=batch_size,
         per_device_eval_batch_size=1,
         max_steps=max_steps,
+        stream=bool(stream),
         eval_strategy="steps",
         eval_steps=max_steps,
         learning_rate=0.5,

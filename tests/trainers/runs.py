@@ -70,13 +70,17 @@ def config(folder, config_class=TreeSFTConfig, **kwargs):
     return config_class(str(folder), **{**defaults, **kwargs})
 
 
-def train(folder, trees, model=None, eval_trees=None, peft_config=None, **kwargs):
-    """One run of `TreeSFTTrainer`; returns the trainer."""
+def train(folder, trees, model=None, eval_trees=None, peft_config=None, stream=False, **kwargs):
+    """One run of `TreeSFTTrainer`, with `stream` on streaming datasets; returns the trainer."""
+    train_dataset, eval_dataset = (None if rows is None else tree_dataset(rows) for rows in (trees, eval_trees))
+    if stream:  # of two files: Accelerate would give each process one of them
+        train_dataset = train_dataset.to_iterable_dataset(num_shards=2)
+        eval_dataset = None if eval_dataset is None else eval_dataset.to_iterable_dataset(num_shards=2)
     trainer = TreeSFTTrainer(
         model=make_model() if model is None else model,
         args=config(folder, **kwargs),
-        train_dataset=tree_dataset(trees),
-        eval_dataset=None if eval_trees is None else tree_dataset(eval_trees),
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
         processing_class=tokenizer(),
         peft_config=peft_config,
     )

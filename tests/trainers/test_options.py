@@ -1,6 +1,8 @@
 """Every inherited option of `SFTConfig` is honoured, refused or irrelevant; this table holds which."""
 
 import dataclasses
+import inspect
+import warnings
 
 import pytest
 import torch
@@ -9,8 +11,8 @@ from peft import LoraConfig, PrefixTuningConfig
 from runs import config, make_model, make_trees, tokenizer, tree_dataset
 from trl import SFTConfig
 
-from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer
-from hf_prefix_tree.trainers.config import REFUSED
+from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer, prepare_trees
+from hf_prefix_tree.trainers.config import PREPARATION, REFUSED
 
 # What has no meaning for trees: they are prepared by our own code, or the option belongs to what is refused.
 IRRELEVANT = {
@@ -95,7 +97,64 @@ def test_own_options_name_their_choices(tmp_path, name):
 
 
 def test_defaults():
-    assert TreeSFTConfig("x", use_cpu=True, bf16=False).max_length is None
+    made = TreeSFTConfig("x", use_cpu=True, bf16=False)
+    assert made.max_length is None
+    assert made.per_device_train_batch_size == 1 and made.per_device_eval_batch_size == 1
+
+
+@pytest.mark.parametrize("name", ["per_device_train_batch_size", "per_device_eval_batch_size"])
+def test_a_packed_row_is_a_batch_by_itself(tmp_path, name):
+    with pytest.raises(ValueError, match=rf"`{name}=2` would put several rows of `max_packed_tokens=9` into one. Set"):
+        config(tmp_path, max_packed_tokens=9, **{name: 2})
+    config(tmp_path, max_packed_tokens=9, pack_trees=False, **{name: 2})
+    config(tmp_path, max_packed_tokens=9)
+
+
+SKIP = {"dataset_kwargs": {"skip_prepare_dataset": True}}
+# One value of each option of the preparation that is not the default.
+PREPARATION_VALUES = {
+    "reasoning": "keep",
+    "chat_template_kwargs": {"enable_thinking": True},
+    "empty_thinking_in_prompt": False,
+    "column_names": {"messages": "conversation"},
+    "group_by": "group",
+    "max_length": 9,
+    "overlong": "drop",
+    "on_error": "skip",
+    "max_packed_tokens": 9,
+    "overflow": "drop",
+    "pack_trees": False,
+    "selection_metric": "token_ratio",
+    "selection_num_proc": 2,
+    "max_examples": 9,
+    "shuffle_dataset": True,
+}
+
+
+@pytest.mark.parametrize("name", PREPARATION_VALUES)
+def test_options_of_a_preparation_that_is_skipped(tmp_path, name):
+    given = {name: PREPARATION_VALUES[name]}
+    with pytest.raises(ValueError, match=rf"^`{name}=[^`]+`: without effect under .*skip_prepare_dataset.* Leave out"):
+        config(tmp_path, **SKIP, **given)
+    config(tmp_path, **given)
+    config(tmp_path, dataset_kwargs={"skip_prepare_dataset": False}, **given)
+
+
+def test_all_options_of_the_preparation_are_named_when_it_is_skipped(tmp_path):
+    assert set(PREPARATION) == set(PREPARATION_VALUES)
+    known = {*inspect.signature(prepare_trees).parameters, "shuffle_dataset"}
+    own = {field.name for field in dataclasses.fields(TreeSFTConfig)} & known - {"weighting"}  # the collator weights
+    assert own == set(PREPARATION)
+    with pytest.raises(ValueError, match=r"^`max_length=4`, `max_examples=1`: without effect"):
+        config(tmp_path, max_length=4, max_examples=1, **SKIP)
+    config(tmp_path, weighting="branch", **SKIP)
+
+
+def test_dictionaries_come_as_json_too(tmp_path):
+    made = config(tmp_path, column_names='{"messages": "talk"}', chat_template_kwargs='{"enable_thinking": false}')
+    assert made.column_names == {"messages": "talk"} and made.chat_template_kwargs == {"enable_thinking": False}
+    with pytest.raises(ValueError, match="`column_names` must be a `dict` or a JSON object, got 'messages=talk'"):
+        config(tmp_path, column_names="messages=talk")
 
 
 def trainer(folder, **kwargs):
@@ -127,8 +186,10 @@ def test_refused_pieces(tmp_path):
 
 
 def test_dropout_warns(tmp_path):
-    with pytest.warns(UserWarning, match="one mask for all its branches"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         trainer(tmp_path, peft_config=LoraConfig(target_modules=["q_proj"], lora_dropout=0.1, task_type="CAUSAL_LM"))
+    assert sum("one mask for all its branches" in str(warning.message) for warning in caught) == 1
 
 
 def test_padding_token_and_multiple(tmp_path):

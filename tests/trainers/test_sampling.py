@@ -14,7 +14,7 @@ from runs import config, distance, make_model, make_trees, tokenizer, weights
 
 from hf_prefix_tree import TreeSFTTrainer
 from hf_prefix_tree.trainers import sampling
-from hf_prefix_tree.trainers.sampling import StepSampler, linked_rows
+from hf_prefix_tree.trainers.sampling import StepSampler, linked_rows, split_tree_ids
 
 
 def sampler(units, block_size, shuffle=True, seed=0, step=0):
@@ -28,7 +28,7 @@ def blocks(made):
 
 
 def test_example_in_docstring():
-    assert doctest.testmod(sampling) == (0, 1)
+    assert doctest.testmod(sampling) == (0, 2)
 
 
 def test_linked_rows():
@@ -84,7 +84,7 @@ def test_a_tree_that_is_larger_than_a_step():
 def trainer(folder, rows, **options):
     return TreeSFTTrainer(
         model=make_model(),
-        args=config(folder, dataset_kwargs={"skip_prepare_dataset": True}, **options),
+        args=config(folder, **{"dataset_kwargs": {"skip_prepare_dataset": True}, **options}),
         train_dataset=rows if isinstance(rows, torch.utils.data.IterableDataset) else Dataset.from_list(rows),
         processing_class=tokenizer(),
     )
@@ -133,7 +133,53 @@ def test_refused(tmp_path):
     stream = Dataset.from_list(rows).to_iterable_dataset()
     with pytest.raises(ValueError, match=r"`train_dataset` is a stream with `tree_ids`.*`overflow='drop'`"):
         trainer(tmp_path, stream).train()
-    trainer(tmp_path, stream, overflow="raise").train()
+    stream = Dataset.from_list(counted(rows)).to_iterable_dataset()
+    trainer(tmp_path, stream, overflow="raise", dataset_kwargs=None).train()
+
+
+def counted(rows):
+    """The rows with the column that says how many parts each tree has."""
+    ids = [tree_id for row in rows for tree_id in row["tree_ids"]]
+    return [row | {"num_parts": [ids.count(tree_id) for tree_id in row["tree_ids"]]} for row in rows]
+
+
+def test_ids_of_split_trees():
+    assert split_tree_ids([[3, 4], [4], [3]], [[1, 2], [2], [1]]) == [[4], [4], []]  # 3 twice, but whole each time
+    assert split_tree_ids([[4], [4], [4], [4]], [[2]] * 4) == [[4]] * 4  # the same tree twice
+    assert split_tree_ids([], []) == []
+    with pytest.raises(
+        ValueError, match="parts of a split tree are missing: tree 4 has 3 parts, of which 2 are there; 2"
+    ):
+        split_tree_ids([[3], [4], [4], [5]], [[1], [3], [3], [2]])
+
+
+def test_missing_parts(tmp_path):
+    rows = counted(job_rows(3, split=True))
+    parts = [at for at, row in enumerate(rows) if row["num_parts"] != [1]]
+    assert len(parts) < len(rows)
+    options = {"gradient_accumulation_steps": len(rows)}
+    for at in parts:
+        made = trainer(tmp_path, rows[:at] + rows[at + 1 :], **options)
+        with pytest.raises(ValueError, match="rows with parts of a split tree are missing"):
+            made.train()
+    (whole,) = (at for at in range(len(rows)) if at not in parts)
+    made = trainer(tmp_path, rows[:whole] + rows[whole + 1 :], **options)
+    made.train()
+    # the column itself changes nothing
+    plain = trainer(tmp_path, [{k: v for k, v in row.items() if k != "num_parts"} for row in rows], **options)
+    plain.train()
+    for removed in (True, False):
+        with_column = trainer(tmp_path, rows, remove_unused_columns=removed, **options)
+        with_column.train()
+        for name, value in weights(plain.model).items():
+            assert torch.equal(value, weights(with_column.model)[name]), name
+
+
+def test_the_padded_dataset_fills_every_step(tmp_path):
+    """Accelerate cuts the last metrics by what the dataset's length leaves over."""
+    rows = job_rows(3, split=True)
+    made = trainer(tmp_path, rows, gradient_accumulation_steps=8).get_train_dataloader()
+    assert len(made.dataset) == len(made.batch_sampler.sampler) == 16 and 8 < len(rows) < 16
 
 
 RANDOM = {

@@ -6,7 +6,7 @@ from datasets import Dataset
 from models import branch_runs, gradients
 from peft import LoraConfig
 from runs import config, distance, make_model, make_trees, tokenizer, train, tree_dataset, weights
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from hf_prefix_tree import DataCollatorForPrefixTree, TreeLossMixin, TreeSFTTrainer, prepare_model
@@ -23,6 +23,16 @@ def step_reference(trees, model=None):
 
 def step_gradient(start, end, learning_rate=1.0):
     return {name: (start[name] - end[name]) / learning_rate for name in start}
+
+
+def trainer(folder, rows, eval_dataset=None, **options):
+    return TreeSFTTrainer(
+        model=make_model(),
+        args=config(folder, **options),
+        train_dataset=rows if isinstance(rows, Dataset) else tree_dataset(rows),
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer(),
+    )
 
 
 # ---- against TRL's SFTTrainer ----
@@ -82,7 +92,7 @@ def test_step_is_normalised_over_accumulation(tmp_path, accumulation):
 
 
 def test_weights_far_below_one_are_not_clamped(tmp_path):
-    trees = [fold([b for b in make_trees(1)[0].branches() for _ in range(1)]) for _ in range(1)]
+    trees = make_trees(1)
     small = [fold([type(b)(b.input_ids, b.weights * 1e-4) for b in tree.branches()]) for tree in trees]
     ends = [weights(train(tmp_path, data).model) for data in (trees, small)]
     assert distance(ends[1], ends[0], weights(make_model())) < 1e-5
@@ -266,6 +276,83 @@ def test_workers(tmp_path):
     workers = train(tmp_path, trees, max_steps=4, dataloader_num_workers=2)
     for name, value in weights(plain.model).items():
         assert torch.equal(value, weights(workers.model)[name]), name
+
+
+def test_what_a_user_logs_leaves_the_sums_of_the_window_alone(tmp_path):
+    """Sums are gathered from all ranks, which a single rank that logs would wait for."""
+    trees = make_trees(3)
+
+    class Logs(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            made.log({"x": 1.0})
+
+    made = trainer(tmp_path, trees, max_steps=3, logging_steps=2)
+    made.add_callback(Logs())
+    made.train()
+    logs = made.state.log_history
+    own = [entry for entry in logs if "x" in entry]
+    assert len(own) == 3 and not any(name.startswith(("tree/", "loss")) for entry in own for name in entry)
+    assert [entry["tree/tokens"] for entry in logs if "tree/tokens" in entry] == [sum(map(len, trees[:2]))]
+    made.train()  # the third step's sums are not logged, and not carried over
+    assert [e["tree/tokens"] for e in made.state.log_history if "tree/tokens" in e] == [sum(map(len, trees[:2]))]
+
+
+# ---- what is prepared, and how ----
+
+
+ROWS = [{"prompt_ids": [5, 6, 7 + i], "completions": [[8, 9, 10], [8, 11, 12 + i]]} for i in range(6)]
+
+
+def test_only_the_training_dataset_is_selected_from(tmp_path):
+    rows, other = Dataset.from_list(ROWS), Dataset.from_list(ROWS[:5])
+    made = trainer(tmp_path, rows, eval_dataset={"train": rows, "other": other}, max_examples=2, max_length=5)
+    assert len(made.train_dataset) == 2
+    assert {name: len(dataset) for name, dataset in made.eval_dataset.items()} == {"train": 6, "other": 5}
+    found = made.evaluate({"train": rows, "other": other})  # prepares them once, and calls itself for each
+    assert found["eval_train_loss"] == pytest.approx(made.evaluate(rows)["eval_loss"], rel=1e-12)
+    assert len(made._prepare_dataset(rows, None, made.args, False, None, "train")) == 6
+
+
+def test_options_of_conversations(tmp_path, tiny_tokenizer):
+    talk = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+    ]
+    rows = Dataset.from_list([{"conversation": talk}])
+    found = {}
+    for name, options in {
+        "plain": {},
+        "thinking": {"chat_template_kwargs": '{"enable_thinking": true}'},
+        "without": {"empty_thinking_in_prompt": False},
+    }.items():
+        arguments = config(tmp_path, column_names={"messages": "conversation"}, **options)
+        made = TreeSFTTrainer(make_model(), arguments, train_dataset=rows, processing_class=tiny_tokenizer)
+        (row,) = made.train_dataset
+        supervised = [i for i, w in zip(row["input_ids"], row["weights"], strict=True) if w]
+        found[name] = tiny_tokenizer.decode(row["input_ids"]), tiny_tokenizer.decode(supervised)
+    start, end = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "Hello<|im_end|>"
+    assert found == {
+        "plain": (f"{start}<think>\n\n</think>\n\n{end}\n", end),
+        "thinking": (f"{start}{end}\n", end),
+        "without": (f"{start}{end}\n", end),
+    }
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_trains_as_a_dataset_does(tmp_path, workers):
+    """Five trees, two a step: an epoch's last step has one tree, and its gradients belong to no other step."""
+    trees = make_trees(5)
+    options = {"gradient_accumulation_steps": 2, "max_steps": 6, "learning_rate": 0.3}
+    whole = train(tmp_path, trees, **options)
+    if workers:  # each reads one file, in turns: these are the files
+        trees = [trees[0], trees[3], trees[1], trees[4], trees[2]]
+        whole = train(tmp_path, trees, **options)
+        trees = [trees[0], trees[2], trees[4], trees[1], trees[3]]
+    stream = train(tmp_path, trees, stream=True, dataloader_num_workers=workers, **options)
+    logs = [[e["loss/token_count"] for e in run.state.log_history if "loss" in e] for run in (stream, whole)]
+    assert logs[0] == pytest.approx(logs[1], rel=1e-12) and len(logs[0]) == 6
+    assert distance(weights(whole.model), weights(make_model())) > 1e-3
+    assert distance(weights(stream.model), weights(whole.model)) < 1e-6
 
 
 def test_an_evaluation_inside_a_logging_window_leaves_its_sums_alone(tmp_path):

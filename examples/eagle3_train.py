@@ -1,0 +1,184 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""
+Train an EAGLE-3 draft head for a target model, and export it for serving.
+
+A Hub dataset or a JSON Lines file, in any form that `Eagle3Trainer` takes: conversations (`messages`), `prompt` +
+`completion`, token ids with a `loss_mask`. Best are answers of the target itself.
+
+```shell
+python examples/eagle3_train.py \
+    --model_name_or_path Qwen/Qwen3-8B \
+    --dataset_name answers.jsonl \
+    --draft_vocab_size 32000 --selected_token_ids_path draft_vocabulary.pt \
+    --packed_sequence_size 4096 --bf16 \
+    --output_dir Qwen3-8B-EAGLE3 --export_engine vllm
+```
+
+Options can come from a YAML file (`--config options.yaml`). Start it with `accelerate launch` for several GPUs.
+`--precompute_dir states` runs the target once and trains without it; a later run with the same folder as
+`--model_name_or_path` needs no target. `--dry_run` prepares the data, prints what was made of it and stops.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, load_dataset, load_from_disk
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from trl import ModelConfig, ScriptArguments, TrlParser
+
+from hf_prefix_tree.eagle3 import (
+    Eagle3Config,
+    Eagle3Target,
+    Eagle3Trainer,
+    precompute_hidden_states,
+    validate_export,
+)
+from hf_prefix_tree.eagle3.data import padding_token, prepare_eagle3_rows
+from hf_prefix_tree.eagle3.samples import SampleOptions
+from hf_prefix_tree.eagle3.target import TARGET_FILE
+
+
+@dataclass
+class Eagle3ScriptArguments(ScriptArguments):
+    """
+    Arguments of this script, besides TRL's.
+
+    Args:
+        tools_file (`str`, *optional*):
+            JSON file with tool schemas: a list for all rows, or an object that maps each value of the column `group`
+            to its list.
+        tokenizer_name_or_path (`str`, *optional*):
+            Tokenizer, where it is not the model's.
+        random_weights (`bool`, *optional*, defaults to `False`):
+            Initialise the target from its config alone.
+        draft_name_or_path (`str`, *optional*):
+            Checkpoint of a draft to train further.
+        precompute_dir (`str`, *optional*):
+            Folder for the target's hidden states: they are written first, and the draft is trained on them.
+        export_engine (`str`, *optional*):
+            Serving engine to export the draft for, into the folder `serving` of the output.
+        dry_run (`bool`, *optional*, defaults to `False`):
+            Prepare the data, print what was made of it, and stop. No model is loaded.
+    """
+
+    tools_file: str | None = field(default=None, metadata={"help": "JSON file with tool schemas."})
+    tokenizer_name_or_path: str | None = field(default=None, metadata={"help": "Tokenizer, if not the model's."})
+    random_weights: bool = field(default=False, metadata={"help": "Initialise the target from its config alone."})
+    draft_name_or_path: str | None = field(default=None, metadata={"help": "Draft to train further."})
+    precompute_dir: str | None = field(default=None, metadata={"help": "Folder for the target's hidden states."})
+    export_engine: str | None = field(
+        default=None,
+        metadata={"help": "Engine to export the draft for.", "choices": ["vllm", "sglang", "speculators"]},
+    )
+    dry_run: bool = field(default=False, metadata={"help": "Prepare the data, print the counts, and stop."})
+
+
+def load_rows(arguments: Eagle3ScriptArguments, split: str) -> Dataset:
+    """The rows of a split of a Hub dataset, or of a local JSON Lines file, with their tools."""
+    if Path(arguments.dataset_name).is_file():
+        rows = load_dataset("json", data_files={split: arguments.dataset_name}, split=split)
+    else:
+        rows = load_dataset(arguments.dataset_name, arguments.dataset_config, split=split)
+    if arguments.tools_file is not None:
+        tools = json.loads(Path(arguments.tools_file).read_text())
+        texts = [json.dumps(tools if isinstance(tools, list) else tools[row["group"]]) for row in rows]
+        rows = rows.add_column("tools", texts)
+    return rows
+
+
+def prepared(rows: Dataset, tokenizer: Any, args: Eagle3Config) -> Dataset:
+    """The rows that `Eagle3Trainer` makes of the dataset."""
+    return prepare_eagle3_rows(
+        rows,
+        SampleOptions(tokenizer, args.supervise_reasoning, args.reasoning_end),
+        seq_length=args.seq_length,
+        packed_sequence_size=args.packed_sequence_size,
+        strategy=args.packing_strategy,
+        pad_token_id=padding_token(tokenizer),
+        num_proc=args.dataset_num_proc,
+    )
+
+
+def print_preparation(split: str, rows: Dataset, args: Eagle3Config) -> None:
+    length = args.packed_sequence_size or args.seq_length
+    masks = (
+        rows["attention_mask"] if "attention_mask" in rows.column_names else [[1] * len(i) for i in rows["input_ids"]]
+    )
+    tokens, supervised = sum(map(sum, masks)), sum(map(sum, rows["loss_mask"]))
+    print(
+        f"{split}: {len(rows):,} rows of {length:,} slots, {tokens:,} tokens ({tokens / (len(rows) * length):.1%} of "
+        f"the slots), {supervised:,} supervised."
+    )
+
+
+def load_target(arguments: Eagle3ScriptArguments, model_args: ModelConfig, args: Eagle3Config) -> Any:
+    """The target model, or the folder of its precomputed hidden states."""
+    name = model_args.model_name_or_path
+    if Path(name, TARGET_FILE).is_file():
+        return name
+    dtype = model_args.dtype if model_args.dtype in ("auto", None) else getattr(torch, model_args.dtype)
+    settings = args.target_model_init_kwargs or {}
+    if arguments.random_weights:
+        config = AutoConfig.from_pretrained(name)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32 if dtype == "auto" else dtype)
+    return AutoModelForCausalLM.from_pretrained(name, revision=model_args.model_revision, dtype=dtype, **settings)
+
+
+def main(arguments: Eagle3ScriptArguments, training_args: Eagle3Config, model_args: ModelConfig) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer_name_or_path or model_args.model_name_or_path)
+    splits = [arguments.dataset_train_split]
+    if training_args.eval_strategy != "no":
+        splits.append(arguments.dataset_test_split)
+    if arguments.dry_run:
+        for split in splits:
+            print_preparation(split, prepared(load_rows(arguments, split), tokenizer, training_args), training_args)
+        return None
+    target = load_target(arguments, model_args, training_args)
+    if isinstance(target, str):
+        rows = [load_from_disk(str(Path(target, "rows", split))) for split in splits]
+    else:
+        rows = [load_rows(arguments, split) for split in splits]
+        if arguments.precompute_dir is not None:
+            frozen = Eagle3Target(target, training_args.aux_layer_ids, training_args.attn_backend)
+            frozen.to(training_args.device)
+            rows = [
+                precompute_hidden_states(
+                    frozen, prepared(own, tokenizer, training_args), arguments.precompute_dir, split=split
+                )
+                for own, split in zip(rows, splits, strict=True)
+            ]
+            target = arguments.precompute_dir
+    trainer = Eagle3Trainer(
+        model=arguments.draft_name_or_path,
+        target_model=target,
+        args=training_args,
+        train_dataset=rows[0],
+        eval_dataset=rows[1] if len(rows) > 1 else None,
+        processing_class=tokenizer,
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.save_model(training_args.output_dir)
+    if arguments.export_engine is not None and trainer.is_world_process_zero():
+        folder = str(Path(training_args.output_dir, "serving"))
+        draft = trainer.accelerator.unwrap_model(trainer.model)
+        draft.export_for_serving(
+            folder, arguments.export_engine, dtype=torch.bfloat16, target_name_or_path=model_args.model_name_or_path
+        )
+        for problem in validate_export(folder):
+            print(f"FAILED: {problem}")
+    return trainer
+
+
+def make_parser(subparsers: argparse._SubParsersAction | None = None) -> argparse.ArgumentParser:
+    dataclass_types = (Eagle3ScriptArguments, Eagle3Config, ModelConfig)
+    if subparsers is not None:
+        return subparsers.add_parser("eagle3-train", help="Train an EAGLE-3 draft", dataclass_types=dataclass_types)
+    return TrlParser(dataclass_types)
+
+
+if __name__ == "__main__":
+    main(*make_parser().parse_args_and_config())

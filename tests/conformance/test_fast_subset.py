@@ -1,0 +1,135 @@
+"""Architectures of different kinds, run anew and held against `docs/models.md`; and that the harness can fail."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import hf_prefix_tree.attention.context as context_module
+import hf_prefix_tree.attention.interface as interface_module
+import hf_prefix_tree.model as model_module
+from hf_prefix_tree.attention.mask import dense_mask
+from hf_prefix_tree.batch import IGNORE_INDEX, Supervised, decode_weights
+from hf_prefix_tree.conformance.check import CONTROL, EXACT, FAILED, NOT_BUILT, REFUSED, TOLERANCE, check_architecture
+from hf_prefix_tree.conformance.configs import CHUNK, WINDOW, tiny_config
+from hf_prefix_tree.conformance.forest import conformance_forest
+from hf_prefix_tree.conformance.runner import run_all
+from hf_prefix_tree.conformance.table import markdown_table, read_statuses
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
+FROM_BEST = (EXACT, REFUSED, NOT_BUILT, FAILED)
+SUBSET = (
+    "llama",
+    "gemma3_text",  # sliding window
+    "gemma2",  # softcap
+    "gpt_oss",  # sinks, experts
+    "llama4_text",  # chunks, queries tempered by position
+    "deepseek_v3",  # MLA
+    "deepseek_v32",  # keys picked by an indexer
+    "nemotron",  # drops the keyword arguments of the call
+    "bloom",  # ALiBi, attention of its own
+    "roberta",  # positions that count from the padding
+    "bart",  # a table of positions, a loss of its own
+    "qwen3_5_text",  # refused by its layer types
+    "gpt_neo",  # refused by self-verification
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors are too small to share
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("model_type", [name for name in SUBSET if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])
+def test_no_architecture_is_worse_than_documented(model_type):
+    result = check_architecture(model_type)
+    documented = read_statuses(PAGE)[model_type]
+    assert FROM_BEST.index(result.status) <= FROM_BEST.index(documented), result
+    if result.status == EXACT:
+        assert result.compared == "float64" and result.error < TOLERANCE["float64"]
+        assert result.control > CONTROL
+        assert result.checkpointed == "bit-identical" or result.checkpointed.startswith("to ")
+
+
+def test_the_page_has_every_architecture_and_no_failure():
+    statuses = read_statuses(PAGE)
+    assert FAILED not in statuses.values()
+    assert sum(status == EXACT for status in statuses.values()) >= 120
+    if f"Transformers {transformers.__version__}," in PAGE:
+        assert list(sorted(statuses)) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def test_the_forest_outgrows_windows_and_chunks():
+    trees = conformance_forest(97)
+    lengths = [len(branch.input_ids) for tree in trees for branch in tree.branches()]
+    assert max(lengths) > 2 * max(WINDOW, CHUNK) and min(lengths) == 2 and len(lengths) == 10
+    node_lengths = [length for tree in trees for length in tree.node_lengths]
+    assert node_lengths.count(1) == 2
+    assert tiny_config("gemma3_text").sliding_window == WINDOW
+    assert tiny_config("llama4_text").attention_chunk_size == CHUNK
+
+
+# ---- negative controls: with self-verification out of the way, the harness itself must see what is broken ----
+
+
+def index_window(prefix_tree, window=None, chunk=None):
+    index = torch.arange(prefix_tree.shape[-1])
+    mask = dense_mask(prefix_tree, chunk=chunk)
+    return mask if window is None else mask & (index[:, None] - index[None, :] < window)
+
+
+def no_chunks(prefix_tree, window=None, chunk=None):
+    return dense_mask(prefix_tree, window)
+
+
+def plain_causal(prefix_tree, window=None, chunk=None):
+    length = prefix_tree.shape[-1]
+    return torch.ones((prefix_tree.shape[0], 1, length, length), dtype=torch.bool).tril()
+
+
+def index_gather(prefix_tree, labels, loss_weights=None):
+    where = (labels[0] != IGNORE_INDEX).nonzero().squeeze(-1)
+    return Supervised(where - 1, labels[:, where], decode_weights(loss_weights)[:, where])
+
+
+dense = interface_module._dense
+
+
+def no_sinks(query, key, value, mask, scaling, softcap, s_aux):
+    return dense(query, key, value, mask, scaling, softcap, None)
+
+
+def no_softcap(query, key, value, mask, scaling, softcap, s_aux):
+    return dense(query, key, value, mask, scaling, None, s_aux)
+
+
+CONTROLS = [
+    ("gemma3_text", context_module, "dense_mask", index_window),
+    ("llama4_text", context_module, "dense_mask", no_chunks),
+    ("llama", context_module, "dense_mask", plain_causal),
+    ("gpt_oss", interface_module, "_dense", no_sinks),
+    ("gemma2", interface_module, "_dense", no_softcap),
+    ("llama", model_module, "gather_supervised", index_gather),
+]
+
+
+@pytest.mark.parametrize(("model_type", "module", "attribute", "broken"), CONTROLS)
+def test_what_is_broken_is_reported(monkeypatch, model_type, module, attribute, broken):
+    monkeypatch.setattr(module, attribute, broken)
+    assert check_architecture(model_type).status in (REFUSED, FAILED)
+    monkeypatch.setattr(model_module, "verify_tree_forward", lambda model, forward: None)
+    result = check_architecture(model_type)
+    assert result.status == FAILED, result
+    assert "differ by" in result.reason and result.error > 1e-4
+
+
+def test_a_crash_is_the_result_of_one_architecture_only(monkeypatch):
+    results = list(run_all(["llama", "gemma2"], time_limit=0.001))
+    assert [(result.model_type, result.status) for result in results] == [("llama", FAILED), ("gemma2", FAILED)]
+    assert all("took more than" in result.reason for result in results)
+    assert read_statuses(markdown_table(results)) == {"llama": FAILED, "gemma2": FAILED}

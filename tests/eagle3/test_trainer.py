@@ -1,0 +1,231 @@
+"""`Eagle3Trainer`: the step's normaliser, packed and padded, precomputed states, what is saved, two processes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset, load_from_disk
+from drafts import AUX, TARGETS, VOCAB, collated, make_target
+from eagle3_runs import distance, documents, small_draft, train, trainer_of, weights
+from processes import run_ranks
+from safetensors.torch import load_file
+from trainer_worker import train_and_evaluate
+
+from hf_prefix_tree.demo.dialogues import generate_dialogues
+from hf_prefix_tree.eagle3 import (
+    DataCollatorForEagle3,
+    Eagle3Config,
+    Eagle3DraftModel,
+    Eagle3Target,
+    Eagle3Trainer,
+    build_token_mapping,
+    load_token_mapping,
+    precompute_hidden_states,
+    validate_export,
+)
+
+
+def logs_of(trainer):
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_the_loss_is_normalised_over_the_optimizer_step(tmp_path):
+    rows = documents(8)
+    one = train(tmp_path, rows, per_device_train_batch_size=4)
+    four = train(tmp_path, rows, gradient_accumulation_steps=4)
+    assert distance(weights(four.model), weights(one.model), weights(small_draft())) < 1e-5
+    for first, second in zip(logs_of(one), logs_of(four), strict=True):
+        for name in ("loss", "tau", "accuracy/step_0", "accuracy/step_2"):
+            assert second[name] == pytest.approx(first[name], rel=1e-5), name
+    # what is logged is what the model says about the same rows
+    draft, target = small_draft(), Eagle3Target(make_target(dtype=torch.float32), AUX)
+    batch = collated(rows[:4], None)
+    states = target.states(batch)
+    logits = target.draft_logits(states.pop("last_hidden_states"), draft.draft_ids)
+    output = draft(**batch, **states, target_logits=logits, ttt_steps=3)
+    assert logs_of(one)[0]["loss"] == pytest.approx(output.loss.item(), rel=1e-5)
+    assert {name: logs_of(one)[0][name] for name in output.sums.metrics()} == output.sums.metrics()
+
+
+def test_packed_and_padded_training_agree(tmp_path):
+    rows = documents(6)
+    padded = train(tmp_path, rows, per_device_train_batch_size=6, max_steps=1)
+    start = weights(small_draft())
+    for source in (rows, Dataset.from_list(rows)):
+        packed = train(tmp_path, source, per_device_train_batch_size=9, max_steps=1, packed_sequence_size=32)
+        assert len(packed.train_dataset) < len(rows)
+        assert distance(weights(packed.model), weights(padded.model), start) < 1e-5
+
+
+@pytest.mark.parametrize("packed_sequence_size", [0, 32])
+def test_precomputed_states_train_the_same_draft(tmp_path, packed_sequence_size):
+    options = {"gradient_accumulation_steps": 2, "packed_sequence_size": packed_sequence_size}
+    online = train(tmp_path, documents(6), **options)
+    target = Eagle3Target(make_target(dtype=torch.float32), AUX)
+    described = precompute_hidden_states(target, online.train_dataset, tmp_path / "states")
+    start = weights(small_draft())
+    for rows in (described, load_from_disk(str(tmp_path / "states" / "rows" / "train"))):
+        offline = train(tmp_path, rows, target=str(tmp_path / "states"), **options)
+        assert offline.target.model is None
+        assert distance(weights(offline.model), weights(online.model), start) < 1e-5
+    file = Path(described[0]["hidden_states"])
+    other = [{**described[0], "input_ids": [9, *described[0]["input_ids"][1:]]}]
+    with pytest.raises(ValueError, match="computed for other tokens"):
+        train(tmp_path, Dataset.from_list(other), target=str(tmp_path / "states"), **options)
+    assert set(load_file(file)) == {"input_ids", "aux_hidden_states", "last_hidden_states", "target_ids"}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+def test_other_targets(tmp_path, name):
+    trainer = train(
+        tmp_path,
+        documents(4),
+        target=make_target(name, dtype=torch.float32),
+        draft=small_draft(name),
+        max_steps=3,
+        num_train_epochs=1,
+        per_device_train_batch_size=4,
+        learning_rate=0.1,
+    )
+    losses = [entry["loss"] for entry in logs_of(trainer)]
+    assert losses[-1] < losses[0]
+
+
+def test_evaluation_does_not_depend_on_the_batch_size(tmp_path):
+    results = []
+    for batch_size in (1, 2, 5):
+        trainer = trainer_of(
+            tmp_path,
+            documents(2),
+            draft=small_draft(),
+            eval_rows=documents(5, seed=1),
+            per_device_eval_batch_size=batch_size,
+        )
+        results.append(trainer.evaluate())
+    for result in results[1:]:
+        for name in ("eval_loss", "eval_tau", "eval_accuracy/step_1"):
+            assert result[name] == pytest.approx(results[0][name], rel=1e-5)
+    assert 1 <= results[0]["eval_tau"] <= 4
+
+
+def test_a_draft_is_made_for_the_target_and_only_the_draft_is_saved(tmp_path, tiny_tokenizer):
+    torch.manual_seed(0)
+    config = {**TARGETS["llama"].to_dict(), "vocab_size": len(tiny_tokenizer)}
+    target = type(make_target(dtype=torch.float32))(type(TARGETS["llama"]).from_dict(config))
+    rows = [{"messages": row["messages"], "tools": row["tools"]} for row in generate_dialogues(3, 1)]
+    path = tmp_path / "map.pt"
+    options = {
+        "tokenizer": tiny_tokenizer,
+        "target": target,
+        "draft_vocab_size": 200,
+        "selected_token_ids_path": str(path),
+        "packed_sequence_size": 512,
+        "max_steps": 2,
+        "optim": "adamw_torch",
+        "learning_rate": 1e-3,
+    }
+    trainer = trainer_of(tmp_path / "out", rows, **options)
+    ids, _ = load_token_mapping(path, target_vocab_size=len(tiny_tokenizer), draft_vocab_size=200)
+    expected, _ = build_token_mapping(
+        [collated(trainer.train_dataset)],
+        target_vocab_size=len(tiny_tokenizer),
+        draft_vocab_size=200,
+        special_token_ids=tiny_tokenizer.all_special_ids,
+    )
+    draft = trainer.model
+    assert torch.equal(draft.draft_ids, ids) and torch.equal(ids, expected)
+    assert torch.equal(draft.embed_tokens.weight, target.get_input_embeddings().weight)
+    assert torch.equal(draft.lm_head.weight, target.get_output_embeddings().weight[ids])
+    before = {name: p.clone() for name, p in target.named_parameters()}
+    embedding = draft.embed_tokens.weight.clone()
+    trainer.train()
+    assert all(torch.equal(before[name], p) for name, p in target.named_parameters())
+    assert torch.equal(draft.embed_tokens.weight, embedding)
+    trainer.save_model()
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(saved) == set(draft.state_dict())
+    again = trainer_of(tmp_path, rows, draft=str(tmp_path / "out"), **{**options, "draft_vocab_size": None})
+    assert isinstance(again.model, Eagle3DraftModel)
+    assert all(torch.equal(saved[name], value) for name, value in again.model.state_dict().items())
+    trainer.model.export_for_serving(tmp_path / "served", "sglang")
+    assert validate_export(tmp_path / "served") == []
+
+
+def test_a_checkpoint_is_resumed(tmp_path):
+    options = {
+        "optim": "adamw_torch",
+        "learning_rate": 1e-3,
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    whole = train(tmp_path, documents(8), **options)
+    resumed = trainer_of(tmp_path, documents(8), draft=small_draft(), **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert distance(weights(resumed.model), weights(whole.model), weights(small_draft())) < 1e-6
+
+
+def test_streams_and_autocast(tmp_path, tiny_tokenizer):
+    """A stream of conversations: counted for the vocabulary, packed as it is read, trained in bf16."""
+    config = {**TARGETS["llama"].to_dict(), "vocab_size": len(tiny_tokenizer)}
+    target = type(make_target())(type(TARGETS["llama"]).from_dict(config)).float()
+    rows = [{"messages": row["messages"]} for row in generate_dialogues(4, 1)]
+    options = {"draft_vocab_size": 300, "packed_sequence_size": 512, "bf16": True, "optim": "adamw_torch"}
+    options |= {"learning_rate": 3e-3, "max_steps": 6}
+    trainer = trainer_of(
+        tmp_path,
+        Dataset.from_list(rows).to_iterable_dataset(),
+        target=target,
+        tokenizer=tiny_tokenizer,
+        **options,
+    )
+    whole = trainer_of(tmp_path, rows, target=target, tokenizer=tiny_tokenizer, **options)
+    assert torch.equal(trainer.model.draft_ids, whole.model.draft_ids)
+    trainer.train()
+    losses = [entry["loss"] for entry in logs_of(trainer)]
+    assert losses[-1] < losses[0]
+
+
+def test_wrong_arguments_are_refused(tmp_path):
+    rows = documents(2)
+    for changes, message in (
+        ({"ttt_steps": 0}, "`ttt_steps` must be at least 1, got 0"),
+        ({"step_decay": 0.0}, "`step_decay` must be above 0"),
+        ({"packing_strategy": "first_fit"}, "`packing_strategy` must be one of"),
+        ({"packed_sequence_size": -1}, "`packed_sequence_size` must be at least 0"),
+        ({"label_smoothing_factor": 0.1}, "have no meaning for a draft"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trainer_of(tmp_path, rows, **changes)
+    args, collator = Eagle3Config(str(tmp_path)), DataCollatorForEagle3(0)
+    for arguments, message in (
+        ({"data_collator": object()}, "`data_collator` must be a `DataCollatorForEagle3`, got object"),
+        ({"data_collator": collator}, "`target_model` must be a causal LM, its name, or the folder"),
+        ({}, "No padding token"),
+        ({"args": None, "data_collator": collator, "target_model": object()}, "`target_model` must be a causal LM"),
+        ({"compute_metrics": len}, "`compute_metrics` is not supported"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Eagle3Trainer(**{"args": args, "train_dataset": rows, **arguments})
+    with pytest.raises(ValueError, match="its `aux_layer_ids` is \\[0, 1, 2\\], the target's \\[0, 1, 3\\]"):
+        trainer_of(tmp_path, rows, draft=small_draft(), aux_layer_ids=[0, 1, 3])
+    with pytest.raises(ValueError, match="`train_dataset` is needed to choose the draft vocabulary"):
+        trainer_of(tmp_path, None, draft_vocab_size=VOCAB - 1)
+
+
+# ---- two processes ----
+
+
+def test_two_processes_equal_one(tmp_path):
+    # 7 rows, 4 a step: the second step holds 3, and the two processes fill it up with an empty row, not a repeated one
+    one = train(tmp_path, documents(7), eval_rows=documents(5, seed=1), gradient_accumulation_steps=4)
+    metrics = one.evaluate()
+    run_ranks(train_and_evaluate, tmp_path)
+    two, log = torch.load(tmp_path / "weights.pt"), json.loads((tmp_path / "log.json").read_text())
+    assert distance(two, weights(one.model), weights(small_draft())) < 1e-5
+    for first, second in zip(logs_of(one), log, strict=False):
+        for name in ("loss", "tau", "accuracy/step_1"):
+            assert second[name] == pytest.approx(first[name], rel=1e-5), name
+    for name in ("eval_loss", "eval_tau", "eval_accuracy/step_0"):
+        assert log[-1][name] == pytest.approx(metrics[name], rel=1e-5), name
