@@ -6,8 +6,9 @@
 
 Each assistant turn is a branch. Tokens per second count those of all branches, whatever a step really touches. `naive`
 calls `tokenizer.apply_chat_template` for every turn and its prompt and tokenizes each text whole; both must give the
-same texts and token ids. Times are CPU times, which other work on the machine hardly changes. Nothing is known from an earlier run: caches start empty. `prepare_trees` is all steps, with
-what `datasets` adds. `--quick` takes the demo's dialogues and its tokenizer.
+same texts and token ids. Times are CPU times, which other work on the machine hardly changes. Nothing is known from an
+earlier run: caches start empty. `prepare_trees` is all steps, with what `datasets` adds. `--quick` takes the demo's
+dialogues and its tokenizer.
 """
 
 from __future__ import annotations

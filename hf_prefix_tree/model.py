@@ -205,8 +205,8 @@ def _enter(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tupl
         for name in ("loss_weights", "tree_stats"):
             if kwargs.get(name) is not None:
                 raise ValueError(
-                    f"`{name}` came without `prefix_tree`, so a tree row would be read as one sequence: pass the whole "
-                    "batch of `DataCollatorForPrefixTree`."
+                    f"`{name}` came without `prefix_tree`, so a tree row would be read as one sequence: pass the "
+                    "whole batch of `DataCollatorForPrefixTree`."
                 )
         return None
     if module.config._attn_implementation != IMPLEMENTATION:

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""What the package relies on inside Transformers, TRL, Accelerate and torch without it being public: notice when it changes."""
+"""What the package relies on inside Transformers, TRL and torch without it being public: notice when it changes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_trl_computes_the_loss_from_weighted_log_probs():
 
 
 def test_trainer_scales_by_num_items_in_batch():
-    """With `model_accepts_loss_kwargs`, a given number of items means: already normalised over the accumulated batch."""
+    """With `model_accepts_loss_kwargs`, a given number of items means: normalised over the accumulated batch."""
     source = " ".join(inspect.getsource(Trainer.training_step).split())
     assert "self.model_accepts_loss_kwargs and num_items_in_batch is not None" in source or (
         "not self.model_accepts_loss_kwargs or num_items_in_batch is None" in source

@@ -324,6 +324,8 @@ def _head_dim(config: Any) -> int:
 @functools.cache
 def default_implementation(config_class: type) -> str:
     """`"sdpa"` where the models of this config class support it, otherwise `"eager"`."""
+    if getattr(config_class, "attn_logit_softcapping", None):  # Transformers before 5.24 lets sdpa drop the softcap
+        return "eager"
     found = _model_classes(config_class)
     return "sdpa" if any(c._supports_sdpa and _interface_in_source(c) for c in found) else "eager"
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_prefix_tree.attention.interface import default_implementation
 from hf_prefix_tree.batch import concatenate_trees
 from hf_prefix_tree.conformance.configs import tiny_config
 from hf_prefix_tree.conformance.forest import conformance_forest
@@ -121,6 +122,8 @@ def build_model(model_type: str, seed: int = 0) -> PreTrainedModel:
         if part is not None:
             part._experts_implementation = "eager"  # grouped matmuls reject float64 on CPU
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    if model.config._attn_implementation == "sdpa" and default_implementation(type(model.config)) == "eager":
+        model.set_attn_implementation("eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "sink" in name:

@@ -27,6 +27,7 @@ _SIZES: list[tuple[str, int]] = [
     (r"(swa_)?num_attention_heads|n_heads?|num_heads|attention_heads|(num_)?(decoder|encoder)_attention_heads", HEADS),
     (r"(swa_)?num_key_value_heads|num_kv_heads|num_query_groups", KV_HEADS),
     (r"(global_|swa_)?head_dim|d_head|dim_head|kv_channels|attention_head_size|attention_head_dim", HEAD_DIM),
+    (r"query_pre_attn_scalar", HEAD_DIM),
     (r"qk_head_dim", 12),
     (r"qk_nope_head_dim", 8),
     (r"qk_rope_head_dim|rotary_dim", 4),

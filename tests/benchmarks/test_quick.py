@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import attention, fold, mask, step
+from benchmarks import attention, fold, mask, prepare, step
 from benchmarks.flops import model_config
 from benchmarks.microbatches import pack
 from benchmarks.packed import Packed
 from benchmarks.shapes import FOLD_SHAPES, QUICK, SHAPES, build, conversation_trees, leaf_first_rows, lightest_first
 from hf_prefix_tree.attention.mask import dense_mask
+from hf_prefix_tree.demo.dialogues import generate_dialogues
 from hf_prefix_tree.report.flops import flop_counts
 
 ENVIRONMENT = {"device", "python", "torch", "transformers", "trl", "flash-attn-4", "cuda", "commit", "date"}
@@ -162,6 +163,25 @@ def test_mask_and_fold_rows(tmp_path):
     assert [row["method"] for row in rows] == ["fold", "fold+check"]
     assert rows[0]["tokens_per_s"] == pytest.approx(138 / (rows[0]["ms"] * 1e-3))
     assert read(tmp_path / "f.csv")[0].keys() >= ENVIRONMENT | {"shape", "tokens_per_s"}
+
+
+def test_prepare_rows(tmp_path):
+    rows = prepare.main(["--quick", "--seconds", "0", "--output", str(tmp_path / "p.csv")])
+    steps = ["rendering", "tokenizing", "folding", "splitting and packing", "prepare_trees"]
+    naive = [("naive", "rendering"), ("naive", "tokenizing")]
+    assert [(row["method"], row["step"]) for row in rows] == [*(("ours", step) for step in steps), *naive]
+    dialogues = generate_dialogues(num_groups=2, trials=2)
+    turns = [message for row in dialogues for message in row["messages"] if message["role"] == "assistant"]
+    assert (rows[0]["conversations"], rows[0]["trees"], rows[0]["branches"]) == (4, 2, len(turns))
+    assert all(row["tokens_per_s"] == pytest.approx(row["branch_tokens"] / (row["ms"] * 1e-3)) for row in rows)
+    assert rows[0]["branch_tokens"] > 2 * rows[0]["tree_tokens"]
+    assert read(tmp_path / "p.csv")[0].keys() >= ENVIRONMENT | {"data", "step", "ms", "tokens_per_s"}
+
+
+def test_prepare_refuses_other_texts_than_the_naive_ones(monkeypatch):
+    monkeypatch.setattr(prepare, "rendered", lambda talks, template: ["other"])
+    with pytest.raises(AssertionError):
+        prepare.main(["--quick", "--only", "folding"])
 
 
 def test_stock_block_mask_is_the_same_mask():

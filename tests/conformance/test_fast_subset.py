@@ -51,7 +51,9 @@ def test_no_architecture_is_worse_than_documented(model_type):
     documented = read_statuses(PAGE)[model_type]
     assert FROM_BEST.index(result.status) <= FROM_BEST.index(documented), result
     if result.status == EXACT:
-        assert result.compared == "float64" and result.error < TOLERANCE["float64"]
+        assert result.error < TOLERANCE[result.compared.removesuffix(" (eval)")]
+        if f"Transformers {transformers.__version__}," in PAGE:
+            assert result.compared == "float64"
         assert result.control > CONTROL
         assert result.checkpointed == "bit-identical" or result.checkpointed.startswith("to ")
 

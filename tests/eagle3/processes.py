@@ -1,16 +1,18 @@
 """Functions run as the ranks of a gloo group. The processes are forked from a server that has imported everything."""
 
+import faulthandler
 import multiprocessing
 import os
 import socket
 import sys
 import traceback
 from pathlib import Path
+from unittest import mock
 
 PRELOADED = ["mapping_worker", "trainer_worker"]
 
 
-def run_ranks(function, folder, ranks=2, timeout=120):
+def run_ranks(function, folder, ranks=2, timeout=240):
     """
     Calls `function(folder)` in every rank, which finds its place in the environment as under `torchrun`.
 
@@ -21,27 +23,35 @@ def run_ranks(function, folder, ranks=2, timeout=120):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = [context.Process(target=_call, args=(function, str(folder), r, ranks, port)) for r in range(ranks)]
+    processes = [
+        context.Process(target=_call, args=(function, str(folder), r, ranks, port, timeout)) for r in range(ranks)
+    ]
     try:
-        for process in processes:
-            process.start()
+        # the server, which the first process starts, finds its modules with it
+        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
+            for process in processes:
+                process.start()
         for rank, process in enumerate(processes):
             process.join(timeout)
-            errors = Path(folder, f"error{rank}.txt")
-            assert process.exitcode == 0, errors.read_text() if errors.exists() else f"rank {rank}: {process.exitcode}"
+            errors = [file.read_text() for file in sorted(Path(folder).glob("error*.txt"))]
+            assert process.exitcode == 0, f"rank {rank}: exit code {process.exitcode}\n" + "\n\n".join(errors)
     finally:
         for process in processes:
             process.kill()
 
 
-def _call(function, folder, rank, ranks, port):
+def _call(function, folder, rank, ranks, port, timeout):
     import torch
 
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
-    try:
-        function(folder)
-    except BaseException:
-        Path(folder, f"error{rank}.txt").write_text(traceback.format_exc())
-        sys.exit(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # Accelerate would set more, and they would fight for the cores
+    with open(Path(folder, f"error{rank}.txt"), "w") as file:
+        faulthandler.dump_traceback_later(timeout - 10, file=file)  # where it hangs
+        try:
+            function(folder)
+        except BaseException:
+            traceback.print_exc(file=file)
+            sys.exit(1)
+        faulthandler.cancel_dump_traceback_later()

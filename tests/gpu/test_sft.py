@@ -10,7 +10,7 @@ from test_flex import forest, model_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "trainers"))
 
-from runs import distance, train, weights  # noqa: E402
+from runs import distance, train, weights
 
 pytestmark = pytest.mark.gpu
 
