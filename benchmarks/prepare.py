@@ -23,7 +23,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, disable_caching, disable_progress_bars
+from datasets import (
+    Dataset,
+    disable_caching,
+    disable_progress_bars,
+    enable_caching,
+    enable_progress_bars,
+    is_caching_enabled,
+)
 
 from benchmarks.common import Row, make_parser, measure, progress, report
 from benchmarks.fold import one_core
@@ -106,6 +113,18 @@ def packed(trees: list[PrefixTree], max_packed_tokens: int) -> list[list[PrefixT
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
+    cached = is_caching_enabled()
+    disable_caching()  # a cached result would cost nothing
+    disable_progress_bars()
+    try:
+        return run(argv)
+    finally:
+        enable_progress_bars()
+        if cached:
+            enable_caching()
+
+
+def run(argv: Sequence[str] | None) -> list[Row]:
     names = ("rendering", "tokenizing", "folding", "splitting and packing", "prepare_trees", "naive")
     parser = make_parser(__doc__, names)
     parser.add_argument("data", nargs="?", type=Path, help="JSON Lines file with `messages`, maybe `group`, `tools`")
@@ -116,8 +135,6 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     args = parser.parse_args(argv)
     if (args.data is None) is not args.quick or (args.data is None) is not (args.tokenizer is None):
         parser.error("pass a file and `--tokenizer`, or `--quick`")
-    disable_caching()
-    disable_progress_bars()
     lines, tokenizer = read(args.data, args.tools, args.tokenizer)
     template = ChatTemplate(tokenizer, tokenizer.get_chat_template())
     parse = not template.writes_argument_strings

@@ -122,7 +122,7 @@ def build_model(model_type: str, seed: int = 0) -> PreTrainedModel:
         if part is not None:
             part._experts_implementation = "eager"  # grouped matmuls reject float64 on CPU
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-    if model.config._attn_implementation == "sdpa" and default_implementation(type(model.config)) == "eager":
+    if model.config._attn_implementation == "sdpa" and default_implementation(model.config.__class__) == "eager":
         model.set_attn_implementation("eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():

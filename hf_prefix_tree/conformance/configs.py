@@ -86,6 +86,7 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
     ```python
     >>> tiny_config("gemma2").layer_types
     ['sliding_attention', 'full_attention']
+
     ```
     """
     from hf_prefix_tree.conformance.overrides import OVERRIDES

@@ -22,6 +22,7 @@ def summary(results: list[Result]) -> str:
     ```python
     >>> summary([Result("llama", status="exact"), Result("mamba", status="refused")])
     '2 architectures: 1 exact, 1 refused, 0 failed, 0 not built.'
+
     ```
     """
     count = Counter(result.status for result in results)

@@ -73,6 +73,7 @@ class Eagle3Trainer(Trainer):
     ... )  # doctest: +SKIP
     >>> trainer.train()  # doctest: +SKIP
     >>> trainer.model.export_for_serving("draft-serving", engine="vllm")  # doctest: +SKIP
+
     ```
     """
 

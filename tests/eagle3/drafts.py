@@ -185,7 +185,7 @@ def agree_often(draft, batch, states, steps):
         for row, at, ids in tokens_of(batch):
             logits = document_steps(draft, ids, states["aux_hidden_states"][row, at : at + len(ids)], steps)
             for target in range(1, len(ids)):
-                step = (0, 0, 1, None)[target % 4]
+                step = (1, 0, 1, None)[target % 4]
                 if step is None:
                     states["target_ids"][row, at + target] = min(outside)
                 elif target - 1 - step >= 0:

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import REPO_ROOT
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from trl import SFTTrainer
 
 from hf_prefix_tree import TreeSFTTrainer, conversation_branches
 from hf_prefix_tree.demo.dialogues import generate_dialogues
 
+REPO_ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((REPO_ROOT / "examples" / "ablation").glob("*.yaml"))
 
 
