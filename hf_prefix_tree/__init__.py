@@ -17,6 +17,18 @@ if TYPE_CHECKING:  # what tools see; at run time `__getattr__` loads the same na
     from hf_prefix_tree.collators.rollouts import prefix_tree_collate_fn as prefix_tree_collate_fn
     from hf_prefix_tree.conversations import conversation_branches as conversation_branches
     from hf_prefix_tree.datasets import prepare_trees as prepare_trees
+    from hf_prefix_tree.eagle3 import DataCollatorForEagle3 as DataCollatorForEagle3
+    from hf_prefix_tree.eagle3 import Eagle3Config as Eagle3Config
+    from hf_prefix_tree.eagle3 import Eagle3DraftConfig as Eagle3DraftConfig
+    from hf_prefix_tree.eagle3 import Eagle3DraftModel as Eagle3DraftModel
+    from hf_prefix_tree.eagle3 import Eagle3Trainer as Eagle3Trainer
+    from hf_prefix_tree.eagle3 import build_eagle3_dataloader as build_eagle3_dataloader
+    from hf_prefix_tree.eagle3 import build_token_mapping as build_token_mapping
+    from hf_prefix_tree.eagle3 import export_for_serving as export_for_serving
+    from hf_prefix_tree.eagle3 import load_or_build_token_mapping as load_or_build_token_mapping
+    from hf_prefix_tree.eagle3 import load_token_mapping as load_token_mapping
+    from hf_prefix_tree.eagle3 import pack_eagle3_dataset as pack_eagle3_dataset
+    from hf_prefix_tree.eagle3 import save_token_mapping as save_token_mapping
     from hf_prefix_tree.model import prepare_model as prepare_model
     from hf_prefix_tree.model import unprepare_model as unprepare_model
     from hf_prefix_tree.packing import pack_rows as pack_rows
@@ -54,6 +66,18 @@ _HOMES = {
     "prefix_tree_collate_fn": "collators.rollouts",
     "split_tree": "splitting",
     "pack_rows": "packing",
+    "build_token_mapping": "eagle3",
+    "save_token_mapping": "eagle3",
+    "load_token_mapping": "eagle3",
+    "load_or_build_token_mapping": "eagle3",
+    "pack_eagle3_dataset": "eagle3",
+    "DataCollatorForEagle3": "eagle3",
+    "build_eagle3_dataloader": "eagle3",
+    "Eagle3DraftConfig": "eagle3",
+    "Eagle3DraftModel": "eagle3",
+    "Eagle3Config": "eagle3",
+    "Eagle3Trainer": "eagle3",
+    "export_for_serving": "eagle3",
     "TreeLossMixin": "trainers.mixin",
     "TreeSFTConfig": "trainers.config",
     "TreeSFTTrainer": "trainers.sft",
