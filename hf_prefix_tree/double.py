@@ -9,11 +9,12 @@ and checks only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 
 
 class keep_double(TorchFunctionMode):
@@ -46,15 +47,11 @@ class keep_double(TorchFunctionMode):
             other = args[1] if func is torch.Tensor.to and len(args) > 1 else None
             if isinstance(other, torch.Tensor) and other.is_floating_point():
                 args = (tensor, other.to(torch.float64), *args[2:])
+            factor = args[1] if func in _PRODUCTS and len(args) > 1 else None
+            if isinstance(factor, torch.Tensor) and _is_low(factor.dtype):  # rotary frequencies times positions
+                args = (tensor, factor.double(), *args[2:])
         return func(*args, **kwargs)
 
 
 def _is_low(dtype: object) -> bool:
     return dtype in (torch.float32, torch.float16, torch.bfloat16)
-
-
-def double_checkpoint_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """`context_fn` for non-reentrant checkpointing: recomputation re-enters [`keep_double`]."""
-    from contextlib import nullcontext
-
-    return nullcontext(), keep_double()
