@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from hf_prefix_tree.attention.interface import IMPLEMENTATION, WAY_OUT, default_implementation
+from hf_prefix_tree.attention.defaults import default_implementation
+from hf_prefix_tree.attention.interface import IMPLEMENTATION, WAY_OUT
 from hf_prefix_tree.batch import BLOCK_SIZE, IGNORE_INDEX, concatenate_trees
 from hf_prefix_tree.support import attention_windows
 from hf_prefix_tree.tree import Branch, PrefixTree, fold

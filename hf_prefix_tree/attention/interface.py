@@ -9,17 +9,17 @@ sinks.
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
-from transformers import AttentionInterface, PreTrainedModel
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, causal_mask_function
 
 from hf_prefix_tree.attention.context import Mask, TreeContext, active_context, can_use_flex
+from hf_prefix_tree.attention.defaults import default_attention, default_implementation, uses_attention_interface
+from hf_prefix_tree.attention.kernels import attend_dense, attend_flex, attention_dtype
 from hf_prefix_tree.batch import BLOCK_SIZE
 
 IMPLEMENTATION = "prefix_tree"
@@ -31,8 +31,6 @@ _NOT_FOR_ATTENTION = {
     *("position_ids", "cache_position", "input_ids", "token_type_ids"),
     *("labels", "shift_labels", "num_items_in_batch"),
 }
-
-_MODELING_UTILS = sys.modules[PreTrainedModel.__module__]  # where the interface itself lives
 
 
 def register() -> None:
@@ -77,8 +75,8 @@ def prefix_tree_mask(
         )
     chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
     window, chunk = (None, local_size) if chunked else (local_size, None)
-    additive = not _uses_attention_interface(config.__class__)
-    reason = can_use_flex(device, _attention_dtype(device, dtype), _head_dim(config), context.prefix_tree.shape[-1])
+    additive = not uses_attention_interface(config.__class__)
+    reason = can_use_flex(device, attention_dtype(device, dtype), _head_dim(config), context.prefix_tree.shape[-1])
     if additive:
         reason = "this architecture computes its attention by itself and takes a dense mask"
     elif _DERIVED_MASKS & set(getattr(config, "layer_types", None) or []) or not allow_is_causal_skip:
@@ -120,7 +118,7 @@ def prefix_tree_attention(
         if context is None and not _made_for_a_tree(module, attention_mask):
             if kwargs.get("indices") is not None:  # what eager and sdpa find in their mask
                 attention_mask = _keep_chosen(attention_mask, kwargs.pop("indices"), key.shape[2], query.dtype)
-            return _default_attention(module)(module, query, key, value, attention_mask, **kwargs)
+            return default_attention(module)(module, query, key, value, attention_mask, **kwargs)
         if context is not None and not context.owns(attention_mask):
             raise ValueError(
                 f"{type(module).__name__} got neither the tree nor the tree's mask: this architecture drops the "
@@ -183,12 +181,12 @@ def _tree_attention(
         )
     if indices is not None:
         mask = _keep_chosen(mask, indices, key.shape[2], query.dtype)
-    dtype = _attention_dtype(query.device, value.dtype)
+    dtype = attention_dtype(query.device, value.dtype)
     query, key, value = (x.to(dtype) for x in (query, key, value))
     if isinstance(mask, BlockMask):
-        output = _flex(query, key, value, mask, scaling, softcap, s_aux)
+        output = attend_flex(query, key, value, mask, scale=scaling, softcap=softcap, sinks=s_aux)
     else:
-        output = _dense(query, key, value, mask, scaling, softcap, s_aux)
+        output = attend_dense(query, key, value, mask, scale=scaling, softcap=softcap, sinks=s_aux)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -201,158 +199,8 @@ def _keep_chosen(mask: Mask | None, indices: torch.Tensor, length: int, dtype: t
     return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(dtype).min)
 
 
-def _attention_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    # Norms and rotary embeddings leave query and key in float32 under autocast, and FlexAttention, unlike SDPA, is not
-    # on autocast's list.
-    if torch.is_autocast_enabled(device.type):
-        return torch.get_autocast_dtype(device.type)
-    return dtype
-
-
-def _dense(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    scaling: float | None,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
-) -> torch.Tensor:
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    if softcap is None and s_aux is None:
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = torch.matmul(query, key.transpose(2, 3)) * scale
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    if s_aux is not None:  # the sink: one more key, whose probability goes nowhere
-        sinks = s_aux.to(scores.dtype).view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
-        scores = torch.cat([scores, sinks], dim=-1)
-    probabilities = torch.softmax(scores, dim=-1)[..., : key.shape[2]]
-    return torch.matmul(probabilities.to(value.dtype), value)
-
-
-def _flex(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: BlockMask,
-    scaling: float | None,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
-) -> torch.Tensor:
-    query, key, value = (x.contiguous().unflatten(2, (-1, BLOCK_SIZE)) for x in (query, key, value))
-    score_mod = None if softcap is None else _softcap_mod(softcap)
-    attend = _attend_in_blocks if torch.compiler.is_compiling() else _compiled_attend
-    output, lse = attend(query, key, value, mask, score_mod, scaling)
-    if s_aux is None:
-        return output
-    # softmax over keys and sink = softmax over keys * sigmoid(lse - sink), in float32
-    kept = torch.sigmoid(lse - s_aux.to(lse.dtype).view(1, -1, 1))
-    return (output * kept[..., None]).to(query.dtype)
-
-
-def _attend_in_blocks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: BlockMask,
-    score_mod: Callable | None,
-    scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    # The length arrives as blocks x 128: with a dynamic number of blocks the compiler still knows that 128 divides the
-    # length. One graph then serves every length at the speed of a static one (without this it is 25-30% slower).
-    query, key, value = (x.flatten(2, 3) for x in (query, key, value))
-    output, aux = flex_attention(
-        query,
-        key,
-        value,
-        score_mod=score_mod,
-        block_mask=mask,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-        return_aux=AuxRequest(lse=True),
-    )
-    assert aux.lse is not None  # it was asked for
-    return output, aux.lse
-
-
-# - A recompile limit that is hit runs attention unfused, in silence: fail instead. The limit is raised because every
-#   dtype, head size and kind of mask of every model in the process needs a graph of its own.
-# - Floats (softcap, scale) are constants of a model.
-_DYNAMO_OPTIONS: dict[str, Any] = {
-    "recompile_limit": 64,
-    "fail_on_recompile_limit_hit": True,
-    "specialize_float": True,
-}
-
-
-def _compiled_attend(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    # No duck shapes: taking two sizes that happen to be equal (heads and blocks, say) for the same size costs another
-    # graph at every other length.
-    distinct_sizes = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-    with torch._dynamo.config.patch(_DYNAMO_OPTIONS), distinct_sizes:
-        return _compile()(*args)
-
-
-@functools.cache
-def _compile() -> Callable:
-    return torch.compile(_attend_in_blocks, dynamic=True)
-
-
-@functools.cache
-def _softcap_mod(softcap: float) -> Callable:
-    def score_mod(
-        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
-    ) -> torch.Tensor:
-        return softcap * torch.tanh(score / softcap)
-
-    return score_mod
-
-
 def _head_dim(config: Any) -> int:
     if getattr(config, "is_heterogeneous", False):  # the smallest of the layers
         return min(_head_dim(layer) for layer in config.per_layer_config)
     head_dim = getattr(config, "head_dim", None)
     return head_dim if head_dim is not None else config.hidden_size // config.num_attention_heads
-
-
-@functools.cache
-def default_implementation(config_class: type) -> str:
-    """`"sdpa"` where the models of this config class support it, otherwise `"eager"`."""
-    if getattr(config_class, "attn_logit_softcapping", None):  # Transformers before 5.24 lets sdpa drop the softcap
-        return "eager"
-    found = _model_classes(config_class)
-    return "sdpa" if any(c._supports_sdpa and _interface_in_source(c) for c in found) else "eager"
-
-
-@functools.cache
-def _uses_attention_interface(config_class: type) -> bool:
-    return any(_interface_in_source(model_class) for model_class in _model_classes(config_class))
-
-
-def _interface_in_source(model_class: type) -> bool:
-    """Whether the modeling file calls attention functions by name, as `set_attn_implementation` needs it."""
-    files = [sys.modules[c.__module__] for c in model_class.__mro__ if c.__module__ in sys.modules]
-    return any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files if file is not _MODELING_UTILS)
-
-
-def _model_classes(config_class: type) -> list[type[PreTrainedModel]]:
-    found: list[type[PreTrainedModel]] = []
-    classes: list[type[PreTrainedModel]] = [PreTrainedModel]
-    for model_class in classes:
-        if getattr(model_class, "config_class", None) is config_class:
-            found.append(model_class)
-        classes.extend(model_class.__subclasses__())
-    return found
-
-
-def _default_attention(module: torch.nn.Module) -> Callable:
-    config: Any = module.config
-    name = default_implementation(config.__class__)
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    return AttentionInterface().get_interface(name, eager)

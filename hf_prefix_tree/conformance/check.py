@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_prefix_tree.attention.interface import default_implementation
+from hf_prefix_tree.attention.defaults import default_implementation
 from hf_prefix_tree.batch import concatenate_trees
 from hf_prefix_tree.conformance.configs import tiny_config
 from hf_prefix_tree.conformance.forest import conformance_forest

@@ -16,8 +16,8 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from hf_prefix_tree.attention.context import can_use_flex
+from hf_prefix_tree.attention.kernels import attention_dtype, flex_with_lse
 from hf_prefix_tree.attention.mask import dense_mask, tree_block_mask
-from hf_prefix_tree.batch import BLOCK_SIZE
 
 
 def document_tree(seq_lens: torch.Tensor, length: int) -> torch.Tensor:
@@ -90,9 +90,7 @@ def step_attention(
     Returns:
         `torch.Tensor` of shape `(B, N, heads, D)`.
     """
-    dtype = values[0].dtype
-    if torch.is_autocast_enabled(query.device.type):  # which FlexAttention, unlike SDPA, does not know
-        dtype = torch.get_autocast_dtype(query.device.type)
+    dtype = attention_dtype(query.device, values[0].dtype)
     query, keys, values = query.to(dtype), [k.to(dtype) for k in keys], [v.to(dtype) for v in values]
     reason = can_use_flex(query.device, dtype, query.shape[-1], query.shape[2])
     if documents.attn_backend == "flex" and reason is not None:
@@ -122,11 +120,7 @@ def flex_steps(
     query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], documents: Documents
 ) -> torch.Tensor:
     """FlexAttention over step 0, then the diagonals; arguments and result as for [`dense_steps`]."""
-    from hf_prefix_tree.attention.interface import _attend_in_blocks, _compiled_attend
-
-    q, k, v = (x.contiguous().unflatten(2, (-1, BLOCK_SIZE)) for x in (query, keys[0], values[0]))
-    attend = _attend_in_blocks if torch.compiler.is_compiling() else _compiled_attend
-    output, lse = attend(q, k, v, documents.block_mask, None, query.shape[-1] ** -0.5)
+    output, lse = flex_with_lse(query, keys[0], values[0], documents.block_mask)
     if len(keys) == 1:
         return output
     keys, values = _repeated(query, keys[1:]), _repeated(query, values[1:])

@@ -99,23 +99,23 @@ def index_gather(prefix_tree, labels, loss_weights=None):
     return Supervised(where - 1, labels[:, where], decode_weights(loss_weights)[:, where])
 
 
-dense = interface_module._dense
+dense = interface_module.attend_dense
 
 
-def no_sinks(query, key, value, mask, scaling, softcap, s_aux):
-    return dense(query, key, value, mask, scaling, softcap, None)
+def no_sinks(*args, sinks, **kwargs):
+    return dense(*args, **kwargs)
 
 
-def no_softcap(query, key, value, mask, scaling, softcap, s_aux):
-    return dense(query, key, value, mask, scaling, None, s_aux)
+def no_softcap(*args, softcap, **kwargs):
+    return dense(*args, **kwargs)
 
 
 CONTROLS = [
     ("gemma3_text", context_module, "dense_mask", index_window),
     ("llama4_text", context_module, "dense_mask", no_chunks),
     ("llama", context_module, "dense_mask", plain_causal),
-    ("gpt_oss", interface_module, "_dense", no_sinks),
-    ("gemma2", interface_module, "_dense", no_softcap),
+    ("gpt_oss", interface_module, "attend_dense", no_sinks),
+    ("gemma2", interface_module, "attend_dense", no_softcap),
     ("llama", model_module, "gather_supervised", index_gather),
 ]
 

@@ -135,9 +135,9 @@ def test_negative_controls_fail(monkeypatch, name, module, attribute, broken):
 def test_dropped_sinks_are_seen_by_the_comparison(monkeypatch):
     model = prepare_model(make_model("gpt_oss")).train()
     trees = random_forest(0)
-    dense = interface_module._dense
-    without_sinks = lambda q, k, v, mask, scale, cap, sinks: dense(q, k, v, mask, scale, cap, sinks * 0 - 50)  # noqa: E731
-    monkeypatch.setattr(interface_module, "_dense", without_sinks)
+    dense = interface_module.attend_dense
+    without_sinks = lambda *args, sinks, **kwargs: dense(*args, sinks=sinks * 0 - 50, **kwargs)  # noqa: E731
+    monkeypatch.setattr(interface_module, "attend_dense", without_sinks)
     with keep_double():
         assert max(compare(model, trees)) > 1e-3
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-import hf_prefix_tree.attention.interface as interface
+import hf_prefix_tree.attention.kernels as kernels
 from hf_prefix_tree.attention.mask import dense_mask, tree_block_mask
 from hf_prefix_tree.batch import concatenate_trees
 from hf_prefix_tree.tree import Branch, fold
@@ -16,8 +16,8 @@ def without_kernels(monkeypatch):
     """Dynamo and the autograd tracer run as on a GPU; FlexAttention itself runs as plain operations."""
     torch._dynamo.reset()
     counters.clear()
-    compiled = torch.compile(interface._attend_in_blocks, dynamic=True, backend="aot_eager")
-    monkeypatch.setattr(interface, "_compile", lambda: compiled)
+    compiled = torch.compile(kernels._attend_in_blocks, dynamic=True, backend="aot_eager")
+    monkeypatch.setattr(kernels, "_compile", lambda: compiled)
     yield
     torch._dynamo.reset()
 
@@ -33,10 +33,10 @@ def test_one_graph_for_each_kind_of_mask_whatever_the_length(softcap):
             row = concatenate_trees([fold([Branch(ids, np.ones(len(ids))) for ids in branches])], pad_token_id=0)
             tree = row["prefix_tree"]
             query, key, value = (torch.randn(1, heads, tree.shape[-1], 32) for heads in (4, 2, 2))
-            sinks = torch.randn(4)
+            options = {"scale": 0.2, "softcap": softcap, "sinks": torch.randn(4)}
             with torch.no_grad():
-                found = interface._flex(query, key, value, tree_block_mask(tree, window), 0.2, softcap, sinks)
-                expected = interface._dense(query, key, value, dense_mask(tree, window), 0.2, softcap, sinks)
+                found = kernels.attend_flex(query, key, value, tree_block_mask(tree, window), **options)
+                expected = kernels.attend_dense(query, key, value, dense_mask(tree, window), **options)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         assert counters["stats"]["unique_graphs"] == expected_graphs
     assert not counters["graph_break"]
@@ -44,14 +44,14 @@ def test_one_graph_for_each_kind_of_mask_whatever_the_length(softcap):
 
 @pytest.mark.usefixtures("without_kernels")
 def test_hitting_the_recompile_limit_raises(monkeypatch):
-    monkeypatch.setitem(interface._DYNAMO_OPTIONS, "recompile_limit", 1)
+    monkeypatch.setitem(kernels._DYNAMO_OPTIONS, "recompile_limit", 1)
     row = concatenate_trees([fold([Branch(range(3, 200), np.ones(197))])], pad_token_id=0)
     mask = tree_block_mask(row["prefix_tree"])
     with torch.no_grad():
         for head_dim in (16, 32):
             query = torch.randn(1, 2, 256, head_dim)
             if head_dim == 16:
-                interface._flex(query, query, query, mask, 0.2, None, None)
+                kernels.attend_flex(query, query, query, mask, scale=0.2)
             else:
                 with pytest.raises(Exception, match=r"recompile_limit"):
-                    interface._flex(query, query, query, mask, 0.2, None, None)
+                    kernels.attend_flex(query, query, query, mask, scale=0.2)

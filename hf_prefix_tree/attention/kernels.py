@@ -1,0 +1,167 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""The arithmetic of masked attention, whatever the mask stands for: dense in plain PyTorch, or FlexAttention compiled
+once for all row lengths.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from hf_prefix_tree.batch import BLOCK_SIZE
+
+
+def attention_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that attention runs in: autocast's where it is on, otherwise that of the values."""
+    # Norms and rotary embeddings leave query and key in float32 under autocast, and FlexAttention, unlike SDPA, is not
+    # on autocast's list.
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return dtype
+
+
+def attend_dense(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    Attention under a dense mask: SDPA, or matmul and softmax where it has a softcap or sinks.
+
+    Args:
+        query (`torch.Tensor` of shape `(B, heads, N, head_dim)`): Queries.
+        key (`torch.Tensor` of shape `(B, kv_heads, N, head_dim)`): Keys.
+        value (`torch.Tensor` of shape `(B, kv_heads, N, value_dim)`): Values.
+        mask (`torch.Tensor` of shape `(B, 1, N, N)`): Bool, `True` = visible, or numbers to add to the scores.
+        scale (`float`, *optional*, defaults to `head_dim ** -0.5`): Factor of the scores.
+        softcap (`float`, *optional*): Scores become `softcap * tanh(score / softcap)`.
+        sinks (`torch.Tensor` of shape `(heads,)`, *optional*): A logit per head whose probability goes nowhere.
+
+    Returns:
+        `torch.Tensor` of shape `(B, heads, N, value_dim)`.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    if softcap is None and sinks is None:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.matmul(query, key.transpose(2, 3)) * scale
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:  # the sink: one more key, whose probability goes nowhere
+        sinks = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    probabilities = torch.softmax(scores, dim=-1)[..., : key.shape[2]]
+    return torch.matmul(probabilities.to(value.dtype), value)
+
+
+def attend_flex(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: BlockMask,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    The same under a block mask; arguments and result as for [`attend_dense`], N a multiple of 128.
+    """
+    output, lse = flex_with_lse(query, key, value, mask, scale=scale, softcap=softcap)
+    if sinks is None:
+        return output
+    # softmax over keys and sink = softmax over keys * sigmoid(lse - sink), in float32
+    kept = torch.sigmoid(lse - sinks.to(lse.dtype).view(1, -1, 1))
+    return (output * kept[..., None]).to(query.dtype)
+
+
+def flex_with_lse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: BlockMask,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    FlexAttention; arguments as for [`attend_flex`].
+
+    Returns:
+        `tuple`: the output `(B, heads, N, value_dim)` and the log-sum-exp of the scores `(B, heads, N)`, float32.
+    """
+    query, key, value = (x.contiguous().unflatten(2, (-1, BLOCK_SIZE)) for x in (query, key, value))
+    score_mod = None if softcap is None else _softcap_mod(softcap)
+    attend = _attend_in_blocks if torch.compiler.is_compiling() else _compiled_attend
+    return attend(query, key, value, mask, score_mod, scale)
+
+
+def _attend_in_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: BlockMask,
+    score_mod: Callable | None,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # The length arrives as blocks x 128: with a dynamic number of blocks the compiler still knows that 128 divides the
+    # length. One graph then serves every length at the speed of a static one (without this it is 25-30% slower).
+    query, key, value = (x.flatten(2, 3) for x in (query, key, value))
+    output, aux = flex_attention(
+        query,
+        key,
+        value,
+        score_mod=score_mod,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    assert aux.lse is not None  # it was asked for
+    return output, aux.lse
+
+
+# - A recompile limit that is hit runs attention unfused, in silence: fail instead. The limit is raised because every
+#   dtype, head size and kind of mask of every model in the process needs a graph of its own.
+# - Floats (softcap, scale) are constants of a model.
+_DYNAMO_OPTIONS: dict[str, Any] = {
+    "recompile_limit": 64,
+    "fail_on_recompile_limit_hit": True,
+    "specialize_float": True,
+}
+
+
+def _compiled_attend(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    # No duck shapes: taking two sizes that happen to be equal (heads and blocks, say) for the same size costs another
+    # graph at every other length.
+    distinct_sizes = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    with torch._dynamo.config.patch(_DYNAMO_OPTIONS), distinct_sizes:
+        return _compile()(*args)
+
+
+@functools.cache
+def _compile() -> Callable:
+    return torch.compile(_attend_in_blocks, dynamic=True)
+
+
+@functools.cache
+def _softcap_mod(softcap: float) -> Callable:
+    def score_mod(
+        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+    ) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return score_mod
