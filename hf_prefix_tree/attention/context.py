@@ -3,18 +3,20 @@
 
 The pre-hook of the causal LM makes one [`TreeContext`] per call. It travels as the keyword argument `prefix_tree`
 through the model, recomputation under checkpointing included. Transformers' mask functions see no keyword arguments,
-so for the time of the call it is also the value of a context variable.
+so for the time of the call it is also the value of a context variable. Layers that mix tokens in another way than
+attention (a convolution, a scan) read the tree itself from it: `predecessor`, `nodes` and `parents`.
 """
 
 from __future__ import annotations
 
 from contextvars import ContextVar
+from functools import cached_property
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from hf_prefix_tree.attention.mask import dense_mask, tree_block_mask
-from hf_prefix_tree.batch import BLOCK_SIZE, Supervised
+from hf_prefix_tree.batch import BLOCK_SIZE, PREDECESSOR, Supervised
 
 Mask = torch.Tensor | BlockMask
 
@@ -28,6 +30,17 @@ class TreeContext:
         supervised ([`~hf_prefix_tree.batch.Supervised`], *optional*): The tokens whose predecessors' hidden states
             go to the head; `None` where the call has no labels and every position goes.
         attn_backend (`str`, *optional*, defaults to `"auto"`): `"flex"`, `"sdpa"` or `"auto"`.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> tree = torch.tensor([[[4, 4, 3, 4], [0, 1, 2, 2], [-1, 0, 1, 1]]], dtype=torch.int32)
+    >>> context = TreeContext(tree)
+    >>> context.nodes, context.parents  # two tokens, then two children of one token each
+    (tensor([0, 2, 3, 4]), tensor([-1,  0,  0]))
+
+    ```
     """
 
     def __init__(
@@ -39,6 +52,38 @@ class TreeContext:
         self.gathered = False  # whether the hidden states of the call went through `gather`
         self.loss_computed = False  # whether the model's `loss_function` was called
         self._masks: dict[tuple[str, int | None], Mask] = {}
+
+    @cached_property
+    def predecessor(self) -> torch.Tensor:
+        """
+        The token before each token on its path, counted over the whole batch: int64 `(B * N,)`, -1 at roots and at
+        padding. Indexes anything that was flattened to `(B * N, ...)`.
+        """
+        rows, _, length = self.prefix_tree.shape
+        predecessor = self.prefix_tree[:, PREDECESSOR].long()
+        first = torch.arange(rows, device=predecessor.device)[:, None] * length
+        return torch.where(predecessor >= 0, predecessor + first, -1).view(-1)
+
+    @cached_property
+    def nodes(self) -> torch.Tensor:
+        """
+        Where the M nodes of the batch begin, and after them B * N: int64 `(M + 1,)`. Node m is the tokens
+        `nodes[m]` to `nodes[m + 1] - 1`, which follow one another on a path and fork, if at all, after the last one.
+        Every token of padding is a node without a parent. The first use waits for the device, to learn M.
+        """
+        predecessor = self.predecessor
+        index = torch.arange(len(predecessor), device=predecessor.device)
+        children = torch.zeros(len(predecessor) + 1, dtype=torch.int64, device=predecessor.device)
+        children.scatter_add_(0, predecessor + 1, torch.ones_like(predecessor))  # the first entry counts roots
+        goes_on = (predecessor >= 0) & (predecessor == index - 1) & (children[predecessor + 1] == 1)
+        return torch.cat([(~goes_on).nonzero().squeeze(-1), index.new_full((1,), len(index))])
+
+    @cached_property
+    def parents(self) -> torch.Tensor:
+        """The node whose last token each node continues: int64 `(M,)`, -1 for a root. Parents come first."""
+        starts, predecessor = self.nodes[:-1], self.predecessor
+        # the node of a token: how many nodes begin at it or before it
+        return torch.bucketize(predecessor[starts], starts, right=True) - 1
 
     def mask(self, window: int | None = None, chunk: int | None = None, *, flex: bool) -> Mask:
         """The mask of the layers with this window or chunk size; built once per call."""

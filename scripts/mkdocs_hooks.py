@@ -1,0 +1,19 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Docstrings in Hugging Face's grammar, made readable in the site: types with markup of their own, bracketed names."""
+
+import re
+from typing import Any
+
+_TYPE = re.compile(r"<code>((?:[^<]*`)[^<]*)</code>")
+_NAME = re.compile(r"\[(<code>[^<]*</code>)\](?!\()")
+
+
+def on_page_content(html: str, **kwargs: Any) -> str:
+    """Called by mkdocs for each page."""
+    html = _TYPE.sub(lambda found: _marked_up(found.group(1)), html)
+    return _NAME.sub(r"\1", html)
+
+
+def _marked_up(text: str) -> str:
+    text = re.sub(r"`([^`]*)`", r"<code>\1</code>", text)
+    return re.sub(r"\*(\w+)\*", r"<em>\1</em>", text)
