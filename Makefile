@@ -2,7 +2,7 @@
 # While .venv is made, TORCH='torch==2.11.0' (any pip requirement) installs another torch, and TORCH=system uses the one
 # that your Python already has. `make clean` first to change it later.
 
-.PHONY: demo test test-lowest lint clean
+.PHONY: demo test test-lowest lint docs dist test-wheel test-wheel-lowest clean
 
 PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 	$$python -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$python && break; done)
@@ -23,6 +23,22 @@ lint: .venv/.ready
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
+docs: .venv/.ready
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
+
+dist: .venv/.ready
+	rm -rf dist
+	.venv/bin/python -m build -q
+
+# The wheel in dist/, installed into a clean environment, under the tests; the package's own source is out of reach.
+test-wheel: requirements-dev.txt
+test-wheel-lowest: requirements-dev.txt requirements-lowest.txt
+test-wheel test-wheel-lowest:
+	rm -rf build/$@ && mkdir -p build/$@
+	TORCH="$(TORCH)" PROJECT="$$(echo dist/*.whl)" $(PYTHON) scripts/create_venv.py build/$@/venv $^
+	cp -r tests benchmarks examples notebooks docs mkdocs.yml scripts pyproject.toml README.md build/$@
+	cd build/$@ && venv/bin/python $(PYTEST)
+
 .venv/.ready: requirements-dev.txt
 .venv-lowest/.ready: requirements-dev.txt requirements-lowest.txt
 .venv/.ready .venv-lowest/.ready: pyproject.toml scripts/create_venv.py
@@ -32,4 +48,4 @@ lint: .venv/.ready
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-lowest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-lowest build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

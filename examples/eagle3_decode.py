@@ -6,10 +6,7 @@ Speculative decoding with an EAGLE-3 draft: the draft proposes, the target verif
 python examples/eagle3_decode.py --target Qwen/Qwen3-0.6B --draft eagle3-draft --prompts_file prompts.jsonl
 ```
 
-Every round, the draft proposes `num_draft_tokens` tokens and one forward of the target checks them all: those that the
-target would have chosen itself are kept, and one token of the target's own follows. So a round brings at least one
-token, and the output equals greedy decoding. There is no KV cache: this shows how many tokens are accepted, which is
-the same in a serving engine, and not how fast it is.
+Prints the texts and the acceptance length: tokens per round of the target. `--check` compares with greedy decoding.
 """
 
 import argparse
@@ -21,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import TrlParser
 
-from hf_prefix_tree.eagle3 import Eagle3DraftModel, Eagle3Target, load_exported
+from hf_prefix_tree.eagle3 import Eagle3DraftModel, Eagle3Target, load_exported, speculative_generate
 
 
 @dataclass
@@ -50,74 +47,6 @@ class DecodeArguments:
     max_new_tokens: int = field(default=128, metadata={"help": "Tokens to generate for each prompt."})
     num_draft_tokens: int = field(default=4, metadata={"help": "Tokens to propose in each round."})
     check: bool = field(default=False, metadata={"help": "Whether to compare with greedy decoding."})
-
-
-@dataclass
-class Generation:
-    """
-    What was generated, and how.
-
-    Args:
-        tokens (`list[int]`): The generated tokens.
-        accepted (`list[int]`): Accepted draft tokens of each round.
-    """
-
-    tokens: list[int]
-    accepted: list[int]
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens per round of the target: the accepted ones and its own."""
-        return 1 + sum(self.accepted) / max(len(self.accepted), 1)
-
-
-@torch.no_grad()
-def speculative_generate(
-    target: Eagle3Target,
-    draft: Eagle3DraftModel,
-    prompt_ids: list[int],
-    max_new_tokens: int,
-    num_draft_tokens: int = 4,
-    eos_token_id: int | None = None,
-) -> Generation:
-    """
-    Greedy decoding of the target, with the draft's help.
-
-    Args:
-        target ([`Eagle3Target`]): The target.
-        draft ([`Eagle3DraftModel`]): Its draft, on the same device.
-        prompt_ids (`list[int]`): The prompt.
-        max_new_tokens (`int`): Tokens to generate at most.
-        num_draft_tokens (`int`, *optional*, defaults to `4`): Tokens to propose in each round; 0: no draft.
-        eos_token_id (`int`, *optional*): Token that ends the text.
-    """
-    ids = list(prompt_ids)  # what the target has seen and agreed with
-    aux, choices = _run_target(target, ids)
-    own = choices[-1]  # the target's next token
-    accepted = []
-    while len(ids) - len(prompt_ids) < max_new_tokens - 1 and eos_token_id not in [*ids[len(prompt_ids) :], own]:
-        context = torch.tensor([[*ids, own]], device=aux.device)
-        drafted = draft.propose(context, aux, num_draft_tokens).tolist() if num_draft_tokens else []
-        aux, choices = _run_target(target, [*ids, own, *drafted])
-        at = len(ids)  # the target's choice after `own`
-        count = 0
-        while count < len(drafted) and drafted[count] == choices[at + count]:
-            count += 1
-        ids += [own, *drafted[:count]]
-        own = choices[at + count]
-        aux = aux[:, : len(ids)]
-        accepted.append(count)
-    tokens = [*ids, own][len(prompt_ids) :][:max_new_tokens]
-    if eos_token_id in tokens:
-        tokens = tokens[: tokens.index(eos_token_id) + 1]
-    return Generation(tokens, accepted)
-
-
-def _run_target(target: Eagle3Target, ids: list[int]) -> tuple[torch.Tensor, list[int]]:
-    """Auxiliary hidden states of a sequence, and the target's first choice after each of its tokens."""
-    input_ids = torch.tensor([ids], device=target.head.device)
-    states = target.states({"input_ids": input_ids, "seq_lens": torch.tensor([[len(ids)]], device=input_ids.device)})
-    return states["aux_hidden_states"], states["target_ids"][0].tolist()
 
 
 def main(arguments: DecodeArguments) -> None:

@@ -110,7 +110,7 @@ class Branch:
 
     Raises:
         `ValueError`: If the branch is empty, the lengths differ, an id is not a non-negative integer, or a weight is
-        negative, infinite or NaN.
+            negative, infinite or NaN.
 
     Example:
 

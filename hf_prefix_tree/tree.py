@@ -292,7 +292,7 @@ class PrefixTree:
 
         Raises:
             `ValueError`: If there is no node, the lengths differ, a parent is out of range, its own child or after it,
-            or a path has no token.
+                or a path has no token.
 
         Example:
 
@@ -346,7 +346,7 @@ class PrefixTree:
 
         Raises:
             `ValueError`: If the lengths differ, a path has a node out of range, twice or before its parent, a node has
-            two parents, tokens are on no path, or a path has no token.
+                two parents, tokens are on no path, or a path has no token.
         """
         return fold(branches_of_node_paths(input_ids, node_lengths, sample_paths, weights), weighting)
 
@@ -374,7 +374,7 @@ def fold(branches: Iterable[Branch], weighting: str = "tree") -> PrefixTree:
 
     Raises:
         `ValueError`: If there is no branch, an item is not a [`Branch`], the weighting is unknown, or weights add up
-        to infinity.
+            to infinity.
 
     Example:
 

@@ -1,6 +1,8 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """Create (or update) a virtual environment with pinned packages and this project in editable mode.
 
+The environment variable PROJECT names a wheel to install instead of the working tree.
+
 Usage: python scripts/create_venv.py VENV REQUIREMENTS [REQUIREMENTS ...]
 
 A pin in a later file replaces the pin of the same package in an earlier one. torch goes first and is then held, so
@@ -76,7 +78,8 @@ def main(venv: Path, files: list[str]) -> None:
     constraint.write_text(f"torch=={torch_version}\n")
     print(f"installing {len(pins)} pinned packages beside torch {torch_version}", flush=True)
     subprocess.run([*pip_install, "-c", str(constraint), *pins.values()], check=True)
-    subprocess.run([*pip_install, "--no-deps", "-e", "."], check=True)
+    project = os.environ.get("PROJECT", "")
+    subprocess.run([*pip_install, "--no-deps", *([project] if project else ["-e", "."])], check=True)
 
 
 if __name__ == "__main__":

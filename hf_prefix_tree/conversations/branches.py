@@ -97,7 +97,7 @@ def conversation_branches(
 
     Raises:
         `ValueError`: If the messages or tools are malformed, no assistant turn is to be trained, the template can't
-        render them, or `reasoning` is unknown or doesn't fit.
+            render them, or `reasoning` is unknown or doesn't fit.
 
     Example:
 

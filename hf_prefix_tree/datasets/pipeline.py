@@ -146,7 +146,7 @@ def prepare_trees(
 
     Raises:
         `ValueError`: If an option is unknown or doesn't fit, the columns fit no kind of rows, a row can't be read (its
-        index is named), or no tree is left.
+            index is named), or no tree is left.
     """
     for name, value, known in (
         ("reasoning", reasoning, REASONING_MODES),

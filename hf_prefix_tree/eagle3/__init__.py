@@ -1,5 +1,6 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Training of EAGLE-3 draft heads: draft vocabulary, packing, draft model, trainer, export to serving engines.
+"""Training of EAGLE-3 draft heads: draft vocabulary, packing, draft model, trainer, export to serving engines, a
+speculative decoder to try drafts with.
 
 Names are loaded on first use.
 """
@@ -26,6 +27,7 @@ _HOMES = {
     "Eagle3Trainer": "hf_prefix_tree.eagle3.trainer",
     "Eagle3Target": "hf_prefix_tree.eagle3.target",
     "precompute_hidden_states": "hf_prefix_tree.eagle3.precompute",
+    "speculative_generate": "hf_prefix_tree.eagle3.decoding",
     "export_for_serving": "hf_prefix_tree.eagle3.export",
     "load_exported": "hf_prefix_tree.eagle3.export",
     "validate_export": "hf_prefix_tree.eagle3.validation",

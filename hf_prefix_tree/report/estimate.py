@@ -73,7 +73,7 @@ def estimate(trees: Sequence[PrefixTree], config: PretrainedConfig, max_packed_t
 
     Raises:
         `ValueError`: If the FLOPs of the model are not counted, see [`step_flops`], or a branch is longer than
-        `max_packed_tokens`.
+            `max_packed_tokens`.
     """
     rows = [part for tree in trees for part in parts_of(tree, max_packed_tokens)]
     branch_tflop = flop_counts(trees, config)["branches"]["tflop"]

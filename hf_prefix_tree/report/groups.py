@@ -144,7 +144,7 @@ def fold_file(
 
     Raises:
         `ValueError`: If the file can't be read, an option doesn't fit, a row is malformed (its line is named), or no
-        tree is left.
+            tree is left.
     """
     rows = read_json_lines(path)
     columns = {name for _, row in rows for name in row}

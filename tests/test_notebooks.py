@@ -1,0 +1,37 @@
+"""The notebooks run from top to bottom on a CPU, and each `.ipynb` holds the cells of its `py:percent` source."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jupytext
+import pytest
+
+FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
+SOURCES = sorted(FOLDER.glob("*.py"))
+
+
+def cells(path):
+    return [(cell.cell_type, cell.source) for cell in jupytext.read(path).cells]
+
+
+def test_there_are_notebooks():
+    assert len(SOURCES) >= 5
+    assert {path.stem for path in SOURCES} == {path.stem for path in FOLDER.glob("*.ipynb")}
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_notebook_and_source_are_in_sync(source):
+    notebook = source.with_suffix(".ipynb")
+    assert cells(notebook) == cells(source), f"run `jupytext --sync {source.name}` in {FOLDER.name}/"
+    assert f"notebooks/{notebook.name}" in cells(source)[0][1], "the Colab badge points elsewhere"
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_notebook_runs(source, tmp_path):
+    environment = {**os.environ, "MPLBACKEND": "Agg", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, str(source)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
