@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset, load_dataset, load_from_disk
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import ModelConfig, ScriptArguments, TrlParser
@@ -182,3 +183,4 @@ def make_parser(subparsers: argparse._SubParsersAction | None = None) -> argpars
 
 if __name__ == "__main__":
     main(*make_parser().parse_args_and_config())
+    PartialState().destroy_process_group()  # at exit, a thread of gloo could abort the process

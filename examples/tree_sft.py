@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset, load_dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from trl import ModelConfig, ScriptArguments, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
@@ -194,3 +195,4 @@ def make_parser(subparsers: argparse._SubParsersAction | None = None) -> argpars
 
 if __name__ == "__main__":
     main(*make_parser().parse_args_and_config())
+    PartialState().destroy_process_group()  # at exit, a thread of gloo could abort the process

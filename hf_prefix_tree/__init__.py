@@ -13,10 +13,15 @@ from hf_prefix_tree.attention.interface import register
 if TYPE_CHECKING:  # what tools see; at run time `__getattr__` loads the same names on first use
     from hf_prefix_tree.baselines import flat_steps as flat_steps
     from hf_prefix_tree.baselines import per_branch as per_branch
+    from hf_prefix_tree.collators.diffusion import DataCollatorForDiffusionLM as DataCollatorForDiffusionLM
+    from hf_prefix_tree.collators.diffusion import DLLMCollator as DLLMCollator
     from hf_prefix_tree.collators.prefix_tree import DataCollatorForPrefixTree as DataCollatorForPrefixTree
     from hf_prefix_tree.collators.rollouts import prefix_tree_collate_fn as prefix_tree_collate_fn
     from hf_prefix_tree.conversations import conversation_branches as conversation_branches
     from hf_prefix_tree.datasets import prepare_trees as prepare_trees
+    from hf_prefix_tree.diffusion.config import DiffusionSFTConfig as DiffusionSFTConfig
+    from hf_prefix_tree.diffusion.generation import diffusion_generate as diffusion_generate
+    from hf_prefix_tree.diffusion.trainer import DiffusionSFTTrainer as DiffusionSFTTrainer
     from hf_prefix_tree.eagle3 import DataCollatorForEagle3 as DataCollatorForEagle3
     from hf_prefix_tree.eagle3 import Eagle3Config as Eagle3Config
     from hf_prefix_tree.eagle3 import Eagle3DraftConfig as Eagle3DraftConfig
@@ -39,7 +44,12 @@ if TYPE_CHECKING:  # what tools see; at run time `__getattr__` loads the same na
     from hf_prefix_tree.synthetic import caterpillar as caterpillar
     from hf_prefix_tree.synthetic import caterpillar_set as caterpillar_set
     from hf_prefix_tree.trainers.config import TreeSFTConfig as TreeSFTConfig
+    from hf_prefix_tree.trainers.dpo import TreeDPOTrainer as TreeDPOTrainer
+    from hf_prefix_tree.trainers.grpo import TreeGRPOTrainer as TreeGRPOTrainer
+    from hf_prefix_tree.trainers.kto import TreeKTOTrainer as TreeKTOTrainer
+    from hf_prefix_tree.trainers.log_probs import tree_log_probs as tree_log_probs
     from hf_prefix_tree.trainers.mixin import TreeLossMixin as TreeLossMixin
+    from hf_prefix_tree.trainers.rloo import TreeRLOOTrainer as TreeRLOOTrainer
     from hf_prefix_tree.trainers.sft import TreeSFTTrainer as TreeSFTTrainer
     from hf_prefix_tree.tree import Branch as Branch
     from hf_prefix_tree.tree import PrefixTree as PrefixTree
@@ -64,6 +74,8 @@ _HOMES = {
     "unprepare_model": "model",
     "DataCollatorForPrefixTree": "collators.prefix_tree",
     "prefix_tree_collate_fn": "collators.rollouts",
+    "DataCollatorForDiffusionLM": "collators.diffusion",
+    "DLLMCollator": "collators.diffusion",
     "split_tree": "splitting",
     "pack_rows": "packing",
     "build_token_mapping": "eagle3",
@@ -78,9 +90,17 @@ _HOMES = {
     "Eagle3Config": "eagle3",
     "Eagle3Trainer": "eagle3",
     "export_for_serving": "eagle3",
+    "DiffusionSFTConfig": "diffusion.config",
+    "DiffusionSFTTrainer": "diffusion.trainer",
+    "diffusion_generate": "diffusion.generation",
     "TreeLossMixin": "trainers.mixin",
     "TreeSFTConfig": "trainers.config",
     "TreeSFTTrainer": "trainers.sft",
+    "TreeDPOTrainer": "trainers.dpo",
+    "TreeKTOTrainer": "trainers.kto",
+    "tree_log_probs": "trainers.log_probs",
+    "TreeGRPOTrainer": "trainers.grpo",
+    "TreeRLOOTrainer": "trainers.rloo",
 }
 __all__ = ["__version__", *sorted(_HOMES)]
 

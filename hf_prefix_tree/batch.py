@@ -10,6 +10,7 @@
 | `attention_mask` | [B, N] int64 | 1 = real token |
 | `loss_weights` | [B, N] int64 | the bit pattern of the float64 weight |
 | `tree_stats` | [B, 6] int64 | counts for reports, see [`STATS`]; the model never reads them |
+| `inputs_embeds` | [B, N] int64 | zeros, see [`GUARD`]; a prepared model never reads them |
 
 All entries are integers because engines cast float entries of a batch to the model's dtype. Building a row is one
 concatenation per key: O(N).
@@ -33,6 +34,9 @@ SUBTREE_END, DEPTH, PREDECESSOR = range(3)
 NUM_ROWS = 3
 # The columns of `tree_stats`.
 STATS = ("trees", "branches", "branch_tokens", "tree_tokens", "branch_pairs", "tree_pairs")
+# A model that was not prepared ignores `prefix_tree` and would read the row as one sequence, in silence. Transformers'
+# models refuse `input_ids` together with `inputs_embeds`, so a batch holds both; `prepare_model`'s hook takes it out.
+GUARD = "inputs_embeds"
 BLOCK_SIZE = 128  # FlexAttention's block: rows are padded to a multiple of it
 
 
@@ -146,6 +150,7 @@ def concatenate_trees(
         "prefix_tree": torch.from_numpy(rows)[None],
         "loss_weights": encode_weights(torch.from_numpy(weights))[None],
         "tree_stats": torch.from_numpy(counts)[None],
+        GUARD: torch.zeros((1, length), dtype=torch.int64),
     }
 
 

@@ -17,15 +17,20 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_prefix_tree.attention.backend import ATTN_BACKENDS
 from hf_prefix_tree.attention.context import TreeContext, active_context, set_active_context
+from hf_prefix_tree.attention.implementations import implementations, set_implementations, with_tree_attention
 from hf_prefix_tree.attention.interface import IMPLEMENTATION
 from hf_prefix_tree.attention.positions import Handle, place_by_depth
-from hf_prefix_tree.batch import DEPTH, check_batch, gather_supervised
+from hf_prefix_tree.batch import DEPTH, GUARD, check_batch, gather_supervised
+from hf_prefix_tree.compilation import compile_decoder_layers
+from hf_prefix_tree.images import place_images
 from hf_prefix_tree.loss import weighted_token_loss
+from hf_prefix_tree.recurrent.hooks import follow_branches
+from hf_prefix_tree.refusals import refuse_long_branches, refuse_options, refuse_other_inputs, refuse_partial_batch
 from hf_prefix_tree.support import backbone_of, base_causal_lm, check_support, rope_limit
-from hf_prefix_tree.verify import verify_tree_forward, weights_are_whole
+from hf_prefix_tree.verify import verify_images, verify_tree_forward, weights_are_whole
 
-ATTN_BACKENDS = ("auto", "flex", "sdpa")
 _STATE = "_hf_prefix_tree_state"
 
 
@@ -34,7 +39,7 @@ class _State:
     """What `prepare_model` did to a model, so that `unprepare_model` can undo it."""
 
     attn_backend: str
-    previous_implementation: str
+    previous_implementations: dict[str, str]
     previous_loss: Callable | None
     had_loss_kwargs_flag: bool
     previous_loss_kwargs_flag: bool | None
@@ -42,26 +47,37 @@ class _State:
     verified_on: set[str] = field(default_factory=set)
     verifying: bool = False
     rope_limit: int | None = None
+    has_sinks: bool = False
+    image_refusal: str | None = None
 
 
-def prepare_model(model: torch.nn.Module, *, attn_backend: str = "auto") -> torch.nn.Module:
+def prepare_model(
+    model: torch.nn.Module, *, attn_backend: str = "auto", compile_layers: bool = False
+) -> torch.nn.Module:
     """
     Makes a causal LM train on prefix trees, in place.
 
     Afterwards `model(**batch)` with a batch of [`DataCollatorForPrefixTree`] returns exact logits, and with `labels`
     the loss `sum(w * nll) / sum(w)`; `outputs.logits` is then `[1, M, vocab]`, one row for each of the M supervised
     tokens. Without `prefix_tree` in the call the model does what it does under its default attention. Calling it again
-    changes nothing but `attn_backend`; [`unprepare_model`] undoes it.
+    changes `attn_backend` and may compile, no more; [`unprepare_model`] undoes it.
 
     The model is checked against independent runs of the branches: at once where its weights are whole and on the
     device they train on, otherwise at the first training step.
+
+    A batch also holds `inputs_embeds`, which a prepared model takes out. A model that was not prepared raises on it
+    ("You must specify exactly one of input_ids or inputs_embeds") instead of reading the row as one sequence.
 
     Args:
         model (`PreTrainedModel` or `PeftModel`):
             A causal LM. Wrap it with DDP, FSDP or `torch.compile` afterwards.
         attn_backend (`str`, *optional*, defaults to `"auto"`):
-            `"flex"` runs FlexAttention and raises where it cannot serve, `"sdpa"` runs a dense mask, `"auto"` takes
-            FlexAttention wherever it can train and the dense mask elsewhere (on CPU).
+            `"flex"` runs FlexAttention, `"flash"` its FLASH backend (`flash-attn-4`, on Hopper), `"sdpa"` a dense
+            mask; each raises where it cannot serve. `"auto"` takes FLASH where it is right and pays, FlexAttention
+            wherever it can train, and the dense mask elsewhere (on CPU). The log says which and why.
+        compile_layers (`bool`, *optional*, defaults to `False`):
+            Compiles each decoder layer by itself, for calls with a tree: one graph for each kind of layer and all row
+            lengths. Recurrent layers, and others that do not become one graph, are refused.
 
     Returns:
         The same `model`.
@@ -92,21 +108,24 @@ def prepare_model(model: torch.nn.Module, *, attn_backend: str = "auto") -> torc
     base = base_causal_lm(model)
     state = getattr(base, _STATE, None)
     if state is not None:
-        _set_implementation(base, IMPLEMENTATION)
+        set_implementations(base, with_tree_attention(base))
         if state.attn_backend != attn_backend:
             state.attn_backend = attn_backend
             state.verified_on.clear()
+        if compile_layers:
+            state.handles += compile_decoder_layers(base)
         return model
     check_support(base)
     state = _State(
         attn_backend=attn_backend,
-        previous_implementation=base.config._attn_implementation,
+        previous_implementations=implementations(base),
         previous_loss=base.__dict__.get("_loss_function"),
         had_loss_kwargs_flag="accepts_loss_kwargs" in base.__dict__,
         previous_loss_kwargs_flag=base.__dict__.get("accepts_loss_kwargs"),
         rope_limit=rope_limit(base.config),
+        has_sinks=any("sink" in name for name, _ in base.named_parameters()),
     )
-    _set_implementation(base, IMPLEMENTATION)
+    set_implementations(base, with_tree_attention(base))
     setattr(base, _STATE, state)
     base.loss_function = functools.partial(_tree_aware_loss, base.loss_function)
     # Trainer would otherwise pass `num_items_in_batch`, skip its own division by the accumulation steps, and scale
@@ -120,8 +139,11 @@ def prepare_model(model: torch.nn.Module, *, attn_backend: str = "auto") -> torc
         backbone.register_forward_pre_hook(_check_backbone_call, with_kwargs=True),
         backbone.register_forward_hook(_gather_hidden_states, with_kwargs=True),
         *place_by_depth(base),
+        *follow_branches(base),
     ]
     try:
+        if compile_layers:
+            state.handles += compile_decoder_layers(base)
         if weights_are_whole(base) and not (base.device.type == "cpu" and torch.cuda.is_available()):
             _verify(base, state)
     except BaseException:
@@ -151,15 +173,8 @@ def unprepare_model(model: torch.nn.Module) -> torch.nn.Module:
         base.accepts_loss_kwargs = state.previous_loss_kwargs_flag
     else:
         del base.accepts_loss_kwargs
-    _set_implementation(base, state.previous_implementation)
+    set_implementations(base, state.previous_implementations)
     return model
-
-
-def _set_implementation(base: PreTrainedModel, implementation: str) -> None:
-    base.set_attn_implementation(implementation)
-    if base.config._attn_implementation != implementation:
-        # Architectures outside Transformers' attention interface only warn; their mask functions read this name.
-        base.config._attn_implementation_internal = implementation
 
 
 def is_prepared(model: torch.nn.Module) -> bool:
@@ -186,6 +201,7 @@ def _verify(base: PreTrainedModel, state: _State, forward: Callable | None = Non
     state.verifying = True
     try:
         verify_tree_forward(base, forward or base)
+        state.image_refusal = verify_images(base, forward or base)
     finally:
         state.verifying = False
     state.verified_on.add(base.device.type)
@@ -202,83 +218,40 @@ def _enter(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tupl
             "`PrefixTree.from_node_paths` and collate it with `DataCollatorForPrefixTree`."
         )
     if kwargs.get("prefix_tree") is None:
-        for name in ("loss_weights", "tree_stats"):
-            if kwargs.get(name) is not None:
-                raise ValueError(
-                    f"`{name}` came without `prefix_tree`, so a tree row would be read as one sequence: pass the "
-                    "whole batch of `DataCollatorForPrefixTree`."
-                )
+        refuse_partial_batch(kwargs)
         return None
     if module.config._attn_implementation != IMPLEMENTATION:
         raise ValueError(
             f"The model was prepared, but its attention is {module.config._attn_implementation!r} now, which knows no "
             f"tree: call `model.set_attn_implementation({IMPLEMENTATION!r})` or `prepare_model(model)` again."
         )
-    _refuse_options(kwargs)
-    _refuse_other_inputs(module, kwargs)
-    check_batch(kwargs)
+    guard = kwargs.get(GUARD)
+    if isinstance(guard, torch.Tensor) and not guard.is_floating_point():
+        del kwargs[GUARD]
     state: _State = getattr(module, _STATE)
+    refuse_options(kwargs)
+    check_batch(kwargs)
     tree = kwargs["prefix_tree"]
-    _refuse_long_branches(tree, state.rope_limit)
+    refuse_long_branches(tree, state.rope_limit)
     trains = module.training and torch.is_grad_enabled()
     if trains and not state.verifying and tree.device.type not in state.verified_on and weights_are_whole(module):
         _verify(module, state)
+    refuse_other_inputs(module, kwargs, state.image_refusal)
     labels = kwargs.get("labels")
     supervised = None if labels is None else gather_supervised(tree, labels, kwargs.get("loss_weights"))
-    context = TreeContext(tree, supervised, state.attn_backend)
+    context = TreeContext(tree, supervised, state.attn_backend, state.has_sinks)
     kwargs = {name: value for name, value in kwargs.items() if name not in ("loss_weights", "tree_stats")}
     kwargs |= {"prefix_tree": context, "position_ids": tree[:, DEPTH].long(), "use_cache": False}
+    if kwargs.get("image_grid_thw") is not None:
+        kwargs |= place_images(module, tree, kwargs["input_ids"], kwargs["image_grid_thw"])
     if kwargs.get("attention_mask") is None:
         # without one, Transformers takes the restarting positions for packed documents and severs branches
         kwargs["attention_mask"] = torch.ones((tree.shape[0], tree.shape[2]), dtype=torch.int64, device=tree.device)
+    context.attention_mask = kwargs["attention_mask"]
     if supervised is not None:
         kwargs |= {"labels": supervised.labels, "shift_labels": supervised.labels}
     set_active_context(context)
     return (), kwargs
-
-
-def _refuse_options(kwargs: dict[str, Any]) -> None:
-    for name in ("past_key_values", "cache"):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"`{name}` cannot be used together with `prefix_tree`: a KV cache holds one path only.")
-    if kwargs.get("shift_labels") is not None:
-        raise ValueError("`shift_labels` cannot be used together with `prefix_tree`: pass unshifted `labels`.")
-    keep = kwargs.get("logits_to_keep", 0)
-    if isinstance(keep, torch.Tensor) or keep != 0:
-        raise ValueError(
-            "`logits_to_keep` cannot be used together with `prefix_tree`: pass `labels`, which select the logits."
-        )
-    if kwargs.get("output_attentions"):
-        raise ValueError(
-            "`output_attentions` cannot be used together with `prefix_tree`: the kernels keep no weights."
-        )
-
-
-def _refuse_long_branches(tree: torch.Tensor, limit: int | None) -> None:
-    if limit is None or tree.shape[2] <= limit:
-        return
-    longest = int(tree[:, DEPTH].max()) + 1
-    if longest > limit:
-        raise ValueError(
-            f"A branch has {longest} tokens, but the rotary frequencies of this model change for the whole call "
-            f"beyond {limit} tokens (dynamic or longrope scaling), so it would change the other branches. Use "
-            f"branches of at most {limit} tokens."
-        )
-
-
-_TEXT_INPUTS = {"input_ids", "position_ids", "labels", "attention_mask", "loss_weights", "prefix_tree", "tree_stats"}
-
-
-def _refuse_other_inputs(module: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """Images and sounds of a multimodal model: a tree row does not carry their positions and masks."""
-    if module.config.get_text_config() is module.config:
-        return
-    others = [name for name, x in kwargs.items() if isinstance(x, torch.Tensor) and x.dim() > 0]
-    others = sorted(set(others) - _TEXT_INPUTS)
-    if others:
-        raise ValueError(
-            f"{others} cannot be used together with `prefix_tree`: of a multimodal model, trees train the text only."
-        )
 
 
 def _leave(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:

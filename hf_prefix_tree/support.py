@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_prefix_tree.attention.interface import WAY_OUT
+from hf_prefix_tree.recurrent.hooks import has_convolution, why_not_served
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ _REASONS |= dict.fromkeys(
     ("heavily_compressed_attention", "compressed_sparse_attention", "minimax_m3_sparse"),
     "they pool keys over blocks of the row, which mix branches",
 )
+# Served where modules do the scan or the convolution that can follow the tree.
+_RECURRENT_LAYER_TYPES = {"linear_attention", "mamba", "hybrid", "conv"}
 _REASONS["hybrid_sliding"] = "they convolve keys and values over the row, which would mix branches"
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
@@ -96,24 +99,31 @@ def check_support(model: PreTrainedModel) -> None:
             f"{name} keeps the `keep_window_size={config.keep_window_size}` keys of largest value and breaks ties, "
             f"which repeated tokens give, by their order in the row. {WAY_OUT}"
         )
-    for layer_type in _layer_types(config):
-        if layer_type not in _SERVED_LAYER_TYPES:
-            raise ValueError(
-                f"{name} has `{layer_type}` layers, which the tree path does not serve: {_REASONS[layer_type]}. "
-                f"{WAY_OUT}"
-            )
     backbone = backbone_of(model)
     assert backbone is not None
+    towers = _towers(backbone)
     for module_name, module in backbone.named_modules():
+        if module_name.startswith(towers):  # a tree call runs no images and sounds through the backbone
+            continue
         if "BlockSparse" in type(module).__name__:
             raise ValueError(
                 f"{name} has block-sparse attention (`{module_name}`), whose blocks are of the row, not of a branch. "
                 "Load it with `attention_type='original_full'`."
             )
-        if isinstance(module, torch.nn.Conv1d):
+        if has_convolution(module) and (reason := why_not_served(module)) is not None:
             raise ValueError(
-                f"{name} convolves over the sequence (`{module_name}`), which would mix branches. {WAY_OUT}"
+                f"{name} convolves over the row (`{module_name}`), which would mix branches, and cannot be made to "
+                f"follow the tree: {reason}. {WAY_OUT}"
             )
+    is_recurrent = any(
+        has_convolution(module) for name, module in backbone.named_modules() if not name.startswith(towers)
+    )
+    for layer_type in _layer_types(config):
+        if layer_type in _SERVED_LAYER_TYPES or (layer_type in _RECURRENT_LAYER_TYPES and is_recurrent):
+            continue
+        raise ValueError(
+            f"{name} has `{layer_type}` layers, which the tree path does not serve: {_REASONS[layer_type]}. {WAY_OUT}"
+        )
     for option in _ATTENTION_DROPOUTS:
         if getattr(config, option, None):
             raise ValueError(
@@ -125,6 +135,13 @@ def check_support(model: PreTrainedModel) -> None:
             "`device_map` spreads the layers over several devices; load the model with `device_map=None`."
         )
     _warn_about_dropout(model)
+
+
+def _towers(backbone: PreTrainedModel) -> tuple[str, ...]:
+    """The parts of a backbone that read images or sounds, by the beginning of their modules' names."""
+    text = (backbone.config, backbone.config.get_text_config())
+    parts = [(name, part.config) for name, part in backbone.named_modules() if isinstance(part, PreTrainedModel)]
+    return tuple(f"{name}." for name, config in parts if not any(config is own for own in text))
 
 
 def attention_windows(config: Any) -> list[int]:

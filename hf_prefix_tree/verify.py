@@ -14,6 +14,8 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ from transformers import PreTrainedModel
 from hf_prefix_tree.attention.defaults import default_implementation
 from hf_prefix_tree.attention.interface import IMPLEMENTATION, WAY_OUT
 from hf_prefix_tree.batch import BLOCK_SIZE, IGNORE_INDEX, concatenate_trees
+from hf_prefix_tree.images import fold_images, image_model
 from hf_prefix_tree.support import attention_windows
 from hf_prefix_tree.tree import Branch, PrefixTree, fold
 
@@ -53,31 +56,72 @@ def verify_tree_forward(model: PreTrainedModel, forward: Callable) -> None:
     Raises:
         `ValueError`: if the tree path does not give the branches' logits.
     """
-    trees = _forest(model)
-    device = model.device
+    _verify(model, forward, _forest(model))
+
+
+def verify_images(model: PreTrainedModel, forward: Callable) -> str | None:
+    """
+    The same comparison with images in a shared prefix and in a branch of its own.
+
+    Args:
+        model (`PreTrainedModel`): The prepared causal LM.
+        forward (`Callable`): What is called, `model` itself or its wrapper under FSDP or DDP.
+
+    Returns:
+        `str`, *optional*: Why the model's images are not served on trees; `None` where they are. Text is.
+    """
+    if image_model(model) is None:
+        return "of this model, trees train the text only (no multimodal rotary positions that a tree could place)."
+    reasons = []
+    for flat in (True, False):  # models take patches as vectors or as pictures
+        try:
+            _verify(model, forward, _forest_with_images(model, flat))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            reasons.append(f"self-verification with images did not pass ({type(error).__name__}: {error}).")
+        else:
+            return None
+    return reasons[0]
+
+
+@dataclass
+class _Forest:
+    """What is compared: the trees of a row with their images, and the images of each branch."""
+
+    trees: list[PrefixTree]
+    images: dict[str, torch.Tensor] = field(default_factory=dict)
+    branch_images: list[dict[str, torch.Tensor]] = field(default_factory=list)
+
+
+def _verify(model: PreTrainedModel, forward: Callable, forest: _Forest) -> None:
+    trees, device = forest.trees, model.device
     # two blocks at least: the kernels that will train are the ones to check
     row = concatenate_trees(trees, pad_token_id=0, pad_to_multiple_of=2 * BLOCK_SIZE)
     row = {key: value.to(device) for key, value in row.items()}
+    images = {key: value.to(device) for key, value in forest.images.items()}
     positions = _checked_positions(trees)
     where = torch.from_numpy(np.unique(np.concatenate(positions))).to(device)  # row order: that of the gathered logits
     labels = torch.full_like(row["labels"], IGNORE_INDEX)
     labels[0, where] = row["input_ids"][0, where]
     with _undisturbed(model), torch.no_grad():
-        causal = _plain_logits(model, forward, row["input_ids"], row["prefix_tree"][0, 2, where].long())
-        logits = _tree_logits(model, forward, {**row, "labels": labels})
+        causal = _plain_logits(model, forward, row["input_ids"], row["prefix_tree"][0, 2, where].long(), images)
+        logits = _tree_logits(model, forward, {**row, **images, "labels": labels})
         found = dict(zip(where.tolist(), logits, strict=True))
         found_causal = dict(zip(where.tolist(), causal, strict=True))
         error = control = spread = scale = 0.0
         branches = [branch for tree in trees for branch in tree.branches()]
-        for branch, checked in zip(branches, positions, strict=True):
+        for i, (branch, checked) in enumerate(zip(branches, positions, strict=True)):
             ids = torch.from_numpy(branch.input_ids.copy()).to(device)[None]
+            own = {key: value.to(device) for key, value in forest.branch_images[i].items()} if images else {}
             keep = torch.arange(ids.shape[1] - len(checked) - 1, ids.shape[1] - 1, device=device)
-            alone = _plain_logits(model, forward, ids, keep)
-            padded = _plain_logits(model, forward, torch.nn.functional.pad(ids, (0, 5)), keep, length=ids.shape[1])
+            alone = _plain_logits(model, forward, ids, keep, own)
+            padded = torch.nn.functional.pad(ids, (0, 5))
+            padded_logits = _plain_logits(model, forward, padded, keep, own, length=ids.shape[1])
             tree_logits = torch.stack([found[position] for position in checked])
             error = max(error, _distance(tree_logits, alone))
             control = max(control, _distance(torch.stack([found_causal[position] for position in checked]), alone))
-            spread = max(spread, _distance(padded, alone))
+            spread = max(spread, _distance(padded_logits, alone))
             scale = max(scale, _distance(alone, torch.zeros_like(alone)))
     numbers = f"error {error:.1e}, own spread {spread:.1e}, causal control {control:.1e}, logits {scale:.1e}"
     logger.info("Tree path of %s on %s: %s.", type(model).__name__, device.type, numbers)
@@ -120,7 +164,7 @@ def _tree_logits(model: PreTrainedModel, forward: Callable, batch: dict[str, tor
     return logits[0]
 
 
-def _forest(model: PreTrainedModel) -> list[PrefixTree]:
+def _forest(model: PreTrainedModel) -> _Forest:
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None) or 0
     limit = limit if limit > 0 else 2**31
@@ -131,7 +175,36 @@ def _forest(model: PreTrainedModel) -> list[PrefixTree]:
     trunk, fork = ids[:longest], 2 * longest // 3
     sibling = np.concatenate([trunk[:fork], ids[longest : longest + longest - fork]])
     paths = [[trunk, sibling, trunk[: longest - 4]], [ids[2 * longest : 2 * longest + 12]]]
-    return [fold([Branch(path, np.ones(len(path))) for path in tree]) for tree in paths]
+    return _Forest([fold([Branch(path, np.ones(len(path))) for path in tree]) for tree in paths])
+
+
+def _forest_with_images(model: PreTrainedModel, flat: bool) -> _Forest:
+    config: Any = model.config
+    vision, token = config.vision_config, config.image_token_id
+    merge = getattr(vision, "spatial_merge_size", 1)
+    channels: Any = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
+    shape = [channels * getattr(vision, "temporal_patch_size", 1), vision.patch_size, vision.patch_size]
+    shape = [int(np.prod(shape))] if flat else shape
+    special = [x for name, x in config.to_dict().items() if name.endswith(("_id", "_ids")) and isinstance(x, int)]
+    rng = np.random.default_rng(0)
+    text = np.setdiff1d(np.arange(min(_vocab_size(model), 10_000)), [token, *special])
+    trunk, first, second, last = (rng.choice(text, size=count) for count in (5, 7, 6, 9))
+    grids = torch.tensor([[1, 2 * merge, 3 * merge], [1, 4 * merge, 2 * merge]])
+    generator = torch.Generator().manual_seed(0)
+    patches = [torch.randn([int(grid.prod()), *shape], generator=generator) for grid in grids]
+    shared, own = (np.full(int(grid.prod()) // merge**2, token) for grid in grids)
+    start = [trunk[:3], shared, trunk[3:]]
+    paths = [([*start, first, own, second], [0, 1]), ([*start, last], [0]), ([*start, first[:6]], [0]), ([last], [])]
+    branches: list[dict[str, Any]] = []
+    for pieces, chosen in paths:
+        ids = np.concatenate(pieces)
+        branch: dict[str, Any] = {"input_ids": ids, "weights": np.ones(len(ids))}
+        if chosen:
+            branch |= {"pixel_values": torch.cat([patches[i] for i in chosen]), "image_grid_thw": grids[chosen]}
+        branches.append(branch)
+    tree, images = fold_images(branches, image_token_id=token)
+    own_images = [{name: x for name, x in branch.items() if isinstance(x, torch.Tensor)} for branch in branches]
+    return _Forest([tree], images, own_images)
 
 
 def _vocab_size(model: PreTrainedModel) -> int:
@@ -150,15 +223,23 @@ def _checked_positions(trees: list[PrefixTree]) -> list[np.ndarray]:
 
 
 def _plain_logits(
-    model: PreTrainedModel, forward: Callable, input_ids: torch.Tensor, keep: torch.Tensor, length: int | None = None
+    model: PreTrainedModel,
+    forward: Callable,
+    input_ids: torch.Tensor,
+    keep: torch.Tensor,
+    images: dict[str, torch.Tensor],
+    length: int | None = None,
 ) -> torch.Tensor:
     mask = torch.ones_like(input_ids)
     if length is not None:
         mask[:, length:] = 0
+    kwargs = {"input_ids": input_ids, "attention_mask": mask, "use_cache": False, **images}
+    if images:
+        kwargs["mm_token_type_ids"] = (input_ids == model.config.image_token_id).long()
     with _stock_attention(model):
         if "logits_to_keep" in inspect.signature(type(model).forward).parameters:
-            return forward(input_ids=input_ids, attention_mask=mask, logits_to_keep=keep, use_cache=False).logits[0]
-        return forward(input_ids=input_ids, attention_mask=mask, use_cache=False).logits[0, keep]
+            return forward(**kwargs, logits_to_keep=keep).logits[0]
+        return forward(**kwargs).logits[0, keep]
 
 
 @contextmanager

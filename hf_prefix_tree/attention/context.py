@@ -15,8 +15,9 @@ from functools import cached_property
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
+from hf_prefix_tree.attention.backend import can_use_flex as can_use_flex  # its former home
 from hf_prefix_tree.attention.mask import dense_mask, tree_block_mask
-from hf_prefix_tree.batch import BLOCK_SIZE, PREDECESSOR, Supervised
+from hf_prefix_tree.batch import PREDECESSOR, Supervised
 
 Mask = torch.Tensor | BlockMask
 
@@ -44,13 +45,20 @@ class TreeContext:
     """
 
     def __init__(
-        self, prefix_tree: torch.Tensor, supervised: Supervised | None = None, attn_backend: str = "auto"
+        self,
+        prefix_tree: torch.Tensor,
+        supervised: Supervised | None = None,
+        attn_backend: str = "auto",
+        sinks: bool = False,
     ) -> None:
         self.prefix_tree = prefix_tree
         self.supervised = supervised
         self.attn_backend = attn_backend
+        self.sinks = sinks
         self.gathered = False  # whether the hidden states of the call went through `gather`
         self.loss_computed = False  # whether the model's `loss_function` was called
+        self.attention_mask: torch.Tensor | None = None  # `(B, N)`, 0 at padding, where the call has one
+        self.segments: object = None  # the cut of the rows, once a recurrent layer made it
         self._masks: dict[tuple[str, int | None], Mask] = {}
 
     @cached_property
@@ -135,16 +143,3 @@ def active_context() -> TreeContext | None:
 def set_active_context(context: TreeContext | None) -> None:
     """Enters a tree call, or leaves it with `None`."""
     _active.set(context)
-
-
-def can_use_flex(device: torch.device, dtype: torch.dtype, head_dim: int, length: int) -> str | None:
-    """`None` where FlexAttention can train these shapes, otherwise the reason why not."""
-    if device.type != "cuda":
-        return f"FlexAttention has no backward on {device.type}"
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"FlexAttention does not take {dtype}"
-    if head_dim < 16:
-        return f"FlexAttention needs a head size of at least 16, got {head_dim}"
-    if length % BLOCK_SIZE != 0:
-        return f"rows of {length} tokens are no multiple of {BLOCK_SIZE}"
-    return None

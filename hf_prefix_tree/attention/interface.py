@@ -2,13 +2,14 @@
 """What `attn_implementation="prefix_tree"` means to Transformers: one attention function and one mask function.
 
 Without a tree both hand over to the model's default implementation: sdpa, or eager where the model has no sdpa. With a
-tree the mask function returns the tree's mask of the layer type, and the attention function runs FlexAttention where
-it got a block mask, SDPA where it got a dense one, and plain matmul and softmax where a dense mask meets softcap or
-sinks.
+tree the mask function chooses a backend and returns the tree's mask of the layer type, and the attention function runs
+FlexAttention where it got a block mask, SDPA where it got a dense one, and plain matmul and softmax where a dense mask
+meets softcap or sinks.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,11 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, causal_mask_function
 
-from hf_prefix_tree.attention.context import Mask, TreeContext, active_context, can_use_flex
+from hf_prefix_tree.attention.backend import AttentionCall, choose_backend
+from hf_prefix_tree.attention.context import Mask, TreeContext, active_context
 from hf_prefix_tree.attention.defaults import default_attention, default_implementation, uses_attention_interface
-from hf_prefix_tree.attention.kernels import attend_dense, attend_flex, attention_dtype
-from hf_prefix_tree.batch import BLOCK_SIZE
+from hf_prefix_tree.attention.kernels import attend_dense, attend_flash, attend_flex, attention_dtype
+from hf_prefix_tree.attention.mask import TreeBlockMask
 
 IMPLEMENTATION = "prefix_tree"
 WAY_OUT = "Train it on unfolded branches with a stock trainer."
@@ -76,18 +78,22 @@ def prefix_tree_mask(
     chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
     window, chunk = (None, local_size) if chunked else (local_size, None)
     additive = not uses_attention_interface(config.__class__)
-    reason = can_use_flex(device, attention_dtype(device, dtype), _head_dim(config), context.prefix_tree.shape[-1])
+    no_flex = None
     if additive:
-        reason = "this architecture computes its attention by itself and takes a dense mask"
+        no_flex = "this architecture computes its attention by itself and takes a dense mask"
     elif _DERIVED_MASKS & set(getattr(config, "layer_types", None) or []) or not allow_is_causal_skip:
-        reason = "this architecture computes sparse masks from a dense one"
-    if context.attn_backend == "flex" and reason is not None:
-        raise ValueError(f"`attn_backend='flex'` cannot serve this call: {reason}. Use `attn_backend='auto'`.")
+        no_flex = "this architecture computes sparse masks from a dense one"
+    length = context.prefix_tree.shape[-1]
+    kinds = {"window": window, "chunk": chunk, "sinks": context.sinks}
+    call = AttentionCall.of(config, device, attention_dtype(device, dtype), length, **kinds)
+    build = functools.partial(context.mask, window, chunk, flex=True)
+    backend = choose_backend(context.attn_backend, call, build, no_flex)
     if additive:
         return context.additive_mask(dtype, window, chunk)
-    if context.attn_backend == "auto" and context.prefix_tree.shape[-1] == BLOCK_SIZE:
-        reason = "a single block needs a graph of its own and is nothing to a dense mask"
-    return context.mask(window, chunk, flex=context.attn_backend != "sdpa" and reason is None)
+    mask = context.mask(window, chunk, flex=backend != "sdpa")
+    if isinstance(mask, TreeBlockMask):
+        mask.backend = backend
+    return mask
 
 
 def prefix_tree_attention(
@@ -183,7 +189,14 @@ def _tree_attention(
         mask = _keep_chosen(mask, indices, key.shape[2], query.dtype)
     dtype = attention_dtype(query.device, value.dtype)
     query, key, value = (x.to(dtype) for x in (query, key, value))
-    if isinstance(mask, BlockMask):
+    if isinstance(mask, TreeBlockMask) and mask.backend == "flash":
+        if softcap is not None or s_aux is not None or query.shape[-1] != value.shape[-1]:
+            raise ValueError(
+                f"{type(module).__name__} has a softcap, sinks or values of another size, which its config does not "
+                "tell and FlexAttention's FLASH backend does not serve. Use `attn_backend='flex'`."
+            )
+        output = attend_flash(query, key, value, mask, scale=scaling)
+    elif isinstance(mask, BlockMask):
         output = attend_flex(query, key, value, mask, scale=scaling, softcap=softcap, sinks=s_aux)
     else:
         output = attend_dense(query, key, value, mask, scale=scaling, softcap=softcap, sinks=s_aux)
@@ -197,10 +210,3 @@ def _keep_chosen(mask: Mask | None, indices: torch.Tensor, length: int, dtype: t
     chosen = torch.zeros((*indices.shape[:2], length), dtype=torch.bool, device=indices.device)
     chosen = chosen.scatter(-1, indices.long(), True)[:, None]
     return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(dtype).min)
-
-
-def _head_dim(config: Any) -> int:
-    if getattr(config, "is_heterogeneous", False):  # the smallest of the layers
-        return min(_head_dim(layer) for layer in config.per_layer_config)
-    head_dim = getattr(config, "head_dim", None)
-    return head_dim if head_dim is not None else config.hidden_size // config.num_attention_heads

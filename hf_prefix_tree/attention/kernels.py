@@ -6,13 +6,12 @@ once for all row lengths.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
-
-from hf_prefix_tree.batch import BLOCK_SIZE
 
 
 def attention_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -98,18 +97,27 @@ def flex_with_lse(
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    FlexAttention; arguments as for [`attend_flex`].
+    FlexAttention by Triton; arguments as for [`attend_flex`].
 
     Returns:
         `tuple`: the output `(B, heads, N, value_dim)` and the log-sum-exp of the scores `(B, heads, N)`, float32.
     """
-    query, key, value = (x.contiguous().unflatten(2, (-1, BLOCK_SIZE)) for x in (query, key, value))
     score_mod = None if softcap is None else _softcap_mod(softcap)
-    attend = _attend_in_blocks if torch.compiler.is_compiling() else _compiled_attend
-    return attend(query, key, value, mask, score_mod, scale)
+    attend = _triton if torch.compiler.is_compiling() else functools.partial(_call_compiled, _triton)
+    return attend(query.contiguous(), key.contiguous(), value.contiguous(), mask, score_mod, scale)
 
 
-def _attend_in_blocks(
+def attend_flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask, *, scale: float | None = None
+) -> torch.Tensor:
+    """
+    FlexAttention by its FLASH backend, the kernels of `flash-attn-4`; arguments and result as for [`attend_flex`].
+    """
+    attend = _flash if torch.compiler.is_compiling() else functools.partial(_call_compiled, _flash)
+    return attend(query.contiguous(), key.contiguous(), value.contiguous(), mask, scale)
+
+
+def _triton(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -117,9 +125,10 @@ def _attend_in_blocks(
     score_mod: Callable | None,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # The length arrives as blocks x 128: with a dynamic number of blocks the compiler still knows that 128 divides the
-    # length. One graph then serves every length at the speed of a static one (without this it is 25-30% slower).
-    query, key, value = (x.flatten(2, 3) for x in (query, key, value))
+    # The compiler does not know that a dynamic length is a multiple of the block, and would check every load (25-30%
+    # slower): tell it. One graph then serves every length at the speed of a static one.
+    is_divisible = True if query.shape[2] % mask.BLOCK_SIZE[0] == 0 else False  # noqa: SIM210 - becomes a guard
+    options: Any = {"IS_DIVISIBLE": is_divisible}
     output, aux = flex_attention(
         query,
         key,
@@ -128,15 +137,39 @@ def _attend_in_blocks(
         block_mask=mask,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
+        kernel_options=options,
         return_aux=AuxRequest(lse=True),
     )
     assert aux.lse is not None  # it was asked for
     return output, aux.lse
 
 
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask, scale: float | None
+) -> torch.Tensor:
+    return flex_attention(
+        query,
+        key,
+        value,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        kernel_options={"BACKEND": "FLASH"},
+    )
+
+
+@contextmanager
+def one_graph_for_all_lengths() -> Iterator[None]:
+    """Dynamo's settings for code whose row length varies; they matter while it compiles."""
+    with torch._dynamo.config.patch(_DYNAMO_OPTIONS), torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+        yield
+
+
 # - A recompile limit that is hit runs attention unfused, in silence: fail instead. The limit is raised because every
 #   dtype, head size and kind of mask of every model in the process needs a graph of its own.
 # - Floats (softcap, scale) are constants of a model.
+# - No duck shapes: taking two sizes that happen to be equal (heads and blocks, say) for the same size costs another
+#   graph at every other length.
 _DYNAMO_OPTIONS: dict[str, Any] = {
     "recompile_limit": 64,
     "fail_on_recompile_limit_hit": True,
@@ -144,17 +177,14 @@ _DYNAMO_OPTIONS: dict[str, Any] = {
 }
 
 
-def _compiled_attend(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    # No duck shapes: taking two sizes that happen to be equal (heads and blocks, say) for the same size costs another
-    # graph at every other length.
-    distinct_sizes = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-    with torch._dynamo.config.patch(_DYNAMO_OPTIONS), distinct_sizes:
-        return _compile()(*args)
+def _call_compiled(function: Callable, *args: Any) -> Any:
+    with one_graph_for_all_lengths():
+        return _compiled(function)(*args)
 
 
 @functools.cache
-def _compile() -> Callable:
-    return torch.compile(_attend_in_blocks, dynamic=True)
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function, dynamic=True)
 
 
 @functools.cache

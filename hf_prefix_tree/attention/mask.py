@@ -51,7 +51,13 @@ def dense_mask(prefix_tree: torch.Tensor, window: int | None = None, chunk: int 
     return mask[:, None]
 
 
-def tree_block_mask(prefix_tree: torch.Tensor, window: int | None = None, chunk: int | None = None) -> BlockMask:
+class TreeBlockMask(BlockMask):
+    """A block mask, and what runs it: `"flex"` (Triton) or `"flash"`."""
+
+    backend: str = "flex"
+
+
+def tree_block_mask(prefix_tree: torch.Tensor, window: int | None = None, chunk: int | None = None) -> TreeBlockMask:
     """
     The mask as FlexAttention's [`~torch.nn.attention.flex_attention.BlockMask`].
 
@@ -69,7 +75,7 @@ def tree_block_mask(prefix_tree: torch.Tensor, window: int | None = None, chunk:
     Raises:
         `ValueError`: if N is not a multiple of 128.
     """
-    batch_size, _, length = prefix_tree.shape
+    length = prefix_tree.shape[2]
     if length % BLOCK_SIZE != 0:
         raise ValueError(
             f"`prefix_tree` has rows of {length} tokens, but FlexAttention needs a multiple of {BLOCK_SIZE}: build "
@@ -77,39 +83,86 @@ def tree_block_mask(prefix_tree: torch.Tensor, window: int | None = None, chunk:
         )
     # Clones, not views: the compiler would also specialise on the tensor that they are views of.
     subtree_end, depth = prefix_tree[:, SUBTREE_END].clone(), prefix_tree[:, DEPTH].clone()
-    num_blocks = length // BLOCK_SIZE
-    end_low, end_high = subtree_end.view(batch_size, num_blocks, BLOCK_SIZE).aminmax(dim=-1)
-    block = torch.arange(num_blocks, device=subtree_end.device, dtype=subtree_end.dtype)
-    first_query, last_query = (block * BLOCK_SIZE)[:, None], (block * BLOCK_SIZE + BLOCK_SIZE - 1)[:, None]
+    size = block_size(length)
+    end_low, end_high = _block_bounds(subtree_end, size)
+    block = torch.arange(end_low.shape[1], device=subtree_end.device, dtype=subtree_end.dtype)
+    first_query = (block * size)[:, None]
+    last_query = (block * size + size - 1).clamp(max=length - 1)[:, None]
     before = block[None, :] < block[:, None]
     visible = before & (end_high[:, None, :] > first_query)  # [B, query blocks, key blocks]
     full = before & (end_low[:, None, :] > last_query)
-    depth_low, depth_high = depth.view(batch_size, num_blocks, BLOCK_SIZE).aminmax(dim=-1)
     if window is not None:
+        depth_low, depth_high = _block_bounds(depth, size)
         visible &= depth_low[:, :, None] - depth_high[:, None, :] < window
         full &= depth_high[:, :, None] - depth_low[:, None, :] < window
     if chunk is not None:
-        low, high = depth_low // chunk, depth_high // chunk
+        low, high = (bound // chunk for bound in _block_bounds(depth, size))
         visible &= (low[:, :, None] <= high[:, None, :]) & (low[:, None, :] <= high[:, :, None])
         full &= (low == high)[:, :, None] & (low == high)[:, None, :] & (low[:, :, None] == low[:, None, :])
-    partial = (visible & ~full) | (block[None, :] == block[:, None])
+    partial = visible.logical_and_(~full).logical_or_(block[None, :] == block[:, None])
     # A window may be a scalar of the model, but the kernel reads it from a tensor: one compiled graph for all windows.
     reach = _on_device(window, depth)
     chunk_size = _on_device(chunk, depth)
-    return BlockMask.from_kv_blocks(
+    return TreeBlockMask(
+        (length, length),
         *_listed(partial),
         *_listed(full),
-        BLOCK_SIZE=BLOCK_SIZE,
-        mask_mod=_mask_mod(subtree_end, depth, reach, chunk_size),
-        seq_lengths=(length, length),
+        *_listed(partial.transpose(1, 2)),  # the queries of a block of keys, for the backward
+        *_listed(full.transpose(1, 2)),
+        (size, size),
+        _mask_mod(subtree_end, depth, reach, chunk_size),
     )
+
+
+def block_size(length: int) -> int:
+    """
+    The block of a row: 128 tokens, doubled until a row has at most 4,096 blocks. The four lists of blocks then take at
+    most 256 MiB, where 128-token blocks of a row of a million tokens would take 1 GiB.
+
+    Args:
+        length (`int`): Tokens of the row.
+
+    Example:
+
+    ```python
+    >>> block_size(40_960), block_size(524_288), block_size(1_048_576)
+    (128, 128, 256)
+
+    ```
+    """
+    size = BLOCK_SIZE
+    while length > size * _MOST_BLOCKS:
+        size *= 2
+    return size
+
+
+_MOST_BLOCKS = 4096
+_LISTED_AT_ONCE = 2**22  # pairs of blocks: bounds what a listing needs beside its result
+
+
+def _block_bounds(values: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Smallest and largest value of each block, `[B, nb]` each; the last block may be shorter."""
+    missing = -values.shape[1] % size
+    if missing:
+        values = torch.cat([values, values[:, -1:].expand(-1, missing)], dim=1)
+    return values.unflatten(1, (-1, size)).aminmax(dim=-1)
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Per row of blocks, how many are set and which, the set ones first: `[B, 1, nb]` and `[B, 1, nb, nb]` int32."""
-    count = blocks.sum(dim=-1, dtype=torch.int32)
-    order = torch.argsort(blocks.to(torch.uint8), dim=-1, descending=True, stable=True).to(torch.int32)
-    return count[:, None], order[:, None]
+    batch_size, num_blocks, _ = blocks.shape
+    column = torch.arange(num_blocks, device=blocks.device, dtype=torch.int32)
+    counts = torch.empty((batch_size, 1, num_blocks), dtype=torch.int32, device=blocks.device)
+    indices = torch.empty((batch_size, 1, num_blocks, num_blocks), dtype=torch.int32, device=blocks.device)
+    rows = max(1, _LISTED_AT_ONCE // (batch_size * num_blocks))
+    for start in range(0, num_blocks, rows):
+        own = blocks[:, start : start + rows]
+        rank = own.cumsum(dim=-1, dtype=torch.int32)  # set blocks up to this one
+        count = rank[..., -1:]
+        place = torch.where(own, rank - 1, count + column - rank).long()
+        indices[:, 0, start : start + rows].scatter_(-1, place, column.expand_as(place))
+        counts[:, 0, start : start + rows] = count[..., 0]
+    return counts, indices
 
 
 def _on_device(number: int | None, like: torch.Tensor) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 
+from hf_prefix_tree.conformance.build import VARIANTS
 from hf_prefix_tree.conformance.check import FAILED
 from hf_prefix_tree.conformance.runner import run_all
 from hf_prefix_tree.conformance.table import markdown_table, summary
@@ -15,25 +16,32 @@ from hf_prefix_tree.conformance.table import markdown_table, summary
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; the exit code is 1 where an architecture failed."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     parser = argparse.ArgumentParser(prog="python -m hf_prefix_tree.conformance", description=__doc__)
-    parser.add_argument("--model-type", nargs="+", help="only these (default: all of Transformers' causal LMs)")
+    parser.add_argument("--model-type", nargs="+", help="only these (default: all of the variants)")
+    parser.add_argument(
+        "--variant",
+        nargs="+",
+        choices=list(VARIANTS),
+        default=list(VARIANTS),
+        help="text: causal LMs on text; images: vision-language models; lora, dora, nf4: adapters, over 4-bit weights",
+    )
     parser.add_argument("--output", type=Path, help="write the table (Markdown) to this file")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds per architecture")
     parser.add_argument("--seed", type=int, default=0, help="of weights and tokens")
     arguments = parser.parse_args(argv)
-    known = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    chosen = arguments.model_type or known
-    unknown = sorted(set(chosen) - set(known))
+    cases = [(name, variant) for variant in arguments.variant for name in VARIANTS[variant]]
+    unknown = sorted(set(arguments.model_type or ()) - {name for name, _ in cases})
     if unknown:
-        parser.error(f"no causal LM in this Transformers: {', '.join(unknown)}")
+        parser.error(f"not among the models of {', '.join(arguments.variant)}: {', '.join(unknown)}")
+    if arguments.model_type:
+        cases = [case for case in cases if case[0] in arguments.model_type]
     results = []
-    for result in run_all(chosen, arguments.time_limit, arguments.seed):
+    for result in run_all(cases, arguments.time_limit, arguments.seed):
         results.append(result)
         error = "" if result.error is None else f"{result.error:.1e}"
-        print(f"{result.model_type:28} {result.status:9} {result.compared:8} {error:8} {result.reason}", flush=True)
+        name = result.model_type if result.variant == "text" else f"{result.model_type} {result.variant}"
+        print(f"{name:28} {result.status:9} {result.compared:8} {error:8} {result.reason}", flush=True)
     print(summary(results))
     if arguments.output:
         arguments.output.write_text(markdown_table(results))

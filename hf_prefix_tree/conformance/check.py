@@ -17,21 +17,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hf_prefix_tree.attention.defaults import default_implementation
 from hf_prefix_tree.batch import concatenate_trees
-from hf_prefix_tree.conformance.configs import tiny_config
-from hf_prefix_tree.conformance.forest import conformance_forest
+from hf_prefix_tree.conformance.build import build_forest, build_model, class_name
+from hf_prefix_tree.conformance.forest import Forest
 from hf_prefix_tree.conformance.overrides import NOT_RUNNABLE
 from hf_prefix_tree.double import keep_double
 from hf_prefix_tree.model import prepare_model
-from hf_prefix_tree.tree import PrefixTree
 
 TOLERANCE = {"float64": 1e-9, "float32": 2e-3}
 CHECKPOINT_TOLERANCE = 1e-5
 CONTROL = 1e-3  # a causal mask over the row must be at least this wrong, or the comparison proves nothing
-AMPLIFY = 3.0
 PAD_TO = 8
 EXACT, REFUSED, FAILED, NOT_BUILT = "exact", "refused", "failed", "not built"
 
@@ -44,6 +41,7 @@ class Result:
     Args:
         model_type (`str`): Its key in Transformers' mapping.
         architecture (`str`): The class of the causal LM.
+        variant (`str`): What was built, see [`build_model`].
         status (`str`): `"exact"`, `"refused"`, `"failed"` or `"not built"`.
         reason (`str`): Why, where it is not exact.
         layers (`str`): The kinds of layers of the tiny model.
@@ -55,6 +53,7 @@ class Result:
 
     model_type: str
     architecture: str = ""
+    variant: str = "text"
     status: str = FAILED
     reason: str = ""
     layers: str = ""
@@ -68,25 +67,24 @@ class Result:
         return asdict(self)
 
 
-def check_architecture(model_type: str, seed: int = 0) -> Result:
+def check_architecture(model_type: str, seed: int = 0, variant: str = "text") -> Result:
     """
     Runs the whole comparison for one architecture; an error of the architecture becomes its result.
 
     Args:
-        model_type (`str`): A key of `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
+        model_type (`str`): A key of `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`, or of `VARIANTS[variant]`.
         seed (`int`, *optional*, defaults to 0): Of the weights, the tokens and their weights.
+        variant (`str`, *optional*, defaults to `"text"`): What is built, see [`build_model`].
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    result = Result(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    result = Result(model_type, class_name(model_type), variant)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            stock = build_model(model_type, seed)
+            stock = build_model(model_type, seed, variant)
             result.layers = _layers(stock.config)
+            forest = build_forest(stock, seed, variant)
             with torch.no_grad():
-                ids = torch.arange(3, 12)[None]
-                stock.eval()(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+                stock.eval()(**forest.branch_inputs()[0][0], use_cache=False)
             stock.train()
         except Exception as error:  # whatever a modeling file raises is the reason
             result.status, result.reason = NOT_BUILT, NOT_RUNNABLE.get(model_type) or _sentence(error)
@@ -94,6 +92,8 @@ def check_architecture(model_type: str, seed: int = 0) -> Result:
         model = copy.deepcopy(stock)
         try:
             prepare_model(model)
+            if forest.images:  # refused by the call, after the text was verified
+                model(**_row(forest))
         except ValueError as error:
             result.status, result.reason = REFUSED, _sentence(error)
             return result
@@ -101,53 +101,25 @@ def check_architecture(model_type: str, seed: int = 0) -> Result:
             result.reason = f"prepare_model raised {_sentence(error)}"
             return result
         try:
-            _compare(result, stock, model, seed)
+            _compare(result, stock, model, forest)
         except Exception as error:
             result.reason = _sentence(error)
     return result
 
 
-def build_model(model_type: str, seed: int = 0) -> PreTrainedModel:
-    """
-    The tiny model in float32: weights amplified, because errors hide behind small ones; biases, sinks and every other
-    vector random.
-
-    Args:
-        model_type (`str`): A key of `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
-        seed (`int`, *optional*, defaults to 0): Of the weights.
-    """
-    torch.manual_seed(seed)
-    config = tiny_config(model_type)
-    for part in [config, *(getattr(config, name, None) for name in config.sub_configs)]:
-        if part is not None:
-            part._experts_implementation = "eager"  # grouped matmuls reject float64 on CPU
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-    if model.config._attn_implementation == "sdpa" and default_implementation(model.config.__class__) == "eager":
-        model.set_attn_implementation("eager")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "sink" in name:
-                parameter.normal_(0, 2)
-            elif parameter.dim() > 1:
-                zero = parameter.abs().sum(dim=-1, keepdim=True) == 0  # a padding token's embedding, say
-                parameter.add_(torch.randn_like(parameter) * 0.02 * zero).mul_(AMPLIFY)
-            else:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
-
-
-def _compare(result: Result, stock: PreTrainedModel, model: PreTrainedModel, seed: int) -> None:
-    trees = conformance_forest(stock.config.get_text_config().vocab_size, seed)
-    if _draws_in_training(stock, trees):  # random numbers, in a router say: no two runs agree
+def _compare(result: Result, stock: PreTrainedModel, model: PreTrainedModel, forest: Forest) -> None:
+    if _draws_in_training(stock, forest):  # random numbers, in a router say: no two runs agree
         stock.eval()
         model.eval()
     try:
         result.compared = "float64"
+        if result.variant == "nf4":
+            raise TypeError("4-bit weights have no double")
         with keep_double():
-            errors = _errors(_double(stock), _double(model), trees)
+            errors = _errors(_double(stock), _double(model), forest)
     except (RuntimeError, TypeError):  # an operation without float64, or a float32 constant in the way
         result.compared = "float32"
-        errors = _errors(stock, model, trees)
+        errors = _errors(stock, model, forest)
     logits_error, gradient_error, result.control = errors
     result.error = max(logits_error, gradient_error)
     tolerance = TOLERANCE[result.compared]
@@ -157,20 +129,34 @@ def _compare(result: Result, stock: PreTrainedModel, model: PreTrainedModel, see
         result.reason = f"logits differ by {logits_error:.1e}, gradients by {gradient_error:.1e} ({result.compared})"
     elif not result.control > CONTROL:
         result.reason = f"a causal mask gives the same logits (to {result.control:.1e}): nothing was tested"
+    elif not _is_refused(stock, forest):
+        result.reason = "the model takes a tree row in silence where it was not prepared"
     else:
-        result.checkpointed, difference = _checkpointing(stock, model, trees)
+        result.checkpointed, difference = _checkpointing(stock, model, forest)
         if difference > CHECKPOINT_TOLERANCE:
             result.reason = f"checkpointed gradients differ by {difference:.1e}"
         else:
             result.status = EXACT
 
 
-def _draws_in_training(stock: PreTrainedModel, trees: list[PrefixTree]) -> bool:
-    ids = torch.from_numpy(trees[0].branches()[0].input_ids.copy())[None].long()
+def _draws_in_training(stock: PreTrainedModel, forest: Forest) -> bool:
     with torch.no_grad(), torch.random.fork_rng():
         before = torch.random.get_rng_state()
-        stock(input_ids=ids, use_cache=False)
+        stock(**forest.branch_inputs()[0][0], use_cache=False)
         return not torch.equal(before, torch.random.get_rng_state())
+
+
+def _row(forest: Forest) -> dict[str, torch.Tensor]:
+    return {**concatenate_trees(forest.trees, pad_token_id=0, pad_to_multiple_of=PAD_TO), **forest.images}
+
+
+def _is_refused(stock: PreTrainedModel, forest: Forest) -> bool:
+    try:
+        with torch.no_grad():
+            stock(**_row(forest))
+    except (ValueError, RuntimeError):
+        return True
+    return False
 
 
 def _double(model: PreTrainedModel) -> PreTrainedModel:
@@ -180,20 +166,19 @@ def _double(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _errors(stock: PreTrainedModel, model: PreTrainedModel, trees: list[PrefixTree]) -> tuple[float, float, float]:
+def _errors(stock: PreTrainedModel, model: PreTrainedModel, forest: Forest) -> tuple[float, float, float]:
     """Largest relative errors of logits and of gradients, and that of the logits under a plain causal mask."""
-    row = concatenate_trees(trees, pad_token_id=0, pad_to_multiple_of=PAD_TO)
-    expected_loss, expected_logits = _branch_runs(stock, trees)
+    row = _row(forest)
+    expected_loss, expected_logits = _branch_runs(stock, forest)
     expected_loss.backward()
     model(**row).loss.backward()
     without_labels = {key: value for key, value in row.items() if key not in ("labels", "loss_weights")}
+    tree_logits = model(**without_labels).logits[0].detach()  # with gradients: 4-bit kernels differ without
     with torch.no_grad():
-        tree_logits = model(**without_labels).logits[0]
-        ids = row["input_ids"]
-        causal_logits = stock(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
+        causal_logits = stock(**forest.plain_inputs(row["input_ids"], forest.images), use_cache=False).logits[0]
     logits_error = control = 0.0
     start, branches = 0, iter(expected_logits)
-    for tree in trees:
+    for tree in forest.trees:
         for path in tree.paths():
             expected, where = next(branches), torch.from_numpy(path) + start
             scale = expected.abs().max().item()
@@ -204,18 +189,16 @@ def _errors(stock: PreTrainedModel, model: PreTrainedModel, trees: list[PrefixTr
     return logits_error, _gradient_error(*gradients), control
 
 
-def _branch_runs(stock: PreTrainedModel, trees: list[PrefixTree]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _branch_runs(stock: PreTrainedModel, forest: Forest) -> tuple[torch.Tensor, list[torch.Tensor]]:
     total: Any = 0.0
     divisor: Any = 0.0
     logits = []
-    for tree in trees:
-        branches = tree.branches()
-        for branch in branches:
-            ids = torch.from_numpy(branch.input_ids.copy())[None].long()
-            out = stock(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
+    for tree, inputs in zip(forest.trees, forest.branch_inputs(), strict=True):
+        for branch, own in zip(tree.branches(), inputs, strict=True):
+            out = stock(**own, use_cache=False).logits[0]
             logits.append(out.detach())
-            weight = torch.from_numpy(branch.weights[1:].copy()) / len(branches)
-            nll = torch.nn.functional.cross_entropy(out[:-1], ids[0, 1:], reduction="none")
+            weight = torch.from_numpy(branch.weights[1:].copy()) / len(inputs)
+            nll = torch.nn.functional.cross_entropy(out[:-1], own["input_ids"][0, 1:], reduction="none")
             total = total + (nll.double() * weight).sum()
             divisor = divisor + weight.sum()
     return total / divisor, logits
@@ -235,12 +218,12 @@ def _gradient_error(expected: dict[str, Any], got: dict[str, Any]) -> float:
     return worst
 
 
-def _checkpointing(stock: PreTrainedModel, model: PreTrainedModel, trees: list[PrefixTree]) -> tuple[str, float]:
+def _checkpointing(stock: PreTrainedModel, model: PreTrainedModel, forest: Forest) -> tuple[str, float]:
     if not model.supports_gradient_checkpointing:
         return "not supported by the model", 0.0
-    row = concatenate_trees(trees, pad_token_id=0, pad_to_multiple_of=PAD_TO)
-    ids = torch.from_numpy(trees[0].branches()[0].input_ids.copy())[None].long()
-    branch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    row = _row(forest)
+    branch = forest.branch_inputs()[0][0]
+    branch["labels"] = branch["input_ids"]
     differences = {
         kind: _checkpointed_error(model, row, kind == "reentrant") for kind in ("non-reentrant", "reentrant")
     }

@@ -51,7 +51,7 @@ _SIZES: list[tuple[str, int]] = [
     (r"rel_extent", 64),
     (r"d_rel", 8),
     (r".*(state_size|d_state)", 8),
-    (r"chunk_size", 4),
+    (r"(mamba_)?chunk_size", 4),
     (r"mamba_d_ssm", 64),
     (r"mamba_(n_heads|num_heads)|n_mamba_heads|linear_num_value_heads|linear_num_heads", 4),
     (r"linear_num_key_heads", 2),
@@ -172,7 +172,11 @@ def _small(name: str, value: Any) -> Any:
 
 def _choose_layers(default: dict[str, Any], num_layers: int) -> list[int]:
     """The first layers that together show every value of every per-layer list, at least two."""
-    lists = [v for v in default.values() if isinstance(v, list) and len(v) == num_layers and num_layers]
+    lists = [
+        values
+        for name, values in default.items()
+        if isinstance(values, list) and len(values) == num_layers and num_layers and name not in _DERIVED
+    ]
     chosen: list[int] = []
     seen: set[tuple[int, str]] = set()
     for i in range(num_layers):

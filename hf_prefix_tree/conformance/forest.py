@@ -4,9 +4,48 @@ duplicate, several trees, and paths longer than the windows and chunks of the ti
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
+import torch
 
 from hf_prefix_tree.tree import Branch, PrefixTree, fold
+
+
+@dataclass
+class Forest:
+    """
+    What an architecture runs.
+
+    Args:
+        trees (`list[PrefixTree]`): The trees of the row.
+        images (`dict[str, torch.Tensor]`): The images of the row, in the order of its tokens.
+        branch_images (`list[dict[str, torch.Tensor]]`): The images of each branch; empty where the row has none.
+        image_token_id (`int`, *optional*, defaults to -1): The token that stands for a piece of an image.
+    """
+
+    trees: list[PrefixTree]
+    images: dict[str, torch.Tensor] = field(default_factory=dict)
+    branch_images: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    image_token_id: int = -1
+
+    def branch_inputs(self) -> list[list[dict[str, torch.Tensor]]]:
+        """The keyword arguments of each branch's own run, by tree."""
+        images = iter(self.branch_images)
+        return [
+            [
+                self.plain_inputs(torch.from_numpy(branch.input_ids.copy())[None], next(images, {}))
+                for branch in branches
+            ]
+            for branches in (tree.branches() for tree in self.trees)
+        ]
+
+    def plain_inputs(self, input_ids: torch.Tensor, images: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The keyword arguments of a run over one sequence that knows nothing of trees."""
+        inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+        if images:
+            inputs |= {**images, "mm_token_type_ids": torch.eq(input_ids, self.image_token_id).long()}
+        return inputs
 
 
 def conformance_forest(vocab_size: int, seed: int = 0) -> list[PrefixTree]:

@@ -34,13 +34,14 @@ NOT_RUNNABLE = {
 
 OVERRIDES: dict[str, Any] = {
     **dict.fromkeys(_DECODERS, _DECODER),
+    "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 2},
     "big_bird": {**_DECODER, "attention_type": "original_full"},
     "cohere_compass_text": {"rope_parameters": _ROPE_PER_TYPE},
     "dots3_note_text": {"head_dim": 12},
     "dots3_note": {
         "text_config": {"head_dim": 12},
-        "vision_config": {"adapter_in_dim": 32},
-        "audio_config": {"adapter_in_dim": 32},
+        "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32},
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
     },
     "dory": {
         "num_hidden_layers": 6,
@@ -63,6 +64,7 @@ OVERRIDES: dict[str, Any] = {
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2},
     "lfm2": {"block_multiple_of": 8, "layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
     "llama4_text": {"intermediate_size_mlp": 24, "attn_temperature_tuning": True, "floor_scale": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "mamba2": {"num_heads": 4, "head_dim": 16},

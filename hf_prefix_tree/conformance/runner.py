@@ -12,18 +12,18 @@ from typing import Any
 from hf_prefix_tree.conformance.check import FAILED, Result, check_architecture
 
 
-def run_all(model_types: list[str], time_limit: float = 120.0, seed: int = 0) -> Iterator[Result]:
+def run_all(cases: list[tuple[str, str]], time_limit: float = 120.0, seed: int = 0) -> Iterator[Result]:
     """
     The results of these architectures, in order.
 
     Args:
-        model_types (`list[str]`): Keys of `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
+        cases (`list[tuple[str, str]]`): Model types and variants, see [`~hf_prefix_tree.conformance.build.VARIANTS`].
         time_limit (`float`, *optional*, defaults to 120.0): Seconds that one architecture may take.
         seed (`int`, *optional*, defaults to 0): Of weights and tokens.
     """
     spawn = multiprocessing.get_context("spawn")
     worker: Any = None
-    for model_type in model_types:
+    for model_type, variant in cases:
         if worker is None:
             connection, other_end = spawn.Pipe()
             worker = spawn.Process(target=_work, args=(other_end, seed), daemon=True)
@@ -31,16 +31,19 @@ def run_all(model_types: list[str], time_limit: float = 120.0, seed: int = 0) ->
             other_end.close()
         result = None
         try:
-            connection.send(model_type)
+            connection.send((model_type, variant))
             if connection.poll(time_limit):
                 result = connection.recv()
             else:
-                result = Result(model_type, status=FAILED, reason=f"took more than {time_limit:.0f} s")
+                result = Result(
+                    model_type, variant=variant, status=FAILED, reason=f"took more than {time_limit:.0f} s"
+                )
                 worker.kill()
                 worker = None
         except (EOFError, ConnectionError):
             worker.join()
-            result = Result(model_type, status=FAILED, reason=f"the process died (exit code {worker.exitcode})")
+            reason = f"the process died (exit code {worker.exitcode})"
+            result = Result(model_type, variant=variant, status=FAILED, reason=reason)
             worker = None
         yield result
     if worker is not None:
@@ -54,4 +57,5 @@ def _work(connection: Connection, seed: int) -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     while True:
-        connection.send(check_architecture(connection.recv(), seed))
+        model_type, variant = connection.recv()
+        connection.send(check_architecture(model_type, seed, variant))

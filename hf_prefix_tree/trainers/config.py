@@ -29,7 +29,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "truncation_mode": ("keep_start", "branches share their start"),
     "batch_eval_metrics": (False, "it needs `compute_metrics`, which sees logits of rows, not of branches"),
     "include_for_metrics": ([], "it needs `compute_metrics`, which sees logits of rows, not of branches"),
-    "torch_compile": (False, "compiling the whole model is not tested on trees"),
+    "torch_compile": (False, "compiling the whole model is not tested on trees; use `compile_layers=True`"),
     "pad_token": (None, "set `processing_class.pad_token`"),
 }
 # Options of our own that have `choices`.
@@ -95,6 +95,9 @@ class TreeSFTConfig(SFTConfig):
             computed branch by branch, each branch's backward before the next one's forward.
         attn_backend (`str`, *optional*, defaults to `"auto"`):
             See [`prepare_model`].
+        compile_layers (`bool`, *optional*, defaults to `False`):
+            Compiles each decoder layer by itself, see [`prepare_model`]. Works with gradient checkpointing, PEFT and
+            FSDP2; refused with DeepSpeed.
 
     > [!NOTE]
     > These parameters have other defaults than in `SFTConfig`: `max_length` is `None` instead of `1024`, which would
@@ -188,7 +191,10 @@ class TreeSFTConfig(SFTConfig):
     )
     attn_backend: str = field(
         default="auto",
-        metadata={"help": "Attention of the tree path.", "choices": ["auto", "flex", "sdpa"]},
+        metadata={"help": "Attention of the tree path.", "choices": ["auto", "flex", "flash", "sdpa"]},
+    )
+    compile_layers: bool = field(
+        default=False, metadata={"help": "Whether each decoder layer is compiled, with the tree attention inside."}
     )
 
     def __post_init__(self) -> None:
@@ -207,6 +213,11 @@ class TreeSFTConfig(SFTConfig):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}. Leave it out for no limit.")
+        if self.compile_layers and self.deepspeed:
+            raise ValueError(
+                "`compile_layers=True` cannot be used together with `deepspeed`, which hooks the modules inside each "
+                "layer. Use FSDP2, or leave it at `False`."
+            )
         if self.max_packed_tokens is not None and (self.max_length or 0) > self.max_packed_tokens:
             raise ValueError(
                 f"`max_length={self.max_length}` is above `max_packed_tokens={self.max_packed_tokens}`: a branch must "

@@ -7,16 +7,22 @@ divisor is gathered once per step, in float64. Evaluation is the same ratio over
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers.trainer_utils import EvalLoopOutput
 
-from hf_prefix_tree.batch import STATS, summed_weights
+from hf_prefix_tree.batch import IGNORE_INDEX, STATS, summed_weights
+from hf_prefix_tree.collators.prefix_tree import DataCollatorForPrefixTree
 from hf_prefix_tree.loss import safe_divisor
 from hf_prefix_tree.model import ensure_verified, prepare_model
+from hf_prefix_tree.trainers.balance import RowCounts, cost_per_count
 from hf_prefix_tree.trainers.padding import PaddedDataset, PaddedStream
-from hf_prefix_tree.trainers.sampling import StepSampler, linked_rows, split_tree_ids
+from hf_prefix_tree.trainers.sampling import STRATEGIES, StepSampler, linked_rows, split_tree_ids
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer  # what the mixin is put before
@@ -30,28 +36,42 @@ class TreeLossMixin(_Trainer):
 
     Prepares the model, normalises the loss over the whole optimizer step, evaluates exactly, and logs `loss/sum`,
     `loss/token_count` (the summed weights, so that their ratio is the loss), `tree/branches`, `tree/tokens`,
-    `tree/token_ratio`, `tree/pair_ratio` and `tree/padding` (share of padding tokens), all of them over the logging
-    window, every rank and accumulation step. They come with `loss`, so every rank must log that one; anything else may
-    be logged by any rank.
+    `tree/token_ratio`, `tree/pair_ratio`, `tree/padding` (share of padding tokens) and `tree/imbalance` (by how much
+    the most loaded rank of a step exceeds the mean, in FLOPs), all of them over the logging window, every rank and
+    accumulation step. They come with `loss`, so every rank must log that one; anything else may be logged by any rank.
+
+    With `DataCollatorForPrefixTree` and a training dataset of known length, the rows of a step are dealt to the ranks
+    so that each computes as much ([`deal`]), and the steps are the same on any number of ranks. With
+    `train_sampling_strategy="group_by_length"` a step holds rows that cost alike.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._tree_sums: dict[str, torch.Tensor] = {}
         super().__init__(*args, **kwargs)
+        self._refuse_engines()
+        options = {"attn_backend": "auto", "compile_layers": False}
+        prepare_model(self.model, **{name: getattr(self.args, name, value) for name, value in options.items()})
+        # Says that the loss is normalised by `num_items_in_batch`, so that Trainer does not divide it by the
+        # accumulation steps. (Trainer's `loss_is_scaled_for_ga` says the same, but not before transformers 5.19.)
+        self.model_accepts_loss_kwargs = True
+
+    def _refuse_engines(self) -> None:
+        """What drops the tree mask, or weighs ranks instead of tokens."""
         parallelism = getattr(self.accelerator, "parallelism_config", None)
         if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
             raise ValueError(
                 "`parallelism_config` splits the sequence over devices (context or sequence parallelism), which "
                 "drops the tree mask. Set `cp_size=1` and `sp_size=1`."
             )
+        if self.accelerator.distributed_type == "MEGATRON_LM":
+            raise ValueError(
+                "Megatron-LM (pipeline parallelism) replaces the model and its attention, which drops the tree mask. "
+                "Use FSDP2, DeepSpeed ZeRO or tensor parallelism (`tp_plan='auto'`)."
+            )
         if self.args.n_gpu > 1:
             raise ValueError("`nn.DataParallel` is not supported: start one process per GPU with `accelerate launch`.")
         if not self.args.average_tokens_across_devices:
             raise ValueError("`average_tokens_across_devices=False` would weigh ranks, not tokens: set it to `True`.")
-        prepare_model(self.model, attn_backend=getattr(self.args, "attn_backend", "auto"))
-        # Says that the loss is normalised by `num_items_in_batch`, so that Trainer does not divide it by the
-        # accumulation steps. (Trainer's `loss_is_scaled_for_ga` says the same, but not before transformers 5.19.)
-        self.model_accepts_loss_kwargs = True
 
     # ---- one optimizer step ----
 
@@ -66,14 +86,20 @@ class TreeLossMixin(_Trainer):
         stats = torch.cat([batch["tree_stats"] for batch in batch_samples]).sum(dim=0).to(device)
         tokens = torch.stack([batch["attention_mask"].sum() for batch in batch_samples]).sum().to(device)
         positions = tokens.new_tensor(sum(batch["input_ids"].numel() for batch in batch_samples))
-        local = torch.cat([weights[None], stats.double(), torch.stack([tokens, positions]).double()])
-        total = self.accelerator.gather(local[None]).sum(dim=0) / self._copies()
+        supervised = torch.stack([(batch["labels"] != IGNORE_INDEX).sum() for batch in batch_samples]).sum().to(device)
+        local = torch.cat([weights[None], stats.double(), torch.stack([tokens, positions, supervised]).double()])
+        ranks = self.accelerator.gather(local[None])
+        total = ranks.sum(dim=0) / self._copies()
         self._add("counts", total)
+        of_cost = ranks[:, [1 + STATS.index("tree_tokens"), -1, 1 + STATS.index("tree_pairs")]]
+        work = of_cost @ torch.from_numpy(cost_per_count(self.model.config)).to(of_cost)
+        self._add("work", torch.stack([work.max(), work.mean()]))
         return total[0]
 
     def training_step(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         ensure_verified(self.model, model)
-        return super().training_step(model, *args, **kwargs)
+        with _earlier_gradients_aside(self.model) if self.get_tp_size() > 1 else nullcontext():
+            return super().training_step(model, *args, **kwargs)
 
     def compute_loss(
         self,
@@ -144,7 +170,8 @@ class TreeLossMixin(_Trainer):
         # only a window's end logs "loss", on every rank; evaluations and users log too, the latter on one rank perhaps
         loss_sum = self._gathered("loss_sum") if "loss" in logs else None
         if loss_sum is not None:
-            weights, *stats, tokens, positions = self._tree_sums.pop("counts").tolist()
+            weights, *stats, tokens, positions, _ = self._tree_sums.pop("counts").tolist()
+            most, mean = self._tree_sums.pop("work").tolist()
             stat = dict(zip(STATS, stats, strict=True))
             logs["loss/sum"] = loss_sum.item() / self.get_tp_size()
             logs["loss/token_count"] = weights
@@ -153,6 +180,7 @@ class TreeLossMixin(_Trainer):
             logs["tree/token_ratio"] = stat["branch_tokens"] / max(stat["tree_tokens"], 1)
             logs["tree/pair_ratio"] = stat["branch_pairs"] / max(stat["tree_pairs"], 1)
             logs["tree/padding"] = 1 - tokens / positions
+            logs["tree/imbalance"] = most / max(mean, 1.0) - 1
         super().log(logs, *args, **kwargs)
 
     def _add(self, name: str, value: torch.Tensor) -> None:
@@ -197,35 +225,63 @@ class TreeLossMixin(_Trainer):
         config.dispatch_batches = False  # not set means `True` for streams
 
     def _step_sampler(self, dataset: Any, batch_size: int) -> StepSampler | None:
-        """What keeps the parts of split trees in one step, where there are any."""
-        args = self.args
-        if "tree_ids" not in (getattr(dataset, "column_names", None) or ()):
-            return None
-        if not hasattr(dataset, "__len__"):
-            if getattr(args, "overflow", "split") == "split":
+        """What lays out the steps of a training dataset; `None` where Trainer's own sampler does."""
+        args, strategy = self.args, self.args.train_sampling_strategy
+        has_ids = "tree_ids" in (getattr(dataset, "column_names", None) or ())
+        if not hasattr(dataset, "__len__") or isinstance(dataset, torch.utils.data.IterableDataset):
+            if has_ids and getattr(args, "overflow", "split") == "split":
                 raise ValueError(
                     "`train_dataset` is a stream with `tree_ids`, and nothing keeps the parts of a split tree of a "
                     "stream in one optimizer step. Set `overflow='drop'` or `'raise'`, or load the dataset whole."
                 )
             return None
-        tree_ids = list(dataset["tree_ids"])
-        if "num_parts" in dataset.column_names:
-            tree_ids = split_tree_ids(tree_ids, list(dataset["num_parts"]))
-        units = linked_rows(tree_ids)
+        units = [[row] for row in range(len(dataset))]
+        if has_ids:
+            tree_ids = list(dataset["tree_ids"])
+            if "num_parts" in dataset.column_names:
+                tree_ids = split_tree_ids(tree_ids, list(dataset["num_parts"]))
+            units = linked_rows(tree_ids)
+        ranks = self._ranks()
+        collator = getattr(self.data_collator, "collator", self.data_collator)
+        counts_rows = isinstance(collator, DataCollatorForPrefixTree)
         if len(units) == len(dataset):
-            return None
-        if args.train_sampling_strategy not in ("random", "sequential"):
+            in_order = strategy == "sequential" and ranks == 1
+            if in_order or args.dataloader_drop_last or not counts_rows or strategy not in STRATEGIES or not units:
+                return None
+        elif strategy not in STRATEGIES:
             raise ValueError(
-                f"`train_sampling_strategy={args.train_sampling_strategy!r}` would tear the parts of split trees "
-                "apart. Set it to 'random' or 'sequential'."
+                f"`train_sampling_strategy={strategy!r}` would tear the parts of split trees apart. Set it to one of "
+                f"{STRATEGIES}."
             )
         return StepSampler(
             units,
-            args.gradient_accumulation_steps * self._ranks() * batch_size,
-            shuffle=args.train_sampling_strategy == "random",
+            args.gradient_accumulation_steps * ranks * batch_size,
+            strategy=strategy,
             seed=args.seed if args.data_seed is None else args.data_seed,
             global_step=lambda: self.state.global_step,
+            costs=self._row_costs(dataset, RowCounts(collator)) if counts_rows else None,
+            ranks=ranks,
+            batch_size=batch_size,
         )
+
+    def _row_costs(self, dataset: Any, counts: RowCounts) -> npt.NDArray[np.float64] | None:
+        """FLOPs of every row; `None` where nothing is dealt or sorted by them."""
+        if self._ranks() == 1 and self.args.train_sampling_strategy != "group_by_length":
+            return None
+        if hasattr(dataset, "map"):
+            with self.accelerator.main_process_first():
+                rows = dataset.with_format(None).map(
+                    counts,
+                    batched=True,
+                    batch_size=64,
+                    remove_columns=dataset.column_names,
+                    num_proc=getattr(self.args, "dataset_num_proc", None),
+                    desc="Counting tokens and pairs",
+                )
+            found = rows["counts"]
+        else:
+            found = [counts.of(dataset[index]) for index in range(len(dataset))]
+        return np.array(list(found), dtype=np.float64) @ cost_per_count(self.model.config)
 
     def _ranks(self) -> int:
         """Ranks that take `batch_size` rows of every round; with `split_batches` all of them do together."""
@@ -234,6 +290,23 @@ class TreeLossMixin(_Trainer):
     def _copies(self) -> int:
         """Ranks that hold the same batch."""
         return self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+
+
+@contextmanager
+def _earlier_gradients_aside(model: torch.nn.Module) -> Iterator[None]:
+    """
+    Under tensor parallelism Transformers sums the gradients of some replicated parameters (norms of queries and keys)
+    over the ranks after every backward, those of earlier micro-batches again: they wait outside meanwhile.
+    """
+    kept = []
+    for parameter in model.parameters():
+        sharded = getattr(parameter.data, "placements", ())
+        if parameter.grad is not None and not any(placement.is_shard() for placement in sharded):
+            kept.append((parameter, parameter.grad))
+            parameter.grad = None
+    yield
+    for parameter, gradient in kept:
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 def without_empty_mask(inputs: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""[`StepSampler`]: rows that hold parts of one split tree stay in one optimizer step.
+"""[`StepSampler`]: what an optimizer step holds, and which rank reads it. Parts of one split tree stay in one step.
 
 The parts add up to the whole tree's gradient only where one divisor holds for all of them, and that is a step's.
 
@@ -12,9 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from hf_prefix_tree.packing import pack_rows
+from hf_prefix_tree.trainers.balance import deal
+
+STRATEGIES = ("random", "sequential", "group_by_length")  # of `train_sampling_strategy`, those laid out here
+_WINDOW = 50  # steps whose rows are sorted by cost together, as many as Transformers takes for `group_by_length`
 
 
 def linked_rows(tree_ids: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -94,31 +99,45 @@ def split_tree_ids(tree_ids: Sequence[Sequence[int]], num_parts: Sequence[Sequen
 
 class StepSampler(Sampler[int]):
     """
-    Yields blocks of `block_size` indices, one block per optimizer step, and never cuts a unit in two.
+    Yields blocks of indices, one block per optimizer step, and never cuts a unit in two.
 
     What a block has room for and no unit fills are indices one past the rows, which stand for empty rows. Which sizes
     go together is settled once, by best fit, so every epoch has the same number of steps; which units those are and
-    where the blocks come is drawn anew each epoch.
+    where the blocks come is drawn anew each epoch. Steps do not depend on the number of ranks, given their rows.
 
     Args:
         units (`list` of `list` of `int`):
             What [`linked_rows`] returned.
         block_size (`int`):
             Rows of one optimizer step: `gradient_accumulation_steps` x processes x `per_device_train_batch_size`.
-        shuffle (`bool`):
-            Whether units are shuffled. If not, they are laid out in order, each where its first row is.
+        strategy (`str`):
+            `"sequential"` lays units out in order, each where its first row is; `"random"` shuffles them;
+            `"group_by_length"` also shuffles, and gives a step units that cost alike.
         seed (`int`):
             Seed of the shuffling, equal on all ranks.
         global_step (`Callable`):
             Returns the optimizer steps done so far, which tell the epoch, after a resumption too: Accelerate's
             `set_epoch` doesn't reach a sampler behind skipped batches on several processes.
+        costs (float64 `[number of rows]`, *optional*):
+            Cost of each row. With them, the rows of a step are dealt to the ranks by [`deal`].
+        ranks, batch_size (`int`, *optional*, defaults to 1):
+            Ranks that read different rows, and rows of a batch.
 
     Raises:
         `ValueError`: If a unit is larger than a block.
     """
 
     def __init__(
-        self, units: list[list[int]], block_size: int, *, shuffle: bool, seed: int, global_step: Callable[[], int]
+        self,
+        units: list[list[int]],
+        block_size: int,
+        *,
+        strategy: str,
+        seed: int,
+        global_step: Callable[[], int],
+        costs: npt.NDArray[np.float64] | None = None,
+        ranks: int = 1,
+        batch_size: int = 1,
     ) -> None:
         sizes = np.array([len(unit) for unit in units])
         if sizes.max() > block_size:
@@ -127,30 +146,44 @@ class StepSampler(Sampler[int]):
                 f"{block_size} (`gradient_accumulation_steps` x processes x `per_device_train_batch_size`). Raise "
                 "`gradient_accumulation_steps`, or raise `max_packed_tokens`, so that trees have fewer parts."
             )
-        self.units, self.block_size, self.shuffle, self.seed = units, block_size, shuffle, seed
-        self.global_step = global_step
+        self.units, self.block_size, self.strategy, self.seed = units, block_size, strategy, seed
+        self.global_step, self.ranks, self.batch_size = global_step, ranks, batch_size
         self.padding_index = int(sizes.sum())
         self.unit_sizes = sizes
-        self.blocks = pack_rows(sizes, block_size) if shuffle else _in_order(sizes.tolist(), block_size)
+        self.costs = None if costs is None else np.append(costs, 0.0)  # an empty row costs nothing
+        self.unit_costs = None if costs is None else np.array([costs[unit].mean() for unit in units])
+        in_order = strategy == "sequential"
+        self.blocks = _in_order(sizes.tolist(), block_size) if in_order else pack_rows(sizes, block_size)
 
     def __len__(self) -> int:
         return len(self.blocks) * self.block_size
 
     def __iter__(self) -> Iterator[int]:
-        for block in self._drawn_blocks() if self.shuffle else self.blocks:
+        for block in self.blocks if self.strategy == "sequential" else self._drawn_blocks():
             rows = [row for unit in block for row in self.units[unit]]
+            rows += [self.padding_index] * (self.block_size - len(rows))
+            if self.costs is not None:
+                rows = np.array(rows)[deal(self.costs[rows], self.ranks, self.batch_size)].tolist()
             yield from rows
-            yield from [self.padding_index] * (self.block_size - len(rows))
 
     def _drawn_blocks(self) -> Iterator[list[int]]:
         epoch = self.global_step() // len(self.blocks)
         rng = np.random.default_rng([self.seed, epoch])
         drawn = np.empty(len(self.units), dtype=np.int64)  # the unit that takes the place of each
+        places = np.concatenate([np.array(block) for block in self.blocks])
         for size in np.unique(self.unit_sizes):
-            (same,) = (self.unit_sizes == size).nonzero()
-            drawn[same] = rng.permutation(same)
+            same = places[self.unit_sizes[places] == size]
+            drawn[same] = self._alike(rng.permutation(np.sort(same)))
         for block in rng.permutation(len(self.blocks)):
             yield rng.permutation(drawn[self.blocks[block]]).tolist()
+
+    def _alike(self, units: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Shuffled units so that those one after another cost alike, within the window of some steps."""
+        if self.strategy != "group_by_length" or self.unit_costs is None:
+            return units
+        window = _WINDOW * self.block_size
+        cuts = [units[start : start + window] for start in range(0, len(units), window)]
+        return np.concatenate([cut[np.argsort(-self.unit_costs[cut], kind="stable")] for cut in cuts])
 
 
 def _in_order(sizes: list[int], block_size: int) -> list[list[int]]:

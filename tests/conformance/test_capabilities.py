@@ -14,7 +14,7 @@ from hf_prefix_tree.attention.context import TreeContext
 from hf_prefix_tree.attention.interface import prefix_tree_attention
 from hf_prefix_tree.attention.mask import dense_mask, tree_block_mask
 from hf_prefix_tree.batch import concatenate_trees
-from hf_prefix_tree.conformance.check import build_model
+from hf_prefix_tree.conformance.build import build_model
 from hf_prefix_tree.conformance.configs import tiny_config
 from hf_prefix_tree.conformance.forest import conformance_forest
 from hf_prefix_tree.support import attention_windows, rope_limit

@@ -12,6 +12,7 @@ import hf_prefix_tree.attention.interface as interface_module
 import hf_prefix_tree.model as model_module
 from hf_prefix_tree.attention.mask import dense_mask
 from hf_prefix_tree.batch import IGNORE_INDEX, Supervised, decode_weights
+from hf_prefix_tree.conformance.build import VARIANTS
 from hf_prefix_tree.conformance.check import CONTROL, EXACT, FAILED, NOT_BUILT, REFUSED, TOLERANCE, check_architecture
 from hf_prefix_tree.conformance.configs import CHUNK, WINDOW, tiny_config
 from hf_prefix_tree.conformance.forest import conformance_forest
@@ -45,6 +46,36 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+VARIANTS_SUBSET = (
+    ("qwen2_5_vl", "images"),
+    ("qwen3_vl", "images"),  # features of the vision tower added in several layers
+    ("glm_ocr", "images"),
+    ("ernie4_5_vl_moe", "images"),  # experts by kind of token
+    ("gpt_oss", "lora"),
+    ("qwen3_moe", "lora"),
+    ("gemma3_text", "dora"),
+    ("nemotron", "dora"),
+)
+
+
+@pytest.mark.parametrize(("model_type", "variant"), VARIANTS_SUBSET)
+def test_images_and_adapters_are_exact(model_type, variant):
+    result = check_architecture(model_type, variant=variant)
+    assert result.status == EXACT, result
+    if f"Transformers {transformers.__version__}," in PAGE:
+        assert result.compared == "float64"
+    assert result.error < TOLERANCE[result.compared] and result.control > CONTROL
+    assert result.checkpointed == "bit-identical"
+
+
+def test_4_bit_weights_under_lora_are_exact():
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install bitsandbytes")
+    for model_type in VARIANTS["nf4"]:
+        result = check_architecture(model_type, variant="nf4")
+        assert result.status == EXACT, result
+        assert result.error < 2e-5 and result.control > CONTROL and result.checkpointed == "bit-identical"
+
+
 @pytest.mark.parametrize("model_type", [name for name in SUBSET if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])
 def test_no_architecture_is_worse_than_documented(model_type):
     result = check_architecture(model_type)
@@ -62,6 +93,7 @@ def test_the_page_has_every_architecture_and_no_failure():
     statuses = read_statuses(PAGE)
     assert FAILED not in statuses.values()
     assert sum(status == EXACT for status in statuses.values()) >= 120
+    statuses = {name: status for name, status in statuses.items() if " " not in name}
     if f"Transformers {transformers.__version__}," in PAGE:
         assert list(sorted(statuses)) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
@@ -87,6 +119,10 @@ def index_window(prefix_tree, window=None, chunk=None):
 
 def no_chunks(prefix_tree, window=None, chunk=None):
     return dense_mask(prefix_tree, window)
+
+
+def positions_by_depth(model, prefix_tree, input_ids, image_grid_thw):
+    return {"mm_token_type_ids": (input_ids == model.config.image_token_id).long()}
 
 
 def plain_causal(prefix_tree, window=None, chunk=None):
@@ -117,21 +153,25 @@ CONTROLS = [
     ("gpt_oss", interface_module, "attend_dense", no_sinks),
     ("gemma2", interface_module, "attend_dense", no_softcap),
     ("llama", model_module, "gather_supervised", index_gather),
+    ("qwen2_5_vl", model_module, "place_images", positions_by_depth),
+    ("qwen3_vl", model_module, "place_images", positions_by_depth),
 ]
 
 
 @pytest.mark.parametrize(("model_type", "module", "attribute", "broken"), CONTROLS)
 def test_what_is_broken_is_reported(monkeypatch, model_type, module, attribute, broken):
+    variant = "images" if attribute == "place_images" else "text"
     monkeypatch.setattr(module, attribute, broken)
-    assert check_architecture(model_type).status in (REFUSED, FAILED)
+    assert check_architecture(model_type, variant=variant).status in (REFUSED, FAILED)
     monkeypatch.setattr(model_module, "verify_tree_forward", lambda model, forward: None)
-    result = check_architecture(model_type)
+    monkeypatch.setattr(model_module, "verify_images", lambda model, forward: None)
+    result = check_architecture(model_type, variant=variant)
     assert result.status == FAILED, result
     assert "differ by" in result.reason and result.error > 1e-4
 
 
 def test_a_crash_is_the_result_of_one_architecture_only(monkeypatch):
-    results = list(run_all(["llama", "gemma2"], time_limit=0.001))
+    results = list(run_all([("llama", "text"), ("gemma2", "text")], time_limit=0.001))
     assert [(result.model_type, result.status) for result in results] == [("llama", FAILED), ("gemma2", FAILED)]
     assert all("took more than" in result.reason for result in results)
     assert read_statuses(markdown_table(results)) == {"llama": FAILED, "gemma2": FAILED}

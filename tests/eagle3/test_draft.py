@@ -330,7 +330,7 @@ def test_the_head_starts_from_the_targets_rows():
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_flex_equals_dense_in_the_forward_on_a_cpu(steps, monkeypatch):
     """FlexAttention without the compiler: its values and log-sum-exp, no kernel and no backward."""
-    monkeypatch.setattr(kernels, "_compiled_attend", kernels._attend_in_blocks)
+    monkeypatch.setattr(kernels, "_call_compiled", lambda function, *args: function(*args))
     torch.manual_seed(0)
     documents = Documents(torch.tensor([[200, 1, 130, 53], [384, 0, 0, 0]]), 384)
     make = lambda heads: 2 * torch.randn(2, heads, 384, 16)  # noqa: E731

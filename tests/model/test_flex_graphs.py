@@ -1,5 +1,7 @@
 """FlexAttention's graphs, counted and compared without a GPU: everything but the kernels themselves."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -16,8 +18,8 @@ def without_kernels(monkeypatch):
     """Dynamo and the autograd tracer run as on a GPU; FlexAttention itself runs as plain operations."""
     torch._dynamo.reset()
     counters.clear()
-    compiled = torch.compile(kernels._attend_in_blocks, dynamic=True, backend="aot_eager")
-    monkeypatch.setattr(kernels, "_compile", lambda: compiled)
+    compiled = functools.cache(lambda function: torch.compile(function, dynamic=True, backend="aot_eager"))
+    monkeypatch.setattr(kernels, "_compiled", compiled)
     yield
     torch._dynamo.reset()
 

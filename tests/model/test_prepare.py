@@ -13,14 +13,13 @@ from transformers import (
     Gemma2Config,
     MistralConfig,
     Qwen3Config,
-    Qwen3NextConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 import hf_prefix_tree.attention.context as context_module
 from hf_prefix_tree import PrefixTree, prepare_model, unprepare_model
-from hf_prefix_tree.batch import concatenate_trees, encode_weights
+from hf_prefix_tree.batch import GUARD, concatenate_trees, encode_weights
 from hf_prefix_tree.model import ensure_verified, is_prepared
 
 
@@ -201,11 +200,26 @@ def test_a_switched_implementation_is_refused(implementation):
     assert torch.equal(prepare_model(model)(**batch()).loss, expected)
 
 
-def test_unprepared_model_and_bypassed_hook_raise():
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "prefix_tree"])
+def test_a_model_that_was_not_prepared_raises(implementation):
     model = make_model("qwen3", dtype=torch.float32)
-    with pytest.raises(ValueError, match="prepare_model"):
+    model.set_attn_implementation(implementation)
+    with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
         model(**batch())
     prepare_model(model)
+    assert model(**batch()).loss > 0
+    unprepare_model(model)
+    with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
+        model(**batch())
+
+
+def test_a_row_without_its_guard_and_a_bypassed_hook_raise():
+    model, row = make_model("qwen3", dtype=torch.float32), batch()
+    del row[GUARD]
+    with pytest.raises(ValueError, match="prepare_model"):
+        model(**row)
+    prepare_model(model)
+    model(**row)
     with pytest.raises(ValueError, match="bypassed"):
         model.forward(**batch())
 
@@ -219,14 +233,10 @@ def test_an_error_in_the_model_leaves_no_context_behind(monkeypatch):
 
 
 def test_architectures_and_options_that_are_refused():
-    with pytest.raises(ValueError, match=r"`linear_attention` layers.*unfolded branches"):
-        prepare_model(
-            AutoModelForCausalLM.from_config(
-                Qwen3NextConfig(
-                    **{**CONFIGS["qwen3_moe"].to_dict(), "layer_types": ["linear_attention", "full_attention"]}
-                )
-            )
-        )
+    pooled = make_model("qwen3")
+    pooled.config.layer_types = ["full_attention", "compressed_sparse_attention"]
+    with pytest.raises(ValueError, match=r"`compressed_sparse_attention` layers.*pool keys.*unfolded branches"):
+        prepare_model(pooled)
     dropout = AutoModelForCausalLM.from_config(Qwen3Config(**{**CONFIGS["qwen3"].to_dict(), "attention_dropout": 0.1}))
     with pytest.raises(ValueError, match=r"attention_dropout=0.1.*attention_dropout=0.0"):
         prepare_model(dropout)

@@ -28,9 +28,7 @@ def test_nodes_cut_random_batches_into_runs_of_single_children():
         tree = torch.cat(rows)
         context = TreeContext(tree)
         length = tree.shape[-1]
-        predecessor = [
-            -1 if p < 0 else p + row * length for row in range(3) for p in tree[row, 2].tolist()
-        ]
+        predecessor = [-1 if p < 0 else p + row * length for row in range(3) for p in tree[row, 2].tolist()]
         assert context.predecessor.tolist() == predecessor
         children = np.bincount([p for p in predecessor if p >= 0], minlength=len(predecessor))
         starts = [t for t, p in enumerate(predecessor) if p < 0 or p != t - 1 or children[p] > 1]

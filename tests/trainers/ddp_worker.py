@@ -1,17 +1,13 @@
-"""Started by `test_ddp.py` once per process: trains, evaluates, and leaves weights and logs behind."""
+"""What each process of `test_ddp.py` does: trains, evaluates, and leaves weights and logs behind."""
 
 import json
-import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-
-import torch  # noqa: E402
-from runs import make_trees, train, weights  # noqa: E402
+import torch
+from runs import make_trees, train, weights
 
 
-def main(folder, num_trees, accumulation, batch_size, max_steps, stream):
-    torch.set_num_threads(1)
+def train_and_evaluate(folder, num_trees, accumulation, batch_size, max_steps, stream):
     trainer = train(
         folder,
         make_trees(num_trees),
@@ -20,7 +16,7 @@ def main(folder, num_trees, accumulation, batch_size, max_steps, stream):
         per_device_train_batch_size=batch_size,
         per_device_eval_batch_size=1,
         max_steps=max_steps,
-        stream=bool(stream),
+        stream=stream,
         eval_strategy="steps",
         eval_steps=max_steps,
         learning_rate=0.5,
@@ -28,7 +24,3 @@ def main(folder, num_trees, accumulation, batch_size, max_steps, stream):
     if trainer.accelerator.is_main_process:
         torch.save(weights(trainer.accelerator.unwrap_model(trainer.model)), f"{folder}/weights.pt")
         Path(folder, "log.json").write_text(json.dumps(trainer.state.log_history))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -11,14 +11,15 @@ from accelerate.data_loader import SeedableRandomSampler
 from datasets import Dataset
 from job_worker import job_rows, run_job, run_jobs
 from runs import config, distance, make_model, make_trees, tokenizer, weights
+from torch.utils.data import SequentialSampler
 
 from hf_prefix_tree import TreeSFTTrainer
 from hf_prefix_tree.trainers import sampling
 from hf_prefix_tree.trainers.sampling import StepSampler, linked_rows, split_tree_ids
 
 
-def sampler(units, block_size, shuffle=True, seed=0, step=0):
-    return StepSampler(units, block_size, shuffle=shuffle, seed=seed, global_step=lambda: step)
+def sampler(units, block_size, strategy="random", seed=0, step=0, **dealing):
+    return StepSampler(units, block_size, strategy=strategy, seed=seed, global_step=lambda: step, **dealing)
 
 
 def blocks(made):
@@ -40,8 +41,8 @@ def test_linked_rows():
 def test_in_order_units_fill_blocks_and_gaps_are_padded():
     units = [[0, 3], [1], [2, 4, 5], [6]]
     # 7 rows: index 7 is an empty row
-    assert blocks(sampler(units, 4, shuffle=False)) == [[0, 3, 1, 7], [2, 4, 5, 6]]
-    assert blocks(sampler(units, 3, shuffle=False)) == [[0, 3, 1], [2, 4, 5], [6, 7, 7]]
+    assert blocks(sampler(units, 4, "sequential")) == [[0, 3, 1, 7], [2, 4, 5, 6]]
+    assert blocks(sampler(units, 3, "sequential")) == [[0, 3, 1], [2, 4, 5], [6, 7, 7]]
 
 
 @pytest.mark.parametrize("block_size", [4, 5, 16])
@@ -106,7 +107,7 @@ def test_the_trainer_takes_steps_of_whole_trees(tmp_path):
     assert max(parts) > 1
     expected = []
     for step in range(len(logs)):
-        drawn = StepSampler(units, 6, shuffle=True, seed=made.args.seed, global_step=lambda step=step: step)
+        drawn = StepSampler(units, 6, strategy="random", seed=made.args.seed, global_step=lambda step=step: step)
         per_epoch = len(drawn) // 6
         block = list(drawn)[step % per_epoch * 6 :][:6]
         found = {rows[i]["tree_ids"][0] for i in block if i < len(rows)}
@@ -116,20 +117,28 @@ def test_the_trainer_takes_steps_of_whole_trees(tmp_path):
     assert sum(entry["loss/token_count"] for entry in logs) == pytest.approx(2 * sum(own))
 
 
-def test_only_split_trees_change_the_sampler(tmp_path):
+def test_which_sampler(tmp_path):
     whole = job_rows(3, split=False)
-    made = trainer(tmp_path, whole, train_sampling_strategy="random").get_train_dataloader()
+    made = trainer(tmp_path, whole).get_train_dataloader()
+    assert isinstance(made.batch_sampler.sampler, SequentialSampler)  # one rank, in order: nothing to lay out
+    made = trainer(tmp_path, whole, train_sampling_strategy="random", dataloader_drop_last=True).get_train_dataloader()
     assert isinstance(made.batch_sampler.sampler, SeedableRandomSampler)
+    for strategy in ("random", "group_by_length"):
+        made = trainer(tmp_path, whole, train_sampling_strategy=strategy).get_train_dataloader()
+        assert isinstance(made.batch_sampler.sampler, StepSampler) and made.batch_sampler.sampler.strategy == strategy
     split = trainer(tmp_path, job_rows(3, split=True), gradient_accumulation_steps=8).get_train_dataloader()
-    assert isinstance(split.batch_sampler.sampler, StepSampler) and not split.batch_sampler.sampler.shuffle
+    assert isinstance(split.batch_sampler.sampler, StepSampler)
+    assert split.batch_sampler.sampler.strategy == "sequential"
 
 
 def test_refused(tmp_path):
     rows = job_rows(3, split=True)
     with pytest.raises(ValueError, match="`gradient_accumulation_steps`"):
         trainer(tmp_path, rows).train()
-    with pytest.raises(ValueError, match=r"`train_sampling_strategy='group_by_length'` would tear"):
-        trainer(tmp_path, rows, train_sampling_strategy="group_by_length").train()
+    made = trainer(tmp_path, rows)
+    made.args.train_sampling_strategy = "other"
+    with pytest.raises(ValueError, match=r"`train_sampling_strategy='other'` would tear"):
+        made.train()
     stream = Dataset.from_list(rows).to_iterable_dataset()
     with pytest.raises(ValueError, match=r"`train_dataset` is a stream with `tree_ids`.*`overflow='drop'`"):
         trainer(tmp_path, stream).train()

@@ -1,0 +1,215 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""The actor update of GRPO, stock against trees: Qwen3-0.6B of random weights, TRL's trainers, AdamW.
+
+    python -m benchmarks.grpo --output grpo.csv
+    python -m benchmarks.grpo --checkpointing off on --modes eager compiled --only 4k+16x512
+
+Both sides take the same optimizer step on one group of rollouts, from the buffered completions to the updated weights:
+scoring, loss, backward, AdamW. Generation and rewards are left out; the old log-probs are timed by themselves
+(`old_ms`). TRL cuts the group into micro-batches of `batch_size` padded rows, the most that fit an 80 GB card without
+checkpointing; all completions are of one length, so the stock side computes no padding and needs no mask. `grad_norm`
+shows that the steps are the same. Weights are float32 under bf16 autocast, as TRL trains by default. `compiled`
+compiles every decoder layer by itself. `tokens` and `forwards` are what the backbone computes in a step.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import tempfile
+from collections.abc import Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, Qwen3Config
+from trl import GRPOConfig, GRPOTrainer
+
+from benchmarks.common import Row, default_device, make_parser, measure, peak_gib, progress, report
+from benchmarks.flops import model_config
+from hf_prefix_tree import TreeGRPOTrainer
+from hf_prefix_tree.demo.tokenizer import train_tokenizer
+
+TRAINERS = {"tree": TreeGRPOTrainer, "stock": GRPOTrainer}
+COLUMNS = [
+    "shape",
+    "method",
+    "mode",
+    "checkpointing",
+    "batch_size",
+    "reuse",
+    "forwards",
+    "tokens",
+    "ms",
+    "low",
+    "high",
+]
+COLUMNS += ["old_ms", "peak_gib", "grad_norm", "speedup", "old_speedup", "memory_ratio", "failure"]
+
+
+class Group(NamedTuple):
+    """One prompt and its completions, in tokens, and TRL's micro-batches, in rows."""
+
+    prompt: int
+    completions: int
+    length: int
+    batch_size: int
+
+    @property
+    def reuse(self) -> float:
+        """Tokens of the rows for each token of the tree."""
+        return self.completions * (self.prompt + self.length) / (self.prompt + self.completions * self.length)
+
+
+SHAPES = {
+    "4k+16x512": Group(4096, 16, 512, 4),
+    "1k+16x256": Group(1024, 16, 256, 16),
+    "reuse-1.1": Group(112, 16, 1024, 16),  # short prompts, long answers: nothing to win
+}
+QUICK = {"4k+16x512": Group(64, 4, 8, 2), "1k+16x256": Group(32, 4, 8, 4), "reuse-1.1": Group(3, 4, 16, 4)}
+
+
+def rollouts(group: Group, vocab_size: int) -> Any:
+    """A rollout function of TRL's that returns random tokens."""
+
+    def generate(prompts: list[str], trainer: Any) -> dict[str, list[list[Any]]]:
+        rng = np.random.default_rng(0)
+        prompt = rng.integers(300, vocab_size, size=group.prompt).tolist()
+        own = rng.integers(300, vocab_size, size=(len(prompts), group.length))
+        own[:, 0] = 300 + np.arange(len(prompts))  # no two completions share a token
+        completions = own.tolist()
+        return {
+            "prompt_ids": [prompt] * len(prompts),
+            "completion_ids": completions,
+            "logprobs": [[0.0] * group.length for _ in prompts],
+        }
+
+    return generate
+
+
+def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    return [float(index % 3) for index in range(len(completion_ids))]
+
+
+def make_trainer(
+    method: str, group: Group, config: Qwen3Config, compiled: bool, checkpointing: bool, quick: bool, folder: str
+) -> GRPOTrainer:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+    steps = group.completions // group.batch_size
+    args = GRPOConfig(
+        folder,
+        num_generations=group.completions,
+        per_device_train_batch_size=group.batch_size,
+        gradient_accumulation_steps=steps,
+        max_completion_length=group.length,
+        num_iterations=10**6,  # keeps the buffered completions, and old log-probs are computed
+        gradient_checkpointing=checkpointing,
+        bf16=not quick,
+        use_cpu=quick,
+        learning_rate=0.0,  # does all the work of a step and leaves the weights as they are
+        report_to="none",
+    )
+    tokenizer = train_tokenizer(["A prompt."], vocab_size=265)
+    trainer = TRAINERS[method](
+        model=model,
+        reward_funcs=reward,
+        args=args,
+        train_dataset=Dataset.from_list([{"prompt": "A prompt."}]),
+        processing_class=tokenizer,
+        rollout_func=rollouts(group, config.vocab_size),
+    )
+    if checkpointing:
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+    if compiled:
+        for layer in trainer.model.model.layers:
+            layer.compile()
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = steps
+    return trainer
+
+
+def measure_update(trainer: GRPOTrainer, group: Group, seconds: float, device: torch.device) -> Row:
+    """The times of an optimizer step on buffered completions, and of the old log-probs."""
+    model = trainer.model
+    examples = [{"prompt": "A prompt."}] * group.completions
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
+    forwards: list[int] = []
+    hook = model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: forwards.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+
+    def gradients() -> None:
+        for _ in range(group.completions // group.batch_size):
+            trainer.training_step(model, examples, None)
+
+    def update() -> None:
+        gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    try:
+        update()  # generates, checks the model, compiles
+        forwards.clear()
+        gradients()
+        row: Row = {"forwards": len(forwards), "tokens": sum(forwards)}
+        row["grad_norm"] = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+        optimizer.zero_grad()
+        row["peak_gib"] = peak_gib(update, device)
+        row |= measure(update, device, warmup=1, seconds=seconds)._asdict()
+        old = measure(lambda: trainer._generate_and_score_completions(examples), device, warmup=1, seconds=seconds)
+        return row | {"old_ms": old.ms}
+    except torch.cuda.OutOfMemoryError:
+        return {"failure": "out of memory"}
+    finally:
+        hook.remove()
+        optimizer.zero_grad()
+
+
+def add_ratios(rows: list[Row]) -> None:
+    """Speed-up and memory ratio, on the rows of trees."""
+    found = {tuple(row[name] for name in ("shape", "mode", "checkpointing", "method")): row for row in rows}
+    for key, row in found.items():
+        other = found.get((*key[:3], "stock"))
+        if row["method"] == "stock" or other is None or "ms" not in row or "ms" not in other:
+            continue
+        row["speedup"], row["old_speedup"] = other["ms"] / row["ms"], other["old_ms"] / row["old_ms"]
+        if row["peak_gib"] is not None:
+            row["memory_ratio"] = row["peak_gib"] / other["peak_gib"]
+
+
+def main(argv: Sequence[str] | None = None) -> list[Row]:
+    parser = make_parser(__doc__, SHAPES)
+    parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager"])
+    parser.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=["off"])
+    parser.add_argument("--batch-size", type=int, help="rows of TRL's micro-batches, instead of the shape's own")
+    parser.add_argument("--seconds", type=float, default=5.0, help="time for the repeats of one measurement")
+    args = parser.parse_args(argv)
+    device, modes = default_device(args.quick), ["eager"] if args.quick else args.modes
+    config = model_config(args.quick)
+    rows: list[Row] = []
+    try:
+        # beyond the limit of recompilation, layers would run eagerly in silence
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            for mode, checkpointing, name, method in product(modes, args.checkpointing, args.only, TRAINERS):
+                group = (QUICK if args.quick else SHAPES)[name]
+                group = group._replace(batch_size=args.batch_size or group.batch_size)
+                gc.collect()  # compiled layers and hooks keep the previous model in cycles
+                with tempfile.TemporaryDirectory() as folder:
+                    compiled, checkpointed = mode == "compiled", checkpointing == "on"
+                    trainer = make_trainer(method, group, config, compiled, checkpointed, args.quick, folder)
+                    row: Row = {"shape": name, "method": method, "mode": mode, "checkpointing": checkpointing}
+                    row |= {"batch_size": group.batch_size, "reuse": group.reuse}
+                    progress(rows, row | measure_update(trainer, group, args.seconds, device))
+                    del trainer
+    finally:
+        add_ratios(rows)
+        rows = report(rows, COLUMNS, device, args)
+    return rows
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,233 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""
+Fine-tune a causal LM as a diffusion language model, and see what it says.
+
+Without arguments it trains a tiny model, made on the spot, on sentences of its own ("Anna calls Ben." becomes "Ben is
+called by Anna."), which takes a minute on a CPU and needs no network:
+
+```shell
+python examples/diffusion_sft.py
+python examples/diffusion_sft.py --objective hybrid
+```
+
+With a model and a Hub dataset or a JSON Lines file, in any form that `DiffusionSFTTrainer` takes (`messages`, `prompt`
++ `completion`, token ids with a `loss_mask`):
+
+```shell
+python examples/diffusion_sft.py \
+    --model_name_or_path Qwen/Qwen3-0.6B \
+    --dataset_name dialogues.jsonl \
+    --objective block --block_size 32 --eval_strategy epoch \
+    --output_dir Qwen3-0.6B-Diffusion
+```
+
+Options can come from a YAML file (`--config options.yaml`). Start it with `accelerate launch` for several GPUs, add
+`--use_peft` for LoRA.
+"""
+
+import argparse
+import itertools
+import random
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from math import log
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset, load_dataset
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+
+from hf_prefix_tree import DiffusionSFTConfig, DiffusionSFTTrainer, diffusion_generate
+from hf_prefix_tree.demo.tokenizer import train_tokenizer
+from hf_prefix_tree.report.text import console
+
+NAMES = ("Anna", "Ben", "Carl", "Dora", "Emma", "Finn", "Gina", "Hugo", "Iris", "Jack", "Kate", "Leo")
+VERBS = {"calls": "called", "helps": "helped", "thanks": "thanked", "asks": "asked", "visits": "visited"}
+MASK_TOKEN = "<|mask|>"
+# What fits the tiny model; options on the command line take precedence.
+DEMO: dict[str, Any] = {
+    "objective": "block",
+    "block_size": 4,
+    "learning_rate": 5e-3,
+    "warmup_steps": 20,
+    "max_steps": 150,
+    "per_device_train_batch_size": 64,
+    "per_device_eval_batch_size": 64,
+    "eval_noise_draws": 16,
+    "gradient_checkpointing": False,
+    "bf16": False,
+    "logging_steps": 50,
+    "eval_strategy": "steps",
+    "eval_steps": 50,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "output_dir": "diffusion-demo",
+    "max_new_tokens": 8,
+}
+
+
+@dataclass
+class DiffusionScriptArguments(ScriptArguments):
+    """
+    Arguments of this script, besides TRL's.
+
+    Args:
+        num_prompts (`int`, *optional*, defaults to `8`):
+            Samples of the test split whose prompts are completed at the end.
+        max_new_tokens (`int`, *optional*, defaults to `64`):
+            Most tokens of a completion.
+    """
+
+    num_prompts: int = field(default=8, metadata={"help": "Prompts of the test split that are completed at the end."})
+    max_new_tokens: int = field(default=64, metadata={"help": "Most tokens of a completion."})
+
+
+def demo_rows(seed: int = 0, held_out: int = 64) -> tuple[Dataset, Dataset]:
+    """Sentences and their passive voice; the test split has combinations that training never sees."""
+    rows = [
+        {"prompt": f"{subject} {verb} {other}.", "completion": f" {other} is {VERBS[verb]} by {subject}."}
+        for subject, verb, other in itertools.product(NAMES, VERBS, NAMES)
+        if subject != other
+    ]
+    random.Random(seed).shuffle(rows)
+    return Dataset.from_list(rows[held_out:]), Dataset.from_list(rows[:held_out])
+
+
+def demo_tokenizer(rows: Dataset) -> PreTrainedTokenizerBase:
+    """Every word is a token, with a space before it and at the start of a sentence."""
+    tokenizer = train_tokenizer([row["prompt"] + row["completion"] for row in rows], vocab_size=384)
+    tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})
+    return tokenizer
+
+
+def demo_model(tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def load_rows(arguments: DiffusionScriptArguments, split: str) -> Dataset:
+    """The rows of a split of a Hub dataset, or of a local JSON Lines file."""
+    if Path(arguments.dataset_name).is_file():
+        return load_dataset("json", data_files={split: arguments.dataset_name}, split=split)
+    return load_dataset(arguments.dataset_name, arguments.dataset_config, split=split)
+
+
+def load_model(model_args: ModelConfig, training_args: DiffusionSFTConfig) -> PreTrainedModel:
+    dtype = model_args.dtype if model_args.dtype in ("auto", None) else getattr(torch, model_args.dtype)
+    kwargs = {"trust_remote_code": training_args.trust_remote_code, "revision": model_args.model_revision}
+    quantization = get_quantization_config(model_args)
+    if quantization is not None:
+        kwargs["quantization_config"] = quantization
+    return AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, dtype=dtype, **kwargs)
+
+
+def unigram_entropy(trainer: DiffusionSFTTrainer) -> float:
+    """Entropy in nats of the evaluation set's supervised tokens: the NLL of knowing their frequencies and no more."""
+    counts: Counter[int] = Counter()
+    for batch in trainer.get_eval_dataloader():
+        counts.update(batch["labels"][batch["labels"] >= 0].tolist())
+    total = sum(counts.values())
+    return -sum(count / total * log(count / total) for count in counts.values())
+
+
+def complete(trainer: DiffusionSFTTrainer, num_prompts: int, max_new_tokens: int) -> list[tuple[str, str, str]]:
+    """Prompt, reference and what the model says, for the first samples of the evaluation set."""
+    tokenizer, args = trainer.processing_class, trainer.args
+    found = []
+    for row in itertools.islice(trainer.eval_dataset, num_prompts):
+        batch = trainer.data_collator([row])
+        ids = batch["input_ids"][0, : batch["input_lengths"][0]]
+        start = int(batch["loss_mask"][0].argmax())  # the prompt as in training
+        generated = diffusion_generate(
+            trainer.accelerator.unwrap_model(trainer.model),
+            ids[None, :start].to(args.device),
+            max_new_tokens,
+            args.block_size,
+            trainer.mask_token_id,
+            objective=args.objective,
+            response_window=args.response_window,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        parts = (ids[:start], ids[start:], generated[0, start:])
+        found.append(tuple(tokenizer.decode(part, skip_special_tokens=True).strip() for part in parts))
+    return found
+
+
+def main(
+    arguments: DiffusionScriptArguments, training_args: DiffusionSFTConfig, model_args: ModelConfig
+) -> DiffusionSFTTrainer:
+    if model_args.model_name_or_path is None:
+        train_rows, test_rows = demo_rows()
+        tokenizer = demo_tokenizer(train_rows)
+        model = demo_model(tokenizer)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
+        model = load_model(model_args, training_args)
+        train_rows = load_rows(arguments, arguments.dataset_train_split)
+        evaluates = training_args.eval_strategy != "no"
+        test_rows = load_rows(arguments, arguments.dataset_test_split) if evaluates else None
+    if training_args.mask_token_id is None and tokenizer.mask_token_id is None:
+        tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})
+        if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+            model.resize_token_embeddings(len(tokenizer))
+    trainer = DiffusionSFTTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=train_rows,
+        eval_dataset=test_rows,
+        processing_class=tokenizer,
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.save_model(training_args.output_dir)
+    if test_rows is not None and trainer.is_world_process_zero():
+        report(trainer, arguments)
+    return trainer
+
+
+def report(trainer: DiffusionSFTTrainer, arguments: DiffusionScriptArguments) -> None:
+    """Prints the last NLL bound beside the unigram entropy, and some completions."""
+    bounds = [entry["eval_nll_bound"] for entry in trainer.state.log_history if "eval_nll_bound" in entry]
+    if bounds:
+        print(f"NLL bound {bounds[-1]:.3f}, unigram entropy {unigram_entropy(trainer):.3f} nats per token.")
+    table = Table("prompt", "reference", "completion")
+    for row in complete(trainer, arguments.num_prompts, arguments.max_new_tokens):
+        table.add_row(*row)
+    console().print(table)
+
+
+def make_parser(subparsers: argparse._SubParsersAction | None = None) -> argparse.ArgumentParser:
+    dataclass_types = (DiffusionScriptArguments, DiffusionSFTConfig, ModelConfig)
+    if subparsers is not None:
+        return subparsers.add_parser("diffusion-sft", help="Run diffusion SFT", dataclass_types=dataclass_types)
+    return TrlParser(dataclass_types)
+
+
+def parse(options: list[str]) -> tuple[Any, ...]:
+    parser = make_parser()
+    if not any(option.split("=")[0] in ("--model_name_or_path", "--config") for option in options):
+        parser.set_defaults(**DEMO)
+    return parser.parse_args_and_config(options)
+
+
+if __name__ == "__main__":
+    main(*parse(sys.argv[1:]))
+    PartialState().destroy_process_group()  # at exit, a thread of gloo could abort the process

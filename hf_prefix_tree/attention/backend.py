@@ -1,0 +1,256 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Which kernel runs the attention of a call: [`choose_backend`].
+
+| backend | what runs |
+|---|---|
+| `"sdpa"` | PyTorch's SDPA with a dense mask: anywhere, O(N^2) memory |
+| `"flex"` | FlexAttention's Triton kernels with a block mask |
+| `"flash"` | FlexAttention's FLASH backend (`flash-attn-4`) with the same block mask: faster on Hopper, younger |
+
+What the config, the device and the installed versions say costs nothing. Two things cost a wait for the device, once:
+whether FLASH agrees with Triton on the shapes at hand, and how sparse the masks of a range of row lengths are.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from packaging.version import Version
+from torch.nn.attention.flex_attention import BlockMask
+
+from hf_prefix_tree.attention.kernels import attend_flash, attend_flex
+from hf_prefix_tree.batch import BLOCK_SIZE
+
+logger = logging.getLogger(__name__)
+
+ATTN_BACKENDS = ("auto", "flex", "flash", "sdpa")
+
+# Builds before it gave wrong gradients for heads of 64 and, in one of some hundred launches, garbage for all.
+_LEAST_FLASH = Version("4.0.0b36")
+_FLASH_HEAD_SIZES = (64, 128)
+_LEAST_FLASH_BLOCKS = 48  # measured on an H100: no gain at 40 blocks, 1.4x at 64
+_MOST_PARTIAL = 0.5  # share of the visible blocks above which FLASH is not taken
+_TOLERANCE = 2e-2  # norm of the difference of two bf16 kernels over the norm; typically 5e-3
+_CHECKED_TOKENS = 2**17  # times key-value heads: bounds the memory of the comparison
+
+
+class AttentionCall(NamedTuple):
+    """What the choice of a backend depends on."""
+
+    device: torch.device
+    dtype: torch.dtype
+    length: int  # tokens of a row
+    heads: int
+    kv_heads: int
+    head_dim: int  # of queries and keys
+    value_dim: int
+    softcap: bool = False
+    sinks: bool = False
+    window: int | None = None
+    chunk: int | None = None
+
+    @classmethod
+    def of(cls, config: Any, device: torch.device, dtype: torch.dtype, length: int, **kwargs: Any) -> AttentionCall:
+        """
+        The call of a model's layers.
+
+        Args:
+            config (`PretrainedConfig`): The config of the language model.
+            device (`torch.device`): Where it runs.
+            dtype (`torch.dtype`): What attention runs in.
+            length (`int`): Tokens of a row.
+            kwargs: `sinks`, `window` and `chunk`.
+        """
+        heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+        heads = heads if isinstance(heads, int) else 1  # where layers differ, the head sizes decide alone
+        head_dim = _head_dim(config)
+        return cls(
+            device,
+            dtype,
+            length,
+            heads,
+            kv_heads if isinstance(kv_heads, int) else heads,
+            head_dim,
+            getattr(config, "v_head_dim", None) or head_dim,
+            softcap=bool(getattr(config, "attn_logit_softcapping", None)),
+            **kwargs,
+        )
+
+
+def _head_dim(config: Any) -> int:
+    if getattr(config, "is_heterogeneous", False):  # the smallest of the layers
+        return min(_head_dim(layer) for layer in config.per_layer_config)
+    if getattr(config, "qk_nope_head_dim", None):  # multi-head latent attention
+        return config.qk_nope_head_dim + config.qk_rope_head_dim
+    head_dim = getattr(config, "head_dim", None)
+    return head_dim if head_dim is not None else config.hidden_size // config.num_attention_heads
+
+
+def choose_backend(
+    requested: str, call: AttentionCall, mask: Callable[[], BlockMask], no_flex: str | None = None
+) -> str:
+    """
+    The backend of a call, logged with the reason whenever either is new.
+
+    `"auto"` takes FLASH where it is installed in a version that is known to be right, on a Hopper GPU, in half
+    precision, for heads of 64 or 128 without softcap and sinks, on rows of at least 48 blocks that are mostly full,
+    and agrees with Triton in a forward and a backward on the shapes at hand; FlexAttention's Triton kernels elsewhere
+    on a GPU; SDPA where FlexAttention cannot train. The sparsity is looked at once for the row lengths between two
+    powers of two.
+
+    Args:
+        requested (`str`): `"auto"`, or the backend to use.
+        call ([`AttentionCall`]): The shapes.
+        mask (`Callable[[], BlockMask]`): Builds the block mask of the call.
+        no_flex (`str`, *optional*): Why the architecture cannot use a block mask, if so.
+
+    Returns:
+        `str`: `"flash"`, `"flex"` or `"sdpa"`.
+
+    Raises:
+        `ValueError`: where the requested backend cannot serve the call.
+    """
+    if requested == "sdpa":
+        return _log(requested, call, "sdpa", "it was asked for")
+    no_flex = no_flex or can_use_flex(call.device, call.dtype, min(call.head_dim, call.value_dim), call.length)
+    if requested == "auto" and call.length == BLOCK_SIZE:
+        no_flex = no_flex or "a single block needs a graph of its own and is nothing to a dense mask"
+    if no_flex is not None:
+        return _log(requested, call, "sdpa", no_flex)
+    if requested == "flex":
+        return _log(requested, call, "flex", "it was asked for")
+    no_flash = _why_not_flash(call)
+    if no_flash is None and requested == "auto":
+        no_flash = _too_sparse(call, mask)
+    if no_flash is None:
+        no_flash = _agrees_with_triton(call, mask)
+    if no_flash is None:
+        return _log(requested, call, "flash", f"flash-attn-4 {_flash_version()} agrees with Triton on these shapes")
+    return _log(requested, call, "flex", f"no FLASH: {no_flash}")
+
+
+def _log(requested: str, call: AttentionCall, backend: str, reason: str) -> str:
+    if requested not in ("auto", backend):
+        raise ValueError(
+            f"`attn_backend={requested!r}` cannot serve this call: {reason}. Use `attn_backend='auto'`, which would "
+            f"take {backend!r}."
+        )
+    _log_once(f"Tree attention on {call.device.type}: {backend}, as {reason}.")
+    return backend
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    logger.info(message)
+
+
+def can_use_flex(device: torch.device, dtype: torch.dtype, head_dim: int, length: int) -> str | None:
+    """`None` where FlexAttention can train these shapes, otherwise the reason why not."""
+    if device.type != "cuda":
+        return f"FlexAttention has no backward on {device.type}"
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"FlexAttention does not take {dtype}"
+    if head_dim < 16:
+        return f"FlexAttention needs a head size of at least 16, got {head_dim}"
+    if length % BLOCK_SIZE != 0:
+        return f"rows of {length} tokens are no multiple of {BLOCK_SIZE}"
+    return None
+
+
+def _why_not_flash(call: AttentionCall) -> str | None:
+    """What stands against FLASH before any number is computed."""
+    version = _flash_version()
+    if version is None:
+        return "`flash-attn-4` is not installed"
+    if version < _LEAST_FLASH:
+        return f"`flash-attn-4` {version} is older than {_LEAST_FLASH}, which earlier builds' wrong gradients call for"
+    major, minor = torch.cuda.get_device_capability(call.device)
+    if major != 9:
+        return f"it is tested on compute capability 9 (Hopper) only, this is {major}.{minor}"
+    if call.dtype not in (torch.bfloat16, torch.float16):
+        return f"it does not take {call.dtype}"
+    if call.head_dim != call.value_dim or call.head_dim not in _FLASH_HEAD_SIZES:
+        return f"head sizes {call.head_dim} and {call.value_dim} are not among those it is right for (64, 128)"
+    if call.sinks:
+        return "attention sinks need gradients through the log-sum-exp, which it does not have"
+    if call.softcap:
+        return "its gradients under a softcap are not tested"
+    if call.length > 4096 * BLOCK_SIZE:
+        return f"it takes blocks of {BLOCK_SIZE} only, and rows above {4096 * BLOCK_SIZE} tokens have larger ones"
+    if torch.are_deterministic_algorithms_enabled():
+        return "its backward is not deterministic, as `torch.use_deterministic_algorithms(True)` asks for"
+    if torch.is_inference_mode_enabled():
+        return "it cannot be checked in inference mode"
+    return None
+
+
+@functools.cache
+def _flash_version() -> Version | None:
+    try:
+        return Version(importlib.metadata.version("flash-attn-4"))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+_sparse: dict[tuple, str | None] = {}  # reasons by device, mask and power of two of the length
+_checked: dict[tuple, str | None] = {}  # reasons by device, dtype and head sizes
+
+
+def _too_sparse(call: AttentionCall, mask: Callable[[], BlockMask]) -> str | None:
+    blocks = call.length // BLOCK_SIZE
+    if blocks < _LEAST_FLASH_BLOCKS:
+        return f"rows of fewer than {_LEAST_FLASH_BLOCKS} blocks gain nothing"
+    key = (call.device, call.window, call.chunk, blocks.bit_length())
+    if key not in _sparse:
+        found = mask()
+        assert found.full_kv_num_blocks is not None
+        partial, full = (count.sum().item() for count in (found.kv_num_blocks, found.full_kv_num_blocks))
+        share = partial / (partial + full)
+        _sparse[key] = None if share <= _MOST_PARTIAL else f"{share:.0%} of the visible blocks are partial"
+    return _sparse[key]
+
+
+def _agrees_with_triton(call: AttentionCall, mask: Callable[[], BlockMask]) -> str | None:
+    """`None` where it does; looked at once for each device, dtype and head sizes."""
+    key = (call.device, call.dtype, call.heads // call.kv_heads, call.head_dim, call.value_dim)
+    if key not in _checked:
+        _checked[key] = reason = _difference_to_triton(call, mask())
+        if reason is not None:
+            warnings.warn(f"FlexAttention's FLASH backend is not used: {reason}.", stacklevel=2)
+    return _checked[key]
+
+
+def _difference_to_triton(call: AttentionCall, mask: BlockMask) -> str | None:
+    """Compares output and gradients of both kernels on random numbers under the mask; `None` where they agree."""
+    kv_heads = max(1, min(call.kv_heads, _CHECKED_TOKENS // call.length))
+    heads = kv_heads * (call.heads // call.kv_heads)
+    generator = torch.Generator(call.device).manual_seed(0)  # leaves the training's random state alone
+
+    def random(heads: int, size: int) -> torch.Tensor:
+        shape = (mask.kv_num_blocks.shape[0], heads, call.length, size)
+        return torch.randn(shape, device=call.device, dtype=call.dtype, generator=generator)
+
+    sizes = ((heads, call.head_dim), (kv_heads, call.head_dim), (kv_heads, call.value_dim))
+    leaves = [random(*size).requires_grad_() for size in sizes]
+    grad = random(heads, call.value_dim)
+
+    def run(attend: Callable) -> list[torch.Tensor]:
+        output = attend(*leaves, mask)
+        return [output, *torch.autograd.grad(output, leaves, grad)]
+
+    with torch.enable_grad(), torch.autocast(call.device.type, enabled=False):
+        try:
+            found = run(attend_flash)
+        except Exception as error:  # whatever a young kernel fails with, the reason is passed on
+            return f"it failed with {type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
+        expected = run(attend_flex)
+    errors = [((x - y).float().norm() / y.float().norm()).item() for x, y in zip(found, expected, strict=True)]
+    names = ("output", "query gradient", "key gradient", "value gradient")
+    wrong = [f"{name} {error:.1e}" for name, error in zip(names, errors, strict=True) if not error < _TOLERANCE]
+    return f"it differs from Triton by {', '.join(wrong)} (relative)" if wrong else None

@@ -1,0 +1,128 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""[`DiffusionSFTConfig`]: TRL's `SFTConfig`, less what has no meaning for diffusion, plus noise and blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl import SFTConfig
+
+OBJECTIVES = ("mdlm", "block", "hybrid")
+
+# Inherited options that are refused: the values that pass, and why.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "packing": ((False,), "samples of a row would see each other"),
+    "eval_packing": ((None, False), "samples of a row would see each other"),
+    "padding_free": ((False,), "samples of a row would see each other"),
+    "assistant_only_loss": ((False,), "every assistant turn is supervised already, and nothing else"),
+    "completion_only_loss": ((None, True), "completions are supervised and prompts are not"),
+    "loss_type": (("nll",), "the loss is that of the `objective`"),
+    "label_smoothing_factor": ((0.0,), "the loss is that of the `objective`"),
+    "neftune_noise_alpha": ((None, 0), "the noise of diffusion is in the tokens"),
+    "use_liger_kernel": ((False,), "Liger replaces the model's forward"),
+    "average_tokens_across_devices": ((True,), "the loss is normalised over all ranks"),
+    "truncation_mode": (("keep_start",), "a response is cut at its end"),
+    "batch_eval_metrics": ((False,), "no logits are kept"),
+    "include_for_metrics": (([], None), "no logits are kept"),
+    "pad_token": ((None,), "set `processing_class.pad_token`"),
+}
+
+
+@dataclass
+class DiffusionSFTConfig(SFTConfig):
+    r"""
+    Configuration of [`DiffusionSFTTrainer`]: `SFTConfig` with these parameters on top.
+
+    Options of `SFTConfig` without meaning here raise `ValueError`: `packing`, `eval_packing`, `padding_free`,
+    `assistant_only_loss`, `completion_only_loss`, `loss_type="dft"`, `label_smoothing_factor`, `neftune_noise_alpha`,
+    `use_liger_kernel`, `average_tokens_across_devices=False`, `truncation_mode="keep_end"`, `batch_eval_metrics`,
+    `include_for_metrics`, `pad_token`.
+
+    Args:
+        objective (`str`, *optional*, defaults to `"mdlm"`):
+            `"mdlm"`, `"block"` or `"hybrid"`, see [`DiffusionSFTTrainer`].
+        block_size (`int`, *optional*, defaults to `32`):
+            Tokens of a block: responses are filled up to whole blocks with EOS, `"block"` and `"hybrid"` denoise block
+            after block.
+        response_window (`bool`, *optional*, defaults to `True`):
+            Blocks begin where the response does, and attend to their EOS fill, as in generation. With `False` they
+            begin with the row and don't, as in [`DataCollatorForDiffusionLM`].
+        supervise_padding (`bool`, *optional*, defaults to `False`):
+            See [`DataCollatorForDiffusionLM`].
+        mask_token_id (`int`, *optional*):
+            The token that hides others. Defaults to the tokenizer's `mask_token_id`.
+        corruption (`str`, *optional*, defaults to `"uniform"`):
+            Noise in training: `"uniform"` hides each token of a sequence or block with its probability, `"blockwise"`
+            an exact number, later ones more often.
+        half_life (`float`, *optional*, defaults to `0.25`):
+            For `"blockwise"`: share of the tokens after which the weight doubles.
+        noise_eps (`float`, *optional*, defaults to `1e-3`):
+            Lowest probability of a token to be hidden.
+        alpha (`float`, *optional*, defaults to `1.0`):
+            For `"hybrid"`: weight of the diffusion loss; that of next-token prediction is 1.
+        eval_noise_draws (`int`, *optional*, defaults to `4`):
+            How often evaluation draws noise for each sample. More draws make the NLL bound less noisy and cost as much
+            more.
+        chat_template_kwargs (`dict` or JSON `str`, *optional*):
+            Further variables for the chat template. A row's own take precedence.
+        attn_backend (`str`, *optional*, defaults to `"auto"`):
+            See [`prepare_diffusion_model`].
+
+    > [!NOTE]
+    > Unlike in `SFTConfig`, `max_length` defaults to `None`: 1024 tokens would cut many dialogues before the response.
+    """
+
+    _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "chat_template_kwargs"]  # noqa: RUF012 - as in TRL
+
+    max_length: int | None = field(
+        default=None,
+        metadata={"help": "Longest sample in tokens; the rest is cut. `None` leaves samples whole."},
+    )
+    objective: str = field(default="mdlm", metadata={"help": "What is trained.", "choices": list(OBJECTIVES)})
+    block_size: int = field(default=32, metadata={"help": "Tokens of a block."})
+    response_window: bool = field(
+        default=True, metadata={"help": "Whether blocks begin where the response does, and attend to their fill."}
+    )
+    supervise_padding: bool = field(default=False, metadata={"help": "Whether padding is supervised."})
+    mask_token_id: int | None = field(
+        default=None, metadata={"help": "The token that hides others. Defaults to the tokenizer's mask token."}
+    )
+    corruption: str = field(
+        default="uniform", metadata={"help": "Noise in training.", "choices": ["uniform", "blockwise"]}
+    )
+    half_life: float = field(
+        default=0.25, metadata={"help": "For 'blockwise': share of the tokens after which the weight doubles."}
+    )
+    noise_eps: float = field(default=1e-3, metadata={"help": "Lowest probability of a token to be hidden."})
+    alpha: float = field(default=1.0, metadata={"help": "For 'hybrid': weight of the diffusion loss."})
+    eval_noise_draws: int = field(default=4, metadata={"help": "Draws of noise per sample in evaluation."})
+    chat_template_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Further variables for the chat template, as a JSON object."}
+    )
+    attn_backend: str = field(
+        default="auto", metadata={"help": "Attention of the model.", "choices": ["auto", "flex", "sdpa"]}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, (allowed, reason) in _REFUSED.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"`{name}={value!r}` is not supported: {reason}. Leave it at {allowed[0]!r}.")
+        for name in ("objective", "corruption", "attn_backend"):
+            choices = self.__dataclass_fields__[name].metadata["choices"]
+            if getattr(self, name) not in choices:
+                raise ValueError(f"`{name}` must be one of {choices}, got {getattr(self, name)!r}.")
+        for name in ("block_size", "eval_noise_draws"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        if not 0 < self.noise_eps <= 1:
+            raise ValueError(f"`noise_eps` must be above 0 and at most 1, got {self.noise_eps}.")
+        for name in ("half_life", "alpha"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"`{name}` must be above 0, got {getattr(self, name)}.")
+        if self.chat_template_kwargs is not None and not isinstance(self.chat_template_kwargs, dict):
+            raise ValueError(
+                f"`chat_template_kwargs` must be a `dict` or a JSON object, got {self.chat_template_kwargs!r}."
+            )

@@ -1,0 +1,305 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""The noise of diffusion language models: which supervised tokens are hidden, and with which probability.
+
+A sample's noise depends on its seed alone: not on the batch it is in, its place there, padding at the end, the rank,
+the device, or what was drawn before (see `draws.py`). Unsupervised tokens never change and count nowhere; padding that
+is supervised counts like any token.
+
+Cost: some integer operations per token, on the device of the ids; block-wise noise also sorts each sequence, twice
+where it has blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from hf_prefix_tree.diffusion.draws import uniforms
+
+DEFAULT_EPS = 1e-3
+# What a draw is for: draws of different kinds are independent.
+_LEVEL, _CHOICE, _TOKEN = range(3)
+
+
+@dataclass
+class Noised:
+    """A corrupted batch; all of shape `(B, L)`, on the device of the clean ids."""
+
+    input_ids: torch.Tensor  # int64: the ids that the model reads
+    is_noised: torch.Tensor  # bool: drawn to be hidden or replaced; only supervised positions
+    p: torch.Tensor  # float32: the probability of it, by which the MDLM loss divides
+
+
+def corrupt_uniform(
+    input_ids: torch.Tensor,
+    supervised: torch.Tensor,
+    *,
+    mask_token_id: int,
+    seeds: torch.Tensor,
+    eps: float = DEFAULT_EPS,
+    block_size: int | None = None,
+    block_start: torch.Tensor | None = None,
+) -> Noised:
+    """
+    Hide each supervised token with probability `p = (1 - eps) t + eps`, `t ~ U[0, 1)` per sequence or block.
+
+    Args:
+        input_ids (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, padded at the end.
+        supervised (`torch.Tensor` of shape `(B, L)`): Not 0 where a token may be hidden: the collator's `loss_mask`.
+        mask_token_id (`int`): Id that hides a token.
+        seeds (`torch.Tensor` of shape `(B,)`, int64): One per sample, see [`noise_seeds`].
+        eps (`float`, *optional*, defaults to `1e-3`): Lowest probability, above 0 and at most 1.
+        block_size (`int`, *optional*): Draw t per block of so many tokens instead of per sequence.
+        block_start (`torch.Tensor` of shape `(B,)`, int64, *optional*): Where each sample's first block starts, by
+            default 0. What lies before is one block of its own. Pass the response's start for response windows.
+
+    Returns:
+        [`Noised`].
+
+    Raises:
+        `ValueError`: If shapes don't fit or a number is out of range.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> ids, supervised = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 1, 1]])
+    >>> corrupt_uniform(ids, supervised, mask_token_id=9, seeds=torch.tensor([0]), eps=1.0).input_ids
+    tensor([[5, 9, 9, 9]])
+
+    ```
+    """
+    supervised = _checked(input_ids, supervised, seeds, eps, block_size, block_start)
+    p = _levels(input_ids, seeds, eps, block_size, block_start)
+    is_noised = supervised & (uniforms(seeds, _CHOICE, _positions(input_ids)) < p)
+    return Noised(_hidden(input_ids, is_noised, mask_token_id), is_noised, p)
+
+
+def corrupt_blockwise(
+    input_ids: torch.Tensor,
+    supervised: torch.Tensor,
+    *,
+    mask_token_id: int,
+    seeds: torch.Tensor,
+    eps: float = DEFAULT_EPS,
+    half_life: float = 0.25,
+    block_size: int | None = None,
+    block_start: torch.Tensor | None = None,
+) -> Noised:
+    """
+    Hide exactly `round(m * n)` of the n supervised tokens of each sequence or block, the later ones more often.
+
+    `m ~ U(eps, 1)` per sequence or block, and is the p of all its tokens. The i-th supervised token is drawn without
+    replacement with weight `exp(lambda (1 - m) i)`, `lambda = ln 2 / (half_life * n)`: the weight of a token doubles
+    every `half_life * n` tokens as m goes to 0, and all weigh the same as m goes to 1. Halves round to even. A
+    sequence hides at least one token where it has one; a block may hide none.
+
+    Args:
+        input_ids (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, padded at the end.
+        supervised (`torch.Tensor` of shape `(B, L)`): Not 0 where a token may be hidden: the collator's `loss_mask`.
+        mask_token_id (`int`): Id that hides a token.
+        seeds (`torch.Tensor` of shape `(B,)`, int64): One per sample, see [`noise_seeds`].
+        eps (`float`, *optional*, defaults to `1e-3`): Lowest m, above 0 and at most 1.
+        half_life (`float`, *optional*, defaults to `0.25`): Share of the tokens after which the weight doubles.
+        block_size (`int`, *optional*): Draw m and count per block of so many tokens instead of per sequence.
+        block_start (`torch.Tensor` of shape `(B,)`, int64, *optional*): See [`corrupt_uniform`].
+
+    Returns:
+        [`Noised`].
+
+    Raises:
+        `ValueError`: If shapes don't fit or a number is out of range.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> ids, supervised = torch.arange(10)[None], torch.ones(1, 10)
+    >>> noised = corrupt_blockwise(ids, supervised, mask_token_id=99, seeds=torch.tensor([0]))
+    >>> noised.is_noised.sum().item() == round(noised.p[0, 0].item() * 10)
+    True
+
+    ```
+    """
+    if not half_life > 0:
+        raise ValueError(f"`half_life` must be above 0, got {half_life}.")
+    supervised = _checked(input_ids, supervised, seeds, eps, block_size, block_start)
+    positions, blocks = _positions(input_ids), _blocks(input_ids, block_size, block_start)
+    m = _levels(input_ids, seeds, eps, block_size, block_start)
+
+    # The i-th supervised token of the scope, and how many the scope has: [B, L], [B, L].
+    counts = _per_block(supervised, blocks)
+    seen = supervised.long().cumsum(1)
+    before = seen - supervised.long()
+    i = before - before.gather(1, _first_of_block(blocks))
+    wanted = torch.round(m.double() * counts).long()
+    if block_size is None:
+        wanted = torch.maximum(wanted, counts.clamp(max=1))
+
+    # The `wanted` largest of log weight + Gumbel noise are a draw without replacement.
+    slope = math.log(2) / (half_life * counts.clamp(min=1).double()) * (1 - m.double())
+    gumbel = -torch.log(-torch.log(uniforms(seeds, _CHOICE, positions)))
+    scores = (slope * i + gumbel).masked_fill(~supervised, -torch.inf)
+    order = scores.argsort(dim=1, descending=True, stable=True)
+    if block_size is not None:  # a stable sort by block keeps the order inside each
+        order = order.gather(1, blocks.gather(1, order).argsort(dim=1, stable=True))
+    places = torch.empty_like(order).scatter_(1, order, positions.expand_as(order))
+    places = places - _first_of_block(blocks)
+    is_noised = supervised & (places < wanted)
+    return Noised(_hidden(input_ids, is_noised, mask_token_id), is_noised, m)
+
+
+def corrupt_uniform_random(
+    input_ids: torch.Tensor,
+    supervised: torch.Tensor,
+    *,
+    vocab_size: int,
+    seeds: torch.Tensor,
+    eps: float = DEFAULT_EPS,
+    block_size: int | None = None,
+    block_start: torch.Tensor | None = None,
+) -> Noised:
+    """
+    Replace each supervised token with probability `t ~ U(eps, 1)` by a token drawn from the whole vocabulary.
+
+    The replacement may be the token itself; `is_noised` counts it. p is 1: this noise has no weighted loss.
+
+    Args:
+        input_ids (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, padded at the end.
+        supervised (`torch.Tensor` of shape `(B, L)`): Not 0 where a token may change: the collator's `loss_mask`.
+        vocab_size (`int`): Replacements are drawn from `[0, vocab_size)`.
+        seeds (`torch.Tensor` of shape `(B,)`, int64): One per sample, see [`noise_seeds`].
+        eps (`float`, *optional*, defaults to `1e-3`): Lowest t, above 0 and at most 1.
+        block_size (`int`, *optional*): Draw t per block of so many tokens instead of per sequence.
+        block_start (`torch.Tensor` of shape `(B,)`, int64, *optional*): See [`corrupt_uniform`].
+
+    Returns:
+        [`Noised`].
+
+    Raises:
+        `ValueError`: If shapes don't fit or a number is out of range.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> ids, supervised = torch.tensor([[5, 6, 7]]), torch.tensor([[0, 0, 1]])
+    >>> corrupt_uniform_random(ids, supervised, vocab_size=1, seeds=torch.tensor([0]), eps=1.0).input_ids
+    tensor([[5, 6, 0]])
+
+    ```
+    """
+    if vocab_size < 1:
+        raise ValueError(f"`vocab_size` must be at least 1, got {vocab_size}.")
+    supervised = _checked(input_ids, supervised, seeds, eps, block_size, block_start)
+    positions = _positions(input_ids)
+    t = _levels(input_ids, seeds, eps, block_size, block_start)
+    is_noised = supervised & (uniforms(seeds, _CHOICE, positions) < t)
+    tokens = (uniforms(seeds, _TOKEN, positions) * vocab_size).long()
+    return Noised(torch.where(is_noised, tokens, input_ids), is_noised, torch.ones_like(t))
+
+
+def corrupt_all_masked(input_ids: torch.Tensor, supervised: torch.Tensor, *, mask_token_id: int) -> Noised:
+    """
+    Hide every supervised token; p is 1.
+
+    Args:
+        input_ids (`torch.Tensor` of shape `(B, L)`, int64): Clean ids.
+        supervised (`torch.Tensor` of shape `(B, L)`): Not 0 where a token is hidden: the collator's `loss_mask`.
+        mask_token_id (`int`): Id that hides a token.
+
+    Returns:
+        [`Noised`].
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> corrupt_all_masked(torch.tensor([[5, 6, 7]]), torch.tensor([[0, 1, 1]]), mask_token_id=9).input_ids
+    tensor([[5, 9, 9]])
+
+    ```
+    """
+    supervised = _checked_mask(input_ids, supervised)
+    p = torch.ones(input_ids.shape, dtype=torch.float32, device=input_ids.device)
+    return Noised(_hidden(input_ids, supervised, mask_token_id), supervised, p)
+
+
+def _hidden(input_ids: torch.Tensor, is_noised: torch.Tensor, mask_token_id: int) -> torch.Tensor:
+    return input_ids.masked_fill(is_noised, mask_token_id)
+
+
+def _positions(input_ids: torch.Tensor) -> torch.Tensor:
+    return torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+
+
+def _blocks(input_ids: torch.Tensor, block_size: int | None, block_start: torch.Tensor | None) -> torch.Tensor:
+    """The block of each position, `(B, L)`, not decreasing; 0 is what lies before the first one, or all."""
+    if block_size is None:
+        return torch.zeros_like(input_ids)
+    start = torch.zeros_like(input_ids[:, :1]) if block_start is None else block_start.to(input_ids.device)[:, None]
+    return torch.div(_positions(input_ids) - start, block_size, rounding_mode="floor").clamp(min=-1) + 1
+
+
+def _first_of_block(blocks: torch.Tensor) -> torch.Tensor:
+    """The position at which each position's block starts."""
+    return torch.searchsorted(blocks, blocks)
+
+
+def _per_block(supervised: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """How many supervised tokens each position's block has."""
+    seen = torch.nn.functional.pad(supervised.long().cumsum(1), (1, 0))
+    return seen.gather(1, torch.searchsorted(blocks, blocks, right=True)) - seen.gather(1, _first_of_block(blocks))
+
+
+def _levels(
+    input_ids: torch.Tensor,
+    seeds: torch.Tensor,
+    eps: float,
+    block_size: int | None,
+    block_start: torch.Tensor | None,
+) -> torch.Tensor:
+    """`(1 - eps) u + eps` in float32, one u per sequence or block, spread over its positions: `(B, L)`."""
+    level = uniforms(seeds, _LEVEL, _blocks(input_ids, block_size, block_start))
+    return ((1 - eps) * level + eps).float()
+
+
+def _checked(
+    input_ids: torch.Tensor,
+    supervised: torch.Tensor,
+    seeds: torch.Tensor,
+    eps: float,
+    block_size: int | None,
+    block_start: torch.Tensor | None,
+) -> torch.Tensor:
+    """The supervised mask as bool, after the checks that all kinds of noise share."""
+    supervised = _checked_mask(input_ids, supervised)
+    if not 0 < eps <= 1:
+        raise ValueError(f"`eps` must be above 0 and at most 1, got {eps}: the loss divides by probabilities >= eps.")
+    if seeds.shape != input_ids.shape[:1] or seeds.dtype != torch.int64:
+        raise ValueError(
+            f"`seeds` must be int64 of shape ({len(input_ids)},), got {seeds.dtype} of shape {tuple(seeds.shape)}: "
+            "pass one seed per sample, as `noise_seeds` makes them."
+        )
+    if block_size is not None and block_size < 1:
+        raise ValueError(f"`block_size` must be at least 1, got {block_size}: pass None for whole sequences.")
+    if block_start is not None:
+        if block_size is None:
+            raise ValueError("`block_start` is given without `block_size`: pass both or neither.")
+        if block_start.shape != input_ids.shape[:1]:
+            raise ValueError(f"`block_start` must have the shape ({len(input_ids)},), got {tuple(block_start.shape)}.")
+    return supervised
+
+
+def _checked_mask(input_ids: torch.Tensor, supervised: torch.Tensor) -> torch.Tensor:
+    if input_ids.ndim != 2 or input_ids.dtype != torch.int64:
+        raise ValueError(
+            f"`input_ids` must be int64 of shape (B, L), got {input_ids.dtype} of shape {tuple(input_ids.shape)}."
+        )
+    if supervised.shape != input_ids.shape:
+        raise ValueError(
+            f"`supervised` must have the shape {tuple(input_ids.shape)} of `input_ids`, got {tuple(supervised.shape)}."
+        )
+    return supervised.to(input_ids.device) != 0

@@ -1,0 +1,128 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""From dataset rows to samples of a diffusion language model: token ids and which of them are supervised, unshifted.
+
+Conversations become one sample per assistant turn: what is after a turn in the row would tell how long it is to a
+model that looks both ways. Cost: that of rendering, see `hf_prefix_tree.conversations`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hf_prefix_tree.collators.diffusion import SAMPLE_INDEX, SUPERVISION, DataCollatorForDiffusionLM
+from hf_prefix_tree.collators.prefix_tree import PADDING_FEATURE
+from hf_prefix_tree.datasets.rows import MESSAGE_KINDS, RowOptions, row_branches, row_kind
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+COLUMNS = ("input_ids", "attention_mask", *SUPERVISION, SAMPLE_INDEX)
+# Fills an uneven last step of distributed training: no token, so it counts nowhere.
+EMPTY_FEATURE: dict[str, Any] = {"input_ids": [], "loss_mask": [], SAMPLE_INDEX: -1}
+
+
+def prepare_diffusion_rows(
+    dataset: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+) -> Any:
+    """
+    Rows for [`DataCollatorForDiffusionLM`], each with its `sample_index`, on which its noise depends.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`):
+            Rows with `messages` (and `tools`), `prompt` and `completion` (strings or messages), or `input_ids` with a
+            column that says what is supervised.
+        tokenizer (`PreTrainedTokenizerBase`):
+            Renders and tokenizes.
+        chat_template_kwargs (`Mapping[str, Any]`, *optional*):
+            Further variables for the chat template.
+        num_proc (`int`, *optional*):
+            Processes that render.
+
+    Returns:
+        A dataset of the same type. Of texts it has `input_ids`, which end with the response, and `loss_mask`.
+
+    Raises:
+        `ValueError`: If the rows are of no known kind, or malformed.
+    """
+    columns = getattr(dataset, "column_names", None) or list(next(iter(dataset), {}))
+    if "input_ids" not in columns:
+        kind = row_kind(columns)
+        if kind not in MESSAGE_KINDS:
+            raise ValueError(
+                f"`dataset` has the columns {sorted(columns)}: pass `messages`, `prompt` and `completion`, or "
+                f"`input_ids` with one of {', '.join(SUPERVISION)}."
+            )
+        options = RowOptions(
+            kind=kind,
+            tokenizer=tokenizer,
+            features=dict(getattr(dataset, "features", None) or {}),
+            reasoning="per_turn",
+            tools=None,
+            group_column="group",
+            chat_template_kwargs=dict(chat_template_kwargs or {}),
+            empty_thinking_in_prompt=True,
+            max_length=None,
+            overlong="raise",
+            code="",
+        )
+        dataset = _mapped(
+            dataset, _samples, num_proc, batched=True, remove_columns=columns, fn_kwargs={"options": options}
+        )
+    elif not set(columns) & set(SUPERVISION):
+        raise ValueError(
+            f"`dataset` has `input_ids` and none of {', '.join(SUPERVISION)}: add a `loss_mask` (all ones to "
+            "supervise every token)."
+        )
+    if SAMPLE_INDEX in columns:
+        return dataset
+    if hasattr(dataset, "__len__"):
+        return dataset.add_column(SAMPLE_INDEX, np.arange(len(dataset)))
+    return _mapped(dataset, _with_index, None, with_indices=True)
+
+
+class WithEmptyRows:
+    """
+    A collator that also takes the rows which fill an uneven step.
+
+    Args:
+        collator ([`DataCollatorForDiffusionLM`]): The collator.
+    """
+
+    def __init__(self, collator: DataCollatorForDiffusionLM) -> None:
+        self.collator = collator
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        return self.collator([EMPTY_FEATURE if dict(f) == PADDING_FEATURE else f for f in features])
+
+
+def _mapped(dataset: Any, function: Any, num_proc: int | None, **kwargs: Any) -> Any:
+    from datasets import IterableDataset
+
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(function, **kwargs)
+    return dataset.map(function, num_proc=num_proc, desc="Rendering samples", **kwargs)
+
+
+def _with_index(row: Mapping[str, Any], index: int) -> dict[str, int]:
+    return {SAMPLE_INDEX: index}
+
+
+def _samples(batch: Mapping[str, list[Any]], options: RowOptions) -> dict[str, list[list[int]]]:
+    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    samples: dict[str, list[list[int]]] = {"input_ids": [], "loss_mask": []}
+    for row in rows:
+        for branch in row_branches(row, options, Counter()):
+            # What the template writes after the turn would stand, clean, where the response ends.
+            end = int(np.flatnonzero(branch.weights)[-1]) + 1
+            samples["input_ids"].append(branch.input_ids[:end].tolist())
+            samples["loss_mask"].append((branch.weights[:end] > 0).astype(int).tolist())
+    return samples

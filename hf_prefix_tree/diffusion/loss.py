@@ -1,0 +1,279 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""The losses of diffusion language models: masked diffusion, block diffusion, and both with next-token prediction.
+
+Each is `sum_t w_t * nll_t / N` with N the supervised tokens of the whole optimizer step. Diffusion predicts a token at
+its own position, next-token prediction at the position before.
+
+The core form takes logits of the M positions that carry loss: select those with [`mdlm_terms`],
+[`block_diffusion_terms`] or [`next_token_terms`] before the head, and pass the head's `(M, vocab)` to [`terms_loss`].
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from hf_prefix_tree.loss import weighted_token_loss
+
+
+class LossTerms(NamedTuple):
+    """The M terms of a loss that are not zero."""
+
+    where: torch.Tensor  # [M] int64: position in the flattened `(B * L)` whose logits predict the token
+    targets: torch.Tensor  # [M] int64: the token
+    weights: torch.Tensor  # [M] float64
+
+
+def mdlm_terms(targets: torch.Tensor, is_noised: torch.Tensor, p: torch.Tensor, loss_mask: torch.Tensor) -> LossTerms:
+    """
+    The terms of masked diffusion (MDLM, LLaDA): noised and supervised tokens, each weighted `1 / p`.
+
+    Args:
+        targets (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, or labels with -100 where not supervised.
+        is_noised (`torch.Tensor` of shape `(B, L)`, bool): Which tokens the model doesn't see.
+        p (`torch.Tensor` of shape `(B, L)`, float32): Probability with which each was hidden.
+        loss_mask (`torch.Tensor` of shape `(B, L)`): Not 0 where a token is supervised.
+
+    Returns:
+        [`LossTerms`], in the order of the flattened batch.
+
+    Raises:
+        `ValueError`: If shapes differ, a supervised target is negative, or a noised token has `p <= 0`.
+    """
+    _check_shapes(targets, is_noised=is_noised, p=p, loss_mask=loss_mask)
+    where = ((is_noised != 0) & (loss_mask != 0)).flatten().nonzero().squeeze(1)
+    probabilities = p.flatten()[where].double()
+    if not bool((probabilities > 0).all()):
+        raise ValueError("`p` is not above 0 at a noised position: pass the `p` that was drawn with `is_noised`.")
+    return LossTerms(where, _checked(targets.flatten()[where]), 1 / probabilities)
+
+
+def block_diffusion_terms(targets: torch.Tensor, loss_mask: torch.Tensor) -> LossTerms:
+    """
+    The terms of block diffusion with a flat loss: every supervised token, noised or not, with weight 1.
+
+    Args:
+        targets (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, or labels with -100 where not supervised.
+        loss_mask (`torch.Tensor` of shape `(B, L)`): Not 0 where a token is supervised.
+
+    Returns:
+        [`LossTerms`], in the order of the flattened batch.
+
+    Raises:
+        `ValueError`: If shapes differ or a supervised target is negative.
+    """
+    _check_shapes(targets, loss_mask=loss_mask)
+    where = (loss_mask != 0).flatten().nonzero().squeeze(1)
+    return LossTerms(where, _checked(targets.flatten()[where]), torch.ones_like(where, dtype=torch.float64))
+
+
+def next_token_terms(targets: torch.Tensor, loss_mask: torch.Tensor) -> LossTerms:
+    """
+    The terms of next-token prediction: every supervised token at the position before it, with weight 1.
+
+    The first token of a sequence has no position before it and is in no term.
+
+    Args:
+        targets (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, or labels with -100 where not supervised. Not
+            shifted.
+        loss_mask (`torch.Tensor` of shape `(B, L)`): Not 0 where a token is supervised. Not shifted.
+
+    Returns:
+        [`LossTerms`], in the order of the flattened batch.
+
+    Raises:
+        `ValueError`: If shapes differ or a supervised target is negative.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> terms = next_token_terms(torch.tensor([[5, 6, 7]]), torch.tensor([[1, 0, 1]]))
+    >>> terms.where, terms.targets
+    (tensor([1]), tensor([7]))
+
+    ```
+    """
+    _check_shapes(targets, loss_mask=loss_mask)
+    predicted = loss_mask != 0
+    predicted[:, :1] = False
+    own = predicted.flatten().nonzero().squeeze(1)
+    return LossTerms(own - 1, _checked(targets.flatten()[own]), torch.ones_like(own, dtype=torch.float64))
+
+
+def terms_loss(logits: torch.Tensor, terms: LossTerms, num_items_in_batch: torch.Tensor | float) -> torch.Tensor:
+    """
+    `sum w * nll / N` of selected logits.
+
+    Args:
+        logits (`torch.Tensor` of shape `(M, vocab)`): Logits at `terms.where`.
+        terms ([`LossTerms`]): The terms.
+        num_items_in_batch (`torch.Tensor` or `float`): N, the supervised tokens of the whole optimizer step on all
+            ranks. Never clamped.
+
+    Returns:
+        `torch.Tensor`: scalar, float64 for float64 logits and float32 otherwise. Without terms a differentiable zero.
+
+    Raises:
+        `ValueError`: If `logits` has another number of rows, or N is not positive although there are terms.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> terms = block_diffusion_terms(torch.tensor([[0, 1]]), torch.tensor([[1, 1]]))
+    >>> terms_loss(torch.zeros(2, 2), terms, num_items_in_batch=4)
+    tensor(0.3466)
+
+    ```
+    """
+    if logits.ndim != 2 or len(logits) != len(terms.where):
+        raise ValueError(
+            f"`logits` must have the shape ({len(terms.where)}, vocab), one row per term, got {tuple(logits.shape)}: "
+            "select the hidden states at `terms.where` before the head."
+        )
+    if len(terms.where) and not float(num_items_in_batch) > 0:
+        raise ValueError(
+            f"`num_items_in_batch` is {float(num_items_in_batch)} although {len(terms.where)} tokens carry loss: pass "
+            "the number of supervised tokens of the optimizer step."
+        )
+    return weighted_token_loss(logits, terms.targets, terms.weights, num_items_in_batch)
+
+
+def mdlm_loss(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    is_noised: torch.Tensor,
+    p: torch.Tensor,
+    loss_mask: torch.Tensor,
+    num_items_in_batch: torch.Tensor | float | None = None,
+) -> torch.Tensor:
+    """
+    The masked-diffusion loss (MDLM, LLaDA): `sum nll * [noised and supervised] / p` over N.
+
+    Args:
+        logits (`torch.Tensor` of shape `(B, L, vocab)`): The logits at a position predict its own token.
+        targets (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, or labels with -100 where not supervised.
+        is_noised (`torch.Tensor` of shape `(B, L)`, bool): Which tokens the model doesn't see.
+        p (`torch.Tensor` of shape `(B, L)`, float32): Probability with which each was hidden.
+        loss_mask (`torch.Tensor` of shape `(B, L)`): Not 0 where a token is supervised.
+        num_items_in_batch (`torch.Tensor` or `float`, *optional*): N, the supervised tokens, noised or not, of the
+            whole optimizer step on all ranks. Defaults to those of this call.
+
+    Returns:
+        `torch.Tensor`: scalar, float64 for float64 logits and float32 otherwise. Without terms a differentiable zero.
+
+    Raises:
+        `ValueError`: See [`mdlm_terms`] and [`terms_loss`].
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> noised, mask = torch.tensor([[False, True, False, True]]), torch.tensor([[0, 1, 1, 1]])
+    >>> mdlm_loss(torch.zeros(1, 4, 4), torch.tensor([[0, 1, 2, 3]]), noised, torch.full((1, 4), 0.5), mask)
+    tensor(1.8484)
+
+    ```
+    """
+    return _full_loss(logits, mdlm_terms(targets, is_noised, p, loss_mask), loss_mask, num_items_in_batch)
+
+
+def block_diffusion_loss(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    loss_mask: torch.Tensor,
+    num_items_in_batch: torch.Tensor | float | None = None,
+) -> torch.Tensor:
+    """
+    The flat block-diffusion loss: `sum nll` of all supervised tokens, noised or not, over N.
+
+    Args:
+        logits (`torch.Tensor` of shape `(B, L, vocab)`): The logits at a position predict its own token.
+        targets (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, or labels with -100 where not supervised.
+        loss_mask (`torch.Tensor` of shape `(B, L)`): Not 0 where a token is supervised.
+        num_items_in_batch (`torch.Tensor` or `float`, *optional*): N, as in [`mdlm_loss`].
+
+    Returns:
+        `torch.Tensor`: scalar, as [`mdlm_loss`].
+
+    Raises:
+        `ValueError`: See [`block_diffusion_terms`] and [`terms_loss`].
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> block_diffusion_loss(torch.zeros(1, 4, 4), torch.tensor([[0, 1, 2, 3]]), torch.tensor([[0, 1, 1, 1]]))
+    tensor(1.3863)
+
+    ```
+    """
+    return _full_loss(logits, block_diffusion_terms(targets, loss_mask), loss_mask, num_items_in_batch)
+
+
+def hybrid_loss(
+    logits: torch.Tensor,
+    next_token_logits: torch.Tensor,
+    targets: torch.Tensor,
+    is_noised: torch.Tensor,
+    p: torch.Tensor,
+    loss_mask: torch.Tensor,
+    num_items_in_batch: torch.Tensor | float | None = None,
+    *,
+    alpha: float,
+) -> torch.Tensor:
+    """
+    `alpha` times the masked-diffusion loss, plus next-token cross-entropy; both over the same N.
+
+    Args:
+        logits (`torch.Tensor` of shape `(B, L, vocab)`): Of the noisy tokens; predict their own position.
+        next_token_logits (`torch.Tensor` of shape `(B, L, vocab)`): Of the clean tokens under a causal mask; predict
+            the next position.
+        targets (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, or labels with -100 where not supervised.
+        is_noised (`torch.Tensor` of shape `(B, L)`, bool): Which tokens the model doesn't see.
+        p (`torch.Tensor` of shape `(B, L)`, float32): Probability with which each was hidden.
+        loss_mask (`torch.Tensor` of shape `(B, L)`): Not 0 where a token is supervised, in both parts.
+        num_items_in_batch (`torch.Tensor` or `float`, *optional*): N, as in [`mdlm_loss`].
+        alpha (`float`): Weight of the diffusion part.
+
+    Returns:
+        `torch.Tensor`: scalar, as [`mdlm_loss`].
+
+    Raises:
+        `ValueError`: See [`mdlm_terms`] and [`terms_loss`].
+    """
+    diffusion = mdlm_loss(logits, targets, is_noised, p, loss_mask, num_items_in_batch)
+    next_token = _full_loss(next_token_logits, next_token_terms(targets, loss_mask), loss_mask, num_items_in_batch)
+    return alpha * diffusion + next_token
+
+
+def _full_loss(
+    logits: torch.Tensor,
+    terms: LossTerms,
+    loss_mask: torch.Tensor,
+    num_items_in_batch: torch.Tensor | float | None,
+) -> torch.Tensor:
+    if logits.ndim != 3 or logits.shape[:2] != loss_mask.shape:
+        raise ValueError(f"`logits` must have the shape {(*loss_mask.shape, 'vocab')}, got {tuple(logits.shape)}.")
+    if num_items_in_batch is None:
+        num_items_in_batch = (loss_mask != 0).sum()
+    return terms_loss(logits.flatten(0, 1)[terms.where.to(logits.device)], terms, num_items_in_batch)
+
+
+def _checked(targets: torch.Tensor) -> torch.Tensor:
+    if bool((targets < 0).any()):
+        raise ValueError(
+            "`targets` is negative at a position that `loss_mask` supervises: pass the clean ids, or `labels` and "
+            "`loss_mask` of one collator."
+        )
+    return targets
+
+
+def _check_shapes(targets: torch.Tensor, **others: torch.Tensor) -> None:
+    for name, value in others.items():
+        if value.shape != targets.shape or targets.ndim != 2:
+            raise ValueError(
+                f"`{name}` has the shape {tuple(value.shape)} and `targets` {tuple(targets.shape)}; make both (B, L)."
+            )

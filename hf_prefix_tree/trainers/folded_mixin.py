@@ -1,0 +1,55 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""[`FoldedForwardMixin`]: what TRL's preference and RL trainers need to score their rows on prefix trees.
+
+Cost: that of [`~hf_prefix_tree.trainers.folded.fold_shared_prefixes`].
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_prefix_tree.model import ensure_verified
+from hf_prefix_tree.trainers.folded import MIN_REUSE, fold_shared_prefixes
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer  # what the mixin is put before
+else:
+    _Trainer = object
+
+
+class FoldedForwardMixin(_Trainer):
+    """
+    Put it before a TRL trainer that scores padded rows with its fused head: `class TreeDPOTrainer(FoldedForwardMixin,
+    DPOTrainer)`. The policy and the reference model are then folded, whichever of them the trainer has.
+
+    Class attributes: `min_reuse` and `attn_backend`, the options of
+    [`~hf_prefix_tree.trainers.folded.fold_shared_prefixes`].
+
+    Raises:
+        `ValueError`: where the architecture cannot be exact on trees, and under context or sequence parallelism.
+    """
+
+    min_reuse: float = MIN_REUSE
+    attn_backend: str | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        parallelism = getattr(self.accelerator, "parallelism_config", None)
+        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
+            raise ValueError(
+                "`parallelism_config` splits the sequence over devices (context or sequence parallelism), which "
+                "drops the tree mask. Set `cp_size=1` and `sp_size=1`."
+            )
+        self.fold_models()
+
+    def fold_models(self) -> None:
+        """Folds the models that the trainer has so far. One that scores rows while it initialises calls it first."""
+        for model in (self.model, getattr(self, "ref_model", None)):
+            if model is not None:
+                fold_shared_prefixes(model, min_reuse=self.min_reuse, attn_backend=self.attn_backend)
+
+    def training_step(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        ensure_verified(self.model, model)
+        return super().training_step(model, *args, **kwargs)

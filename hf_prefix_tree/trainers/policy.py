@@ -1,0 +1,191 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""[`TreePolicyMixin`]: what `TreeGRPOTrainer` and `TreeRLOOTrainer` share.
+
+TRL shuffles the completions of a generation and cuts them into micro-batches, which scatters the groups. Inside each
+optimizer step they are gathered again: the same completions, hence the same gradient, in other micro-batches. What TRL
+logs are averages over micro-batches, so they are computed on TRL's own ones, from the log-probs at hand. Everything
+that TRL keeps private is touched here and in the two subclasses.
+
+Cost: the folded forward, a sort of the rows of each generation, and the loss formula once more without gradient.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_prefix_tree.trainers.folded_mixin import FoldedForwardMixin
+from hf_prefix_tree.trainers.groups import SortedRows, select_rows
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer as _Trainer  # what the mixin is put before
+else:
+    _Trainer = object
+
+logger = logging.getLogger(__name__)
+
+Scored = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # log-probs, entropies, auxiliary loss
+GATHERED = "gathered"  # key of a micro-batch that is not TRL's own
+
+
+@dataclass
+class Window:
+    """TRL's micro-batches of (a part of) an optimizer step, and how their completions were gathered anew."""
+
+    batches: list[dict[str, Any]]
+    parts: list[list[int]]
+    scored: list[Scored] = field(default_factory=list)  # of the parts that were computed so far
+
+    def scored_batches(self) -> list[Scored]:
+        """Log-probs and entropies of each of TRL's micro-batches, once all parts were computed; forgets them."""
+        places = torch.tensor([row for part in self.parts for row in part]).argsort()
+        log_probs, entropies = (torch.cat(values)[places] for values in list(zip(*self.scored, strict=True))[:2])
+        self.scored.clear()
+        size = len(places) // len(self.batches)
+        return [(own, other, None) for own, other in zip(log_probs.split(size), entropies.split(size), strict=True)]
+
+
+@dataclass
+class Gathered:
+    """One part of a window: what its loss is multiplied by, and whether the window ends with it."""
+
+    window: Window
+    scale: float
+    is_last: bool
+
+
+class TreePolicyMixin(FoldedForwardMixin, _Trainer):
+    """
+    Put it before `GRPOTrainer` or `RLOOTrainer`.
+
+    Class attribute: `max_row_tokens`, the tokens that one forward may hold. It is never less than what TRL's own
+    micro-batch has, padding included, since memory for that is there anyway.
+    """
+
+    max_row_tokens: int = 0
+    _buffered_inputs: list[dict[str, Any]] | None
+    _metrics: dict[str, Any]
+    _step: int
+    _window: Window | None = None  # of the micro-batch whose loss is computed
+    _known: Scored | None = None  # what the forward returns without computing it
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        reason = self._why_micro_batches_stay()
+        self._gathers_groups = reason is None
+        if reason is not None:
+            logger.warning(
+                "Micro-batches stay as TRL shuffles them, because %s: of a group, only completions that meet in a "
+                "micro-batch share their prompt.",
+                reason,
+            )
+
+    def _why_micro_batches_stay(self) -> str | None:
+        """What about the loss depends on which completions share a micro-batch, if anything does."""
+        return "a router's auxiliary loss is that of a micro-batch" if self.aux_loss_enabled else None
+
+    def _loss_is_a_mean(self) -> bool:
+        """Whether a micro-batch's loss is a mean over its completions, not a sum with a divisor of the whole step."""
+        return True
+
+    # ---- micro-batches ----
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        generated = self._buffered_inputs
+        if generated is None or generated is before:
+            return inputs
+        # An optimizer step may start anywhere in a generation that it doesn't divide; of as many micro-batches as both
+        # are multiples of, every step holds all or none.
+        size = math.gcd(self.args.gradient_accumulation_steps, len(generated))
+        windows = [generated[start : start + size] for start in range(0, len(generated), size)]
+        self._buffered_inputs = [batch for window in windows for batch in self._gather_groups(window)]
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def _gather_groups(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The same completions, each group in as few micro-batches as fit; those that come out empty are `{}`."""
+        if not self._gathers_groups or len(batches) == 1 or any("pixel_values" in batch for batch in batches):
+            return batches
+        whole = select_rows(batches, range(sum(len(batch["prompt_ids"]) for batch in batches)))
+        input_ids = torch.cat([whole["prompt_ids"], whole["completion_ids"]], dim=1)
+        rows = SortedRows.of(input_ids, torch.cat([whole["prompt_mask"], whole["completion_mask"]], dim=1))
+        parts = rows.parts(self._number_of_parts(rows, len(batches)))
+        window = Window(batches, parts)
+        gathered = []
+        for index, part in enumerate(parts):
+            scale = len(part) * len(batches) / len(input_ids) if self._loss_is_a_mean() else 1.0
+            is_last = index == len(parts) - 1
+            gathered.append({**select_rows([whole], part), GATHERED: Gathered(window, scale, is_last)})
+        # Ranks reduce their gradients in the backward that ends a step, so the empty ones come first.
+        return [{} for _ in range(len(batches) - len(parts))] + gathered
+
+    def _number_of_parts(self, rows: SortedRows, most: int) -> int:
+        """The number of parts with the fewest tokens over all ranks, the same on each of them."""
+        if self.is_deepspeed_enabled:
+            return most  # its engine counts the backwards
+        budget = max(-(-len(rows.order) // most) * rows.width, self.max_row_tokens)
+        totals = torch.from_numpy(rows.totals(most, budget, self.min_reuse)).to(self.accelerator.device)
+        return int(self.accelerator.gather(totals[None]).sum(dim=0).argmin()) + 1
+
+    # ---- the loss ----
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        if not inputs:
+            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
+        gathered: Gathered | None = inputs.get(GATHERED)
+        if gathered is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        metrics, self._metrics = self._metrics, {mode: defaultdict(list) for mode in self._metrics}
+        try:
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        finally:
+            self._metrics = metrics
+        if gathered.is_last:
+            self._log_metrics(model, gathered.window)
+        return loss * gathered.scale
+
+    @torch.no_grad()
+    def _log_metrics(self, model: Any, window: Window) -> None:
+        """Lets TRL log what it would have logged of its own micro-batches."""
+        try:
+            for batch, self._known in zip(window.batches, window.scored_batches(), strict=True):
+                self._compute_loss(model, batch)
+        finally:
+            self._known = None
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        self._window = inputs[GATHERED].window if GATHERED in inputs else None
+        return super()._compute_loss(model, inputs)
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> Scored:
+        if self._known is not None:
+            return self._known
+        compute = super()._get_per_token_logps_and_entropies
+        is_plain = all(value is None or value is False for value in kwargs.values())
+        if batch_size is None or batch_size >= len(input_ids) or not is_plain:
+            scored = compute(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+            if batch_size is None and self._window is not None:
+                self._window.scored.append(tuple(None if x is None else x.detach() for x in scored))
+            return scored
+        # TRL cuts the old and the reference log-probs of a generation every `batch_size` rows
+        rows = SortedRows.of(input_ids, attention_mask)
+        parts = rows.parts(self._number_of_parts(rows, -(-len(input_ids) // batch_size)))
+        log_probs = [compute(model, input_ids[part], attention_mask[part], logits_to_keep)[0] for part in parts]
+        places = torch.tensor([row for part in parts for row in part], device=input_ids.device)
+        return torch.cat(log_probs)[places.argsort()], None, None

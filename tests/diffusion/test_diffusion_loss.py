@@ -1,0 +1,255 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""The losses: the values of the formulas, their normaliser, gradients, and what they refuse."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from hf_prefix_tree.diffusion.corruption import corrupt_uniform
+from hf_prefix_tree.diffusion.draws import noise_seeds
+from hf_prefix_tree.diffusion.loss import (
+    block_diffusion_loss,
+    block_diffusion_terms,
+    hybrid_loss,
+    mdlm_loss,
+    mdlm_terms,
+    next_token_terms,
+    terms_loss,
+)
+
+LN4 = math.log(4)
+ZERO = torch.zeros(1, 4, 4)
+TARGETS = torch.tensor([[0, 1, 2, 3]])
+NOISE = torch.tensor([[0, 1, 0, 1]]).bool()
+MASK = torch.tensor([[0.0, 1.0, 1.0, 1.0]])
+HALF = torch.full((1, 4), 0.5)
+
+
+def value(loss: torch.Tensor) -> float:
+    assert loss.shape == () and loss.dtype == torch.float32
+    return loss.item()
+
+
+def test_values_of_the_formulas():
+    """Zero logits over 4 tokens: every nll is ln 4."""
+    assert value(mdlm_loss(ZERO, TARGETS, NOISE, HALF, MASK)) == pytest.approx(4 / 3 * LN4, rel=1e-6)
+    assert value(mdlm_loss(ZERO, TARGETS, NOISE, HALF, MASK, 1)) == pytest.approx(4 * LN4, rel=1e-6)  # the sum
+    assert value(block_diffusion_loss(ZERO, TARGETS, MASK)) == pytest.approx(LN4, rel=1e-6)
+    assert value(block_diffusion_loss(ZERO, TARGETS, MASK, 1)) == pytest.approx(3 * LN4, rel=1e-6)
+    for alpha in (0.0, 0.3, 2.0):
+        loss = hybrid_loss(ZERO, ZERO, TARGETS, NOISE, HALF, MASK, alpha=alpha)
+        assert value(loss) == pytest.approx((alpha * 4 / 3 + 1) * LN4, rel=1e-6)
+    # A first token that is supervised counts in N, but nothing predicts it.
+    everything = torch.ones(1, 4)
+    loss = hybrid_loss(ZERO, ZERO, TARGETS, NOISE, HALF, everything, alpha=1.0)
+    assert value(loss) == pytest.approx((4 + 3) / 4 * LN4, rel=1e-6)
+    # Noised but not supervised carries nothing, and nor does supervised but not noised.
+    first = torch.tensor([[1, 1, 0, 0]]).bool()
+    assert value(mdlm_loss(ZERO, TARGETS, first, HALF, MASK)) == pytest.approx(2 / 3 * LN4, rel=1e-6)
+
+
+def random_case(dtype: torch.dtype = torch.float64, size: int = 4) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    targets = torch.randint(0, 11, (size, 9), generator=generator)
+    loss_mask = (torch.rand((size, 9), generator=generator) < 0.7).float()
+    noised = corrupt_uniform(targets, loss_mask, mask_token_id=11, seeds=noise_seeds(torch.arange(size), 5), eps=0.05)
+    return {
+        "logits": torch.randn((size, 9, 12), generator=generator, dtype=dtype),
+        "next_token_logits": torch.randn((size, 9, 12), generator=generator, dtype=dtype),
+        "targets": targets,
+        "is_noised": noised.is_noised,
+        "p": noised.p,
+        "loss_mask": loss_mask,
+    }
+
+
+def sums(case: dict[str, Any]) -> tuple[float, float, float, int]:
+    """Weighted, flat and next-token sums, and N, token by token."""
+    nll = -torch.log_softmax(case["logits"], dim=-1)
+    next_nll = -torch.log_softmax(case["next_token_logits"], dim=-1)
+    weighted = flat = following = 0.0
+    count = 0
+    for row in range(len(nll)):
+        for t, target in enumerate(case["targets"][row].tolist()):
+            if not case["loss_mask"][row, t]:
+                continue
+            count += 1
+            flat += nll[row, t, target].item()
+            if case["is_noised"][row, t]:
+                weighted += nll[row, t, target].item() / case["p"][row, t].item()
+            if t > 0:
+                following += next_nll[row, t - 1, target].item()
+    return weighted, flat, following, count
+
+
+def test_random_values_in_float64():
+    case = random_case()
+    weighted, flat, following, count = sums(case)
+    flat_case = {name: case[name] for name in ("logits", "targets", "loss_mask")}
+    mdlm_case = {name: x for name, x in case.items() if name != "next_token_logits"}
+    assert min(weighted, flat, following) > 0
+    for n, own in ((None, count), (70, 70), (torch.tensor(3), 3), (0.5, 0.5)):
+        for loss, expected in (
+            (mdlm_loss(**mdlm_case, num_items_in_batch=n), weighted / own),
+            (block_diffusion_loss(**flat_case, num_items_in_batch=n), flat / own),
+            (hybrid_loss(**case, alpha=0.3, num_items_in_batch=n), (0.3 * weighted + following) / own),
+        ):
+            assert loss.dtype == torch.float64
+            assert loss.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_labels_may_be_the_targets():
+    case = random_case()
+    labels = torch.where(case["loss_mask"] != 0, case["targets"], -100)
+    assert torch.equal(hybrid_loss(**case, alpha=1.0), hybrid_loss(**{**case, "targets": labels}, alpha=1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_low_precision_logits_are_scored_in_float32(dtype: torch.dtype):
+    case = random_case()
+    case["logits"], case["next_token_logits"] = case["logits"].to(dtype), case["next_token_logits"].to(dtype)
+    exact = {**case, "logits": case["logits"].double(), "next_token_logits": case["next_token_logits"].double()}
+    loss = hybrid_loss(**case, alpha=1.0)
+    assert value(loss) == pytest.approx(hybrid_loss(**exact, alpha=1.0).item(), rel=1e-6)
+
+
+def test_selected_positions_before_the_head_give_the_same_loss_and_gradients():
+    """What a trainer does: hidden states at `where`, then the head on those alone."""
+    case = random_case()
+    targets, loss_mask = case["targets"], case["loss_mask"]
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn((4, 9, 5), generator=generator, dtype=torch.float64, requires_grad=True)
+    head = torch.randn((5, 12), generator=generator, dtype=torch.float64, requires_grad=True)
+    full = hidden @ head
+    for terms, expected in (
+        (
+            mdlm_terms(targets, case["is_noised"], case["p"], loss_mask),
+            mdlm_loss(full, targets, case["is_noised"], case["p"], loss_mask, 20),
+        ),
+        (block_diffusion_terms(targets, loss_mask), block_diffusion_loss(full, targets, loss_mask, 20)),
+        (
+            next_token_terms(targets, loss_mask),
+            hybrid_loss(full, full, targets, case["is_noised"], case["p"], loss_mask, 20, alpha=0.0),
+        ),
+    ):
+        assert 0 < len(terms.where) < targets.numel()
+        loss = terms_loss(hidden.flatten(0, 1)[terms.where] @ head, terms, 20)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-13)
+        got = torch.autograd.grad(loss, (hidden, head))
+        wanted = torch.autograd.grad(expected, (hidden, head), retain_graph=True)
+        for one, other in zip(got, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
+
+
+def test_terms():
+    terms = mdlm_terms(TARGETS, NOISE, torch.tensor([[0.0, 0.5, 0.0, 0.25]]), MASK)
+    assert (terms.where.tolist(), terms.targets.tolist(), terms.weights.tolist()) == ([1, 3], [1, 3], [2.0, 4.0])
+    terms = block_diffusion_terms(TARGETS, MASK)
+    assert (terms.where.tolist(), terms.targets.tolist(), terms.weights.tolist()) == ([1, 2, 3], [1, 2, 3], [1.0] * 3)
+    # Two rows: the first token of the second one is not predicted from the last position of the first one.
+    terms = next_token_terms(TARGETS.repeat(2, 1), torch.ones(2, 4))
+    assert terms.where.tolist() == [0, 1, 2, 4, 5, 6] and terms.targets.tolist() == [1, 2, 3, 1, 2, 3]
+    assert terms.weights.dtype == torch.float64 and terms.where.dtype == torch.int64
+    own = torch.ones(2, 4)
+    next_token_terms(TARGETS.repeat(2, 1), own)
+    assert (own == 1).all()
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "block", "hybrid"])
+def test_micro_batches_add_up_to_the_step(kind: str):
+    """Split anyhow, with N of the whole step, losses and gradients add up; a mean of own means would not."""
+    case = random_case(size=6)
+    count = (case["loss_mask"] != 0).sum()
+
+    def loss(rows: slice, n: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        own = {name: x[rows] for name, x in case.items()}
+        logits = own["logits"] = own["logits"].clone().requires_grad_()
+        if kind == "hybrid":
+            result = hybrid_loss(**own, num_items_in_batch=n, alpha=0.7)
+        elif kind == "mdlm":
+            own.pop("next_token_logits")
+            result = mdlm_loss(**own, num_items_in_batch=n)
+        else:
+            result = block_diffusion_loss(own["logits"], own["targets"], own["loss_mask"], n)
+        return result, torch.autograd.grad(result, logits)[0]
+
+    whole, gradient = loss(slice(0, 6), None)
+    parts = [loss(rows, count) for rows in (slice(0, 1), slice(1, 4), slice(4, 6))]
+    assert sum(part.item() for part, _ in parts) == pytest.approx(whole.item(), rel=1e-13)
+    torch.testing.assert_close(torch.cat([g for _, g in parts]), gradient, rtol=1e-13, atol=0)
+    means = [loss(rows, None)[0].item() for rows in (slice(0, 1), slice(1, 4), slice(4, 6))]
+    assert abs(sum(means) / 3 - whole.item()) > 1e-3
+
+
+def test_weighted_loss_estimates_the_loss_of_all_tokens():
+    """With p per sequence, `sum nll [noised] / p` has the flat sum as its mean over the noise."""
+    count = 20000
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(0, 4, (1, 6), generator=generator)
+    logits = torch.randn((1, 6, 4), generator=generator, dtype=torch.float64)
+    mask = torch.tensor([[0, 1, 1, 1, 1, 1]])
+    many = targets.expand(count, -1).contiguous()
+    noised = corrupt_uniform(
+        many, mask.expand(count, -1), mask_token_id=9, seeds=noise_seeds(torch.arange(count)), eps=0.1
+    )
+    got = mdlm_loss(logits.expand(count, -1, -1), many, noised.is_noised, noised.p, mask.expand(count, -1))
+    assert got.item() == pytest.approx(block_diffusion_loss(logits, targets, mask).item(), rel=0.02)
+
+
+@pytest.mark.parametrize("n", [None, 0, 5])
+def test_without_supervision_the_loss_is_a_differentiable_zero(n: int | None):
+    nothing = torch.zeros(1, 4)
+    logits, next_logits = (torch.randn(1, 4, 4, requires_grad=True) for _ in range(2))
+    for loss in (
+        mdlm_loss(logits, TARGETS, NOISE, HALF, nothing, n),
+        mdlm_loss(logits, TARGETS, torch.zeros_like(NOISE), HALF, MASK, n),  # supervised, but nothing was noised
+        block_diffusion_loss(logits, TARGETS, nothing, n),
+        hybrid_loss(logits, next_logits, TARGETS, NOISE, HALF, nothing, n, alpha=1.0),
+    ):
+        assert value(loss) == 0
+        assert torch.equal(torch.autograd.grad(loss, logits)[0], torch.zeros_like(logits))
+
+
+def test_small_probabilities_are_not_clamped():
+    tiny = torch.full((1, 4), 1e-12)
+    assert value(mdlm_loss(ZERO, TARGETS, NOISE, tiny, MASK)) == pytest.approx(2e12 / 3 * LN4, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"p": torch.zeros(1, 4)}, "`p` is not above 0 at a noised position"),
+        ({"p": torch.full((1, 4), math.nan)}, "`p` is not above 0 at a noised position"),
+        ({"p": torch.ones(4)}, r"`p` has the shape \(4,\) and `targets` \(1, 4\)"),
+        ({"is_noised": NOISE[:, 1:]}, r"`is_noised` has the shape \(1, 3\)"),
+        ({"loss_mask": MASK[0]}, r"`loss_mask` has the shape \(4,\)"),
+        ({"targets": torch.tensor([[0, -100, 2, 3]])}, "`targets` is negative at a position that `loss_mask` superv"),
+        ({"logits": torch.zeros(1, 3, 4)}, r"`logits` must have the shape \(1, 4, 'vocab'\), got \(1, 3, 4\)"),
+        ({"num_items_in_batch": 0}, "`num_items_in_batch` is 0.0 although 2 tokens carry loss"),
+        ({"num_items_in_batch": -1}, "`num_items_in_batch` is -1.0 although"),
+        ({"num_items_in_batch": math.nan}, "`num_items_in_batch` is nan although"),
+    ],
+)
+def test_refused(change: dict[str, Any], message: str):
+    good = {"logits": ZERO, "targets": TARGETS, "is_noised": NOISE, "p": HALF, "loss_mask": MASK}
+    mdlm_loss(**good)
+    with pytest.raises(ValueError, match=message):
+        mdlm_loss(**{**good, **change})
+
+
+def test_refused_terms():
+    terms = block_diffusion_terms(TARGETS, MASK)
+    with pytest.raises(ValueError, match=r"`logits` must have the shape \(3, vocab\), one row per term, got \(4, 4\)"):
+        terms_loss(torch.zeros(4, 4), terms, 3)
+    shifted = torch.tensor([[0, 1, -100, 3]])
+    for select in (block_diffusion_terms, next_token_terms):
+        with pytest.raises(ValueError, match="`targets` is negative"):
+            select(shifted, MASK)
+        with pytest.raises(ValueError, match="`loss_mask` has the shape"):
+            select(TARGETS, MASK[:, 1:])
+    with pytest.raises(ValueError, match=r"and `targets` \(4,\)"):
+        block_diffusion_terms(TARGETS[0], MASK[0])

@@ -1,0 +1,299 @@
+"""`DiffusionSFTTrainer`: the step's normaliser, its noise, evaluation, what rows become, LoRA, two processes."""
+
+import json
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from diffusion_runs import (
+    MASK,
+    SIZE,
+    distance,
+    rows_of_ids,
+    small_model,
+    tokenizer,
+    train,
+    train_and_evaluate,
+    trainer_of,
+    weights,
+)
+from models import make_model
+from peft import LoraConfig
+from processes import run_ranks
+
+from hf_prefix_tree import DataCollatorForDiffusionLM, DiffusionSFTConfig, DiffusionSFTTrainer
+from hf_prefix_tree.diffusion.attention import spans
+from hf_prefix_tree.diffusion.corruption import corrupt_blockwise, corrupt_uniform
+from hf_prefix_tree.diffusion.draws import noise_seeds
+from hf_prefix_tree.diffusion.loss import block_diffusion_loss, hybrid_loss, mdlm_loss
+from hf_prefix_tree.diffusion.model import prepare_diffusion_model
+
+OBJECTIVES = ("mdlm", "block", "hybrid")
+EVALUATION = -1
+
+
+def logs_of(trainer):
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def collated(rows, response_window=True):
+    collator = DataCollatorForDiffusionLM(0, 2, block_size=SIZE, response_window=response_window)
+    return collator([{**row, "sample_index": index} for index, row in enumerate(rows)])
+
+
+def losses_of(model, batch, objective, salts, corrupt=corrupt_uniform, response_window=True, alpha=1.0):
+    """The objective and the NLL bound from all logits: the losses of the notes, nothing left out before the head."""
+    ids, mask = batch["input_ids"], batch["loss_mask"]
+    length = ids.shape[1]
+    starts = mask.argmax(dim=1) if response_window else torch.zeros(len(ids), dtype=torch.int64)
+    blocks = {} if objective == "mdlm" else {"block_size": SIZE, "block_start": starts}
+    seeds = noise_seeds(batch["sample_index"], 42, *salts)
+    noised = corrupt(ids, mask, mask_token_id=MASK, seeds=seeds, **blocks)
+    positions = torch.arange(length).expand_as(ids)
+    with torch.no_grad():
+        if objective == "mdlm":
+            logits = model(noised.input_ids, attention_mask=batch["attention_mask"]).logits
+            bound = mdlm_loss(logits, ids, noised.is_noised, noised.p, mask)
+            return bound, bound
+        layout = {"block": "block_diffusion", "hybrid": "hybrid"}[objective]
+        logits = model(
+            torch.cat([noised.input_ids, ids], dim=1),
+            position_ids=positions.repeat(1, 2),
+            diffusion_layout=spans(batch["attention_mask"], layout, SIZE, window_start=starts),
+        ).logits
+    noisy, clean = logits[:, :length], logits[:, length:]
+    bound = mdlm_loss(noisy, ids, noised.is_noised, noised.p, mask)
+    if objective == "block":
+        return block_diffusion_loss(noisy, ids, mask), bound
+    return hybrid_loss(noisy, clean, ids, noised.is_noised, noised.p, mask, alpha=alpha), bound
+
+
+# ---- one optimizer step ----
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_logged_loss_is_that_of_the_notes(objective, tmp_path):
+    rows = rows_of_ids(4)
+    trainer = train(tmp_path, rows, objective=objective, gradient_accumulation_steps=4, max_steps=1, alpha=0.3)
+    loss, bound = losses_of(prepare_diffusion_model(small_model()), collated(rows), objective, (0,), alpha=0.3)
+    (entry,) = logs_of(trainer)
+    assert entry["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert entry["nll_bound"] == pytest.approx(bound.item(), rel=1e-5)
+    assert ("next_token_loss" in entry) == (objective == "hybrid")
+    if objective == "hybrid":
+        assert entry["loss"] == pytest.approx(0.3 * entry["nll_bound"] + entry["next_token_loss"], rel=1e-5)
+
+
+def test_other_noise_and_blocks_from_the_row(tmp_path):
+    rows = rows_of_ids(4)
+    options = {"corruption": "blockwise", "response_window": False, "per_device_train_batch_size": 4, "max_steps": 1}
+    trainer = train(tmp_path, rows, objective="block", **options)
+    loss, bound = losses_of(
+        prepare_diffusion_model(small_model()), collated(rows, False), "block", (0,), corrupt_blockwise, False
+    )
+    (entry,) = logs_of(trainer)
+    assert entry["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert entry["nll_bound"] == pytest.approx(bound.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_accumulation_changes_nothing(objective, tmp_path):
+    rows = rows_of_ids(8)
+    one = train(tmp_path, rows, objective=objective, per_device_train_batch_size=4)
+    four = train(tmp_path, rows, objective=objective, gradient_accumulation_steps=4)
+    assert distance(weights(four.model), weights(one.model), weights(small_model())) < 1e-5
+    for first, second in zip(logs_of(one), logs_of(four), strict=True):
+        for name in ("loss", "nll_bound", "mean_token_accuracy"):
+            assert second[name] == pytest.approx(first[name], rel=1e-5), name
+
+
+def test_a_sample_has_other_noise_in_another_epoch_and_the_same_when_resumed(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "per_device_train_batch_size": 2}
+    options |= {"train_sampling_strategy": "random", "optim": "adamw_torch", "learning_rate": 1e-3}
+    whole = train(tmp_path, rows_of_ids(8), **options)  # four steps an epoch
+    resumed = trainer_of(tmp_path, rows_of_ids(8), **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert distance(weights(resumed.model), weights(whole.model), weights(small_model())) < 1e-6
+    still = train(tmp_path, rows_of_ids(1), learning_rate=0.0)
+    first, second, third = (entry["nll_bound"] for entry in logs_of(still))
+    assert len({first, second, third}) == 3
+    other = train(tmp_path, rows_of_ids(1), learning_rate=0.0, seed=1)
+    assert logs_of(other)[0]["nll_bound"] != first
+
+
+def test_a_stream_trains_as_the_dataset_does(tmp_path):
+    rows = rows_of_ids(6)
+    whole = train(tmp_path, rows, per_device_train_batch_size=2)
+    stream = train(tmp_path, rows.to_iterable_dataset(), per_device_train_batch_size=2)
+    assert distance(weights(stream.model), weights(whole.model), weights(small_model())) < 1e-6
+
+
+def test_checkpointing_and_the_router_of_experts(tmp_path):
+    rows = rows_of_ids(4)
+    found = []
+    for checkpointed in (False, True):
+        model = make_model("qwen3_moe", dtype=torch.float32)
+        options = {"router_aux_loss_coef": 0.5, "gradient_checkpointing": checkpointed, "objective": "block"}
+        trainer = train(tmp_path, rows, model=model, max_steps=2, per_device_train_batch_size=2, **options)
+        found.append(logs_of(trainer))
+    for plain, checkpointed in zip(*found, strict=True):
+        assert checkpointed["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+    bare = train(
+        tmp_path, rows, model=make_model("qwen3_moe", dtype=torch.float32), objective="block", max_steps=1,
+        per_device_train_batch_size=2, router_aux_loss_coef=0.0,
+    )  # fmt: skip
+    assert found[0][0]["loss"] - logs_of(bare)[0]["loss"] > 0.5  # the auxiliary loss is at least 1 times its factor
+    assert found[0][0]["nll_bound"] == pytest.approx(logs_of(bare)[0]["nll_bound"], rel=1e-6)
+
+
+def test_lora_trains_the_adapter_alone(tmp_path):
+    model = small_model()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    options = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_steps": 12, "per_device_train_batch_size": 4}
+    options |= {"objective": "block", "peft_config": LoraConfig(target_modules=["q_proj", "v_proj"])}
+    trainer = train(tmp_path, rows_of_ids(4), model=model, **options)
+    losses = [entry["loss"] for entry in logs_of(trainer)]
+    assert losses[-1] < 0.95 * losses[0]
+    after = dict(trainer.model.get_base_model().named_parameters())
+    frozen = [name for name in before if "q_proj" not in name and "v_proj" not in name]
+    assert len(frozen) > 10 and all(torch.equal(before[name], after[name]) for name in frozen)
+    assert trainer.evaluate(rows_of_ids(3, seed=5))["eval_perplexity"] > 1
+
+
+# ---- evaluation ----
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_evaluation_is_over_the_whole_set(objective, tmp_path):
+    rows = rows_of_ids(5, seed=1)
+    expected = [
+        losses_of(prepare_diffusion_model(small_model()), collated(rows), objective, (EVALUATION, draw))
+        for draw in range(2)
+    ]
+    loss, bound = (torch.stack(values).mean().item() for values in zip(*expected, strict=True))
+    assert expected[0][1] != expected[1][1]
+    for batch_size in (1, 2, 5):
+        options = {"objective": objective, "per_device_eval_batch_size": batch_size, "eval_noise_draws": 2}
+        trainer = trainer_of(tmp_path, rows_of_ids(1), eval_rows=rows, **options)
+        metrics = trainer.evaluate()
+        assert metrics["eval_loss"] == pytest.approx(loss, rel=1e-5)
+        assert metrics["eval_nll_bound"] == pytest.approx(bound, rel=1e-5)
+        assert metrics["eval_perplexity"] == pytest.approx(math.exp(bound), rel=1e-4)
+    assert trainer.evaluate()["eval_loss"] == metrics["eval_loss"]  # the same noise at every call
+
+
+# ---- rows ----
+
+
+def test_texts_become_samples_that_end_with_the_response(tmp_path, tiny_tokenizer):
+    user, first = {"role": "user", "content": "The order?"}, {"role": "assistant", "content": "Which order?"}
+    second = {"role": "assistant", "content": "It is on its way."}
+    conversation = [user, first, {"role": "user", "content": "The last one."}, second]
+    kinds = {
+        "messages": ([{"messages": conversation}], ["Which order?<|im_end|>", "It is on its way.<|im_end|>"]),
+        "strings": ([{"prompt": "Two and two is", "completion": " four."}], [" four.<|im_end|>"]),
+        "lists": ([{"prompt": conversation[:3], "completion": [second]}], ["It is on its way.<|im_end|>"]),
+    }
+    model = make_model("qwen3", dtype=torch.float32)
+    model.resize_token_embeddings(len(tiny_tokenizer))
+    for rows, responses in kinds.values():
+        for dataset in (Dataset.from_list(rows), Dataset.from_list(rows).to_iterable_dataset()):
+            trainer = trainer_of(tmp_path, dataset, model=model, processing_class=tiny_tokenizer, max_steps=1)
+            samples = list(trainer.train_dataset)
+            assert [sample["sample_index"] for sample in samples] == list(range(len(responses)))
+            for sample, response in zip(samples, responses, strict=True):
+                start = sample["loss_mask"].index(1)
+                assert tiny_tokenizer.decode(sample["input_ids"][start:]) == response
+                assert set(sample["loss_mask"][start:]) == {1}  # unshifted, and nothing comes after it
+    assert logs_of(train(tmp_path, dataset, model=model, processing_class=tiny_tokenizer, max_steps=1))[0]["loss"] > 0
+
+
+def test_the_columns_of_trl_say_what_is_supervised(tmp_path):
+    rows = rows_of_ids(4)
+    expected = logs_of(train(tmp_path, rows, max_steps=1))
+    for name in ("completion_mask", "assistant_masks", "labels"):
+        renamed = [{"input_ids": row["input_ids"], name: row["loss_mask"]} for row in rows]
+        if name == "labels":
+            for row in renamed:
+                row["labels"] = [i if m else -100 for i, m in zip(row["input_ids"], row["labels"], strict=True)]
+        assert logs_of(train(tmp_path, Dataset.from_list(renamed), max_steps=1))[0]["loss"] == expected[0]["loss"]
+    with pytest.raises(ValueError, match="has `input_ids` and none of loss_mask"):
+        trainer_of(tmp_path, Dataset.from_list([{"input_ids": [3, 4]}]))
+    with pytest.raises(ValueError, match="pass `messages`, `prompt` and `completion`, or"):
+        trainer_of(tmp_path, Dataset.from_list([{"prompt_ids": [3], "completions": [[4]]}]))
+
+
+# ---- what is refused ----
+
+
+def test_the_mask_token(tmp_path, tiny_tokenizer):
+    rows = rows_of_ids(2)
+    with pytest.raises(ValueError, match=r"no mask token: add one with `tokenizer.add_special_tokens"):
+        trainer_of(tmp_path, rows, mask_token_id=None)
+    with pytest.raises(ValueError, match="`mask_token_id` is 500, but the model has 97 embeddings: call"):
+        trainer_of(tmp_path, rows, mask_token_id=500)
+    with pytest.raises(ValueError, match="`mask_token_id` is 2, which also ends a response"):
+        trainer_of(tmp_path, rows, mask_token_id=2)
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "mask_token": "!"}
+    with_mask = tokenizer().__class__(tokenizer_object=tokenizer().backend_tokenizer, **special)
+    trainer = trainer_of(tmp_path, rows, mask_token_id=None, processing_class=with_mask)
+    assert trainer.mask_token_id == with_mask.mask_token_id == with_mask.convert_tokens_to_ids("!")
+
+
+def test_wrong_arguments_are_refused(tmp_path):
+    rows = rows_of_ids(2)
+    for changes, message in (
+        ({"objective": "ddpm"}, "`objective` must be one of"),
+        ({"corruption": "gaussian"}, "`corruption` must be one of"),
+        ({"block_size": 0}, "`block_size` must be at least 1, got 0"),
+        ({"eval_noise_draws": 0}, "`eval_noise_draws` must be at least 1, got 0"),
+        ({"noise_eps": 0.0}, "`noise_eps` must be above 0"),
+        ({"alpha": 0.0}, "`alpha` must be above 0"),
+        ({"packing": True}, "`packing=True` is not supported: samples of a row would see each other"),
+        ({"completion_only_loss": False}, "`completion_only_loss=False` is not supported"),
+        ({"average_tokens_across_devices": False}, "`average_tokens_across_devices=False` is not supported"),
+        ({"chat_template_kwargs": "[1]"}, "`chat_template_kwargs` must be a `dict`"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trainer_of(tmp_path, rows, **changes)
+    for collator, message in (
+        (object(), "`data_collator` must be a `DataCollatorForDiffusionLM`, got `object`"),
+        (DataCollatorForDiffusionLM(0, 2, block_size=8, response_window=True), "`block_size=8` and `args` has 4"),
+        (DataCollatorForDiffusionLM(0, 2, block_size=4), "`response_window=False` and `args` has True"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trainer_of(tmp_path, rows, data_collator=collator)
+    with pytest.raises(ValueError, match="`args` must be a `DiffusionSFTConfig`, got `list`"):
+        DiffusionSFTTrainer(small_model(), args=[], train_dataset=rows)
+    with pytest.raises(ValueError, match="`compute_metrics` is not supported"):
+        args = DiffusionSFTConfig(str(tmp_path), use_cpu=True, bf16=False)
+        DiffusionSFTTrainer(small_model(), args=args, train_dataset=rows, compute_metrics=len)
+    trainer = trainer_of(tmp_path, rows, dataset_kwargs={"skip_prepare_dataset": True})
+    with pytest.raises(ValueError, match="The batch has no `sample_index`"):
+        trainer.train()
+
+
+# ---- two processes ----
+
+
+def test_two_processes_equal_one(tmp_path):
+    # 7 rows, 4 a step: the second step holds 3, and the two processes fill it up with an empty row, not a repeated one
+    run_ranks(train_and_evaluate, tmp_path, OBJECTIVES)
+    for objective in OBJECTIVES:
+        one = train(
+            tmp_path,
+            rows_of_ids(7),
+            eval_rows=rows_of_ids(5, seed=1),
+            objective=objective,
+            gradient_accumulation_steps=4,
+            supervise_padding=objective == "block",
+        )
+        metrics = one.evaluate()
+        two, log = torch.load(tmp_path / f"{objective}.pt"), json.loads((tmp_path / f"{objective}.json").read_text())
+        assert distance(two, weights(one.model), weights(small_model())) < 1e-5
+        for first, second in zip(logs_of(one), log, strict=False):
+            for name in ("loss", "nll_bound", "mean_token_accuracy"):
+                assert second[name] == pytest.approx(first[name], rel=1e-5), name
+        for name in ("eval_loss", "eval_nll_bound", "eval_perplexity", "eval_mean_token_accuracy"):
+            assert log[-1][name] == pytest.approx(metrics[name], rel=1e-5), name

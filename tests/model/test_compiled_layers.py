@@ -1,0 +1,137 @@
+"""`prepare_model(compile_layers=True)`: few graphs for many row lengths, the same numbers, undone and refused. The code
+generator is left out: tracing and autograd run as on a GPU, kernels as plain operations.
+"""
+
+import copy
+
+import pytest
+import torch
+from models import CONFIGS, gradients, make_model, random_forest, relative_error
+from peft import LoraConfig, get_peft_model
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, Qwen3NextConfig
+
+from hf_prefix_tree import compilation, prepare_model, unprepare_model
+from hf_prefix_tree.batch import concatenate_trees
+
+
+@pytest.fixture(autouse=True)
+def without_kernels(monkeypatch):
+    torch._dynamo.reset()
+    compilation._compiled.cache_clear()
+    counters.clear()
+    monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
+    yield
+    torch._dynamo.reset()
+
+
+def rows(number):
+    forests = [random_forest(i, 1 + i % 4, num_branches=6 + 2 * i, max_length=20 + 6 * i) for i in range(number)]
+    return [concatenate_trees(forest, pad_token_id=0) for forest in forests]
+
+
+def runs(model, batches):
+    found = []
+    for batch in batches:
+        model.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        found.append({"loss": loss.detach(), **gradients(model)})
+    return found
+
+
+def assert_same(model, compiled, batches):
+    for got, expected in zip(runs(compiled, batches), runs(model, batches), strict=True):
+        assert relative_error(got, expected) < 1e-12
+
+
+def pair(name, **kwargs):
+    model = make_model(name).train()
+    compiled = copy.deepcopy(model)
+    prepare_model(model)
+    prepare_model(compiled, compile_layers=True, **kwargs)
+    counters.clear()  # the graph of the verification, which has no gradients
+    return model, compiled
+
+
+@pytest.mark.parametrize(("name", "kinds_of_layers"), [("qwen3", 1), ("gemma3", 2)])
+def test_a_graph_for_each_kind_of_layer_whatever_the_length(name, kinds_of_layers):
+    model, compiled = pair(name)
+    batches = rows(20 if name == "qwen3" else 6)
+    assert len({batch["input_ids"].shape[1] for batch in batches}) > len(batches) // 3
+    assert_same(model, compiled, batches)
+    assert counters["stats"]["unique_graphs"] == kinds_of_layers
+    assert not counters["graph_break"] and not counters["recompile_limit"]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_stays_outside_the_graph(use_reentrant):
+    model, compiled = pair("qwen3")
+    calls = []
+    compiled.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    compiled.enable_input_require_grads()
+    run = compilation._run
+    compilation._run = lambda *args, **kwargs: calls.append(1) or run(*args, **kwargs)
+    try:
+        assert_same(model, compiled, rows(3))
+    finally:
+        compilation._run = run
+    assert len(calls) == 3 * 2 * 2  # rows, layers, forward and recomputation
+    assert counters["stats"]["unique_graphs"] == (2 if use_reentrant else 1)  # reentrant: one of them without gradients
+
+
+def test_lora():
+    torch.manual_seed(0)
+    model = make_model("qwen3")
+    config = LoraConfig(target_modules=["q_proj", "down_proj"], r=4, init_lora_weights=False)
+    model = get_peft_model(model, config).train()
+    compiled = copy.deepcopy(model)
+    prepare_model(model)
+    prepare_model(compiled, compile_layers=True)
+    assert_same(model, compiled, rows(3))
+
+
+def test_only_calls_with_a_tree_run_compiled():
+    model, compiled = pair("qwen3")
+    ids = torch.arange(3, 20)[None]
+    assert torch.equal(model(ids).logits, compiled(ids).logits)
+    assert torch.equal(*(m.eval().generate(ids, max_new_tokens=4, do_sample=False) for m in (model, compiled)))
+    assert not counters["stats"]
+    (row,) = rows(1)
+    compiled(**row)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_undone_and_done_again():
+    model = make_model("qwen3")
+    prepare_model(model, compile_layers=True)
+    assert all("forward" in layer.__dict__ for layer in model.model.layers)
+    prepare_model(model, compile_layers=True)
+    copied = copy.deepcopy(model)
+    assert all(layer.forward.layer is layer for layer in copied.model.layers)
+    unprepare_model(copied)
+    assert not any("forward" in layer.__dict__ for layer in copied.model.layers)
+    assert all(layer.forward.layer is layer for layer in model.model.layers)
+    prepare_model(copied)
+    assert not any("forward" in layer.__dict__ for layer in copied.model.layers)
+    prepare_model(copied, compile_layers=True)
+    assert all("forward" in layer.__dict__ for layer in copied.model.layers)
+
+
+def test_what_does_not_become_one_graph_is_refused():
+    with pytest.raises(ValueError, match=r"compile_layers=True.*Qwen3MoeDecoderLayer does not compile into one graph"):
+        prepare_model(make_model("qwen3_moe"), compile_layers=True)  # its eager experts loop over what tokens chose
+    config = Qwen3NextConfig(**{**CONFIGS["llama"].to_dict(), "num_experts": 0, "decoder_sparse_step": 1})
+    hybrid = AutoModelForCausalLM.from_config(config, attn_implementation="prefix_tree")
+    with pytest.raises(ValueError, match=r"compile_layers=True.*recurrent layers"):
+        compilation.compile_decoder_layers(hybrid)
+
+
+def test_a_layer_that_gets_no_tree_is_refused():
+    _, compiled = pair("qwen3")
+    (row,) = rows(1)
+    attention_mask = row["attention_mask"]
+    hook = lambda module, args, kwargs: (args, {k: v for k, v in kwargs.items() if k != "prefix_tree"})  # noqa: E731
+    compiled.model.layers[1].register_forward_pre_hook(hook, with_kwargs=True)
+    with pytest.raises(ValueError, match=r"did not hand the tree to Qwen3DecoderLayer"):
+        compiled(**row, **({} if "attention_mask" in row else {"attention_mask": attention_mask}))

@@ -1,0 +1,195 @@
+"""What the hooks of recurrent layers rely on, install and undo."""
+
+import copy
+import gc
+import inspect
+import pickle
+import sys
+
+import pytest
+import torch
+from hybrids import FAMILIES, KINDS, make_hybrid, served_here
+from models import branch_runs, gradients, random_forest, relative_error
+from peft import LoraConfig, get_peft_model
+
+from hf_prefix_tree import prepare_model, unprepare_model
+from hf_prefix_tree.attention.context import TreeContext
+from hf_prefix_tree.batch import concatenate_trees
+from hf_prefix_tree.double import keep_double
+from hf_prefix_tree.recurrent import hooks
+from hf_prefix_tree.recurrent.delta_rule import line_kernel
+
+
+def functions_of(model):
+    file = sys.modules[type(model).__module__]
+    return {name: getattr(file, name) for name in hooks._ON_TREE if hasattr(file, name)}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind():
+    yield
+    gc.collect()
+    assert hooks._replaced == {}
+
+
+# ---- private names of Transformers ----
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_mixers_call_functions_that_take_the_tree(model_type):
+    served_here(model_type)
+    model = make_hybrid(model_type, dtype=torch.float32)
+    mixers = [module for module in model.modules() if hooks.has_convolution(module)]
+    assert mixers and all(hooks.why_not_served(mixer) is None for mixer in mixers)
+    for mixer in mixers:
+        calls = hooks._calls(type(mixer))
+        assert "causal_conv1d_fn" in calls
+    names = set(functions_of(model))
+    assert "causal_conv1d_fn" in names
+    expected = {
+        "causal_conv1d_fn": ["hidden_states", "weight", "bias"],
+        "torch_chunk_gated_delta_rule": ["query", "key", "value", "g", "beta"],
+        "chunk_kimi_delta_attention": ["query", "key", "value", "g", "beta"],
+        "mamba2_chunk_scan": ["hidden_states", "dt", "A", "B", "C", "chunk_size", "D", "dt_bias", "initial_states"],
+        "mamba2_split_conv1d_scan_combined": ["zxbcdt"],
+    }
+    for name, function in functions_of(model).items():
+        assert list(inspect.signature(function).parameters)[: len(expected[name])] == expected[name]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("mamba", "its scan `mamba_selective_scan` takes no state to start from"),
+        ("recurrent_gemma", "it calls no function that could"),
+        ("minimax", "they scan the row in order"),
+        ("mamba2", "drops the keyword arguments of the call"),
+    ],
+)
+def test_what_is_not_served_is_refused_with_its_reason(model_type, reason):
+    model = make_hybrid(model_type, dtype=torch.float32)
+    with pytest.raises(ValueError, match=reason):
+        prepare_model(model)
+
+
+# ---- installing and undoing ----
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unprepare_restores_the_modeling_file(kind):
+    served_here(KINDS[kind])
+    model = make_hybrid(KINDS[kind], dtype=torch.float32)
+    before = functions_of(model)
+    first, second = prepare_model(model), prepare_model(make_hybrid(KINDS[kind], dtype=torch.float32))
+    prepare_model(first)  # again: nothing more
+    assert all(functions_of(model)[name] is not function for name, function in before.items())
+    unprepare_model(first)
+    assert functions_of(model) != before  # the other model still needs them
+    unprepare_model(second)
+    assert functions_of(model) == before
+
+
+def test_copies_have_their_own_hooks_and_a_model_that_is_gone_none():
+    model = make_hybrid("qwen3_5_text", dtype=torch.float32)
+    before = functions_of(model)
+    prepared = prepare_model(model)
+    clone = copy.deepcopy(prepared)
+    unprepare_model(prepared)
+    row = concatenate_trees(random_forest(1), pad_token_id=0)
+    assert torch.isfinite(clone(**row).loss)
+    assert functions_of(model) != before
+    del clone
+    gc.collect()
+    assert functions_of(model) == before
+    use = hooks.follow_branches(model)[0]
+    again = pickle.loads(pickle.dumps(use))
+    use.remove()
+    assert functions_of(model) != before
+    again.remove()
+    again.remove()  # twice is once
+    assert functions_of(model) == before
+
+
+def test_a_function_that_somebody_wrapped_is_left_to_them():
+    model = make_hybrid("lfm3", dtype=torch.float32) if "lfm3" in FAMILIES else make_hybrid("qwen3_next", torch.float32)
+    file = sys.modules[type(model).__module__]
+    original = file.causal_conv1d_fn
+    prepare_model(model)
+    ours = file.causal_conv1d_fn
+    try:
+        file.causal_conv1d_fn = lambda *args, **kwargs: ours(*args, **kwargs)
+        theirs = file.causal_conv1d_fn
+        unprepare_model(model)
+        assert file.causal_conv1d_fn is theirs
+        ids = torch.arange(3, 12)[None]
+        assert torch.isfinite(model(ids).logits).all()
+    finally:
+        file.causal_conv1d_fn = original
+
+
+@pytest.mark.parametrize("kind", ["delta", "convolution", "mamba2"])
+def test_generate_and_ordinary_calls_are_untouched(kind):
+    served_here(KINDS[kind])
+    model = make_hybrid(KINDS[kind], dtype=torch.float32).eval()
+    ids = torch.arange(3, 12)[None]
+    padded = torch.tensor([[0, 0, 5, 6, 7], [8, 9, 10, 11, 12]])
+    mask = (padded > 0).long()
+
+    def run():
+        with torch.no_grad():
+            generated = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
+            cached = model(ids, use_cache=True).logits
+            return [generated, cached, model(padded, attention_mask=mask).logits]
+
+    before = run()
+    prepare_model(model)
+    during = run()
+    unprepare_model(model)
+    for expected, got, after in zip(before, during, run(), strict=True):
+        assert torch.equal(expected, got) and torch.equal(expected, after)
+
+
+def test_a_tree_that_does_not_arrive_is_an_error():
+    model = prepare_model(make_hybrid("qwen3_5_text", dtype=torch.float32)).eval()
+    row = concatenate_trees(random_forest(1), pad_token_id=0)
+    convolve = functions_of(model)["causal_conv1d_fn"]
+    with pytest.raises(ValueError, match="raw tensor"):
+        convolve(torch.ones(1, 2, 3), torch.ones(2, 2), prefix_tree=row["prefix_tree"])
+    mixer = model.model.layers[0].linear_attn
+    forward = mixer.forward
+    mixer.forward = lambda hidden_states, cache=None, cache_params=None, attention_mask=None, **kwargs: forward(
+        hidden_states, attention_mask=attention_mask
+    )
+    with pytest.raises(ValueError, match="without the tree in a call that has one"):
+        model(**row)
+    del mixer.forward
+
+
+def test_a_cache_beside_a_tree_is_an_error():
+    model = prepare_model(make_hybrid("qwen3_5_text", dtype=torch.float32))
+    scan = functions_of(model)["torch_chunk_gated_delta_rule"]
+    context = TreeContext(concatenate_trees(random_forest(1), pad_token_id=0)["prefix_tree"])
+    x = torch.ones(1, 128, 1, 4)
+    with pytest.raises(ValueError, match="cache"):
+        scan(x, x, x, g=x[..., 0], beta=x[..., 0], output_final_state=True, prefix_tree=context)
+
+
+def test_lora_gradients():
+    with keep_double():
+        base = make_hybrid("qwen3_5_text")
+        config = LoraConfig(r=2, target_modules=["in_proj_qkv", "in_proj_a", "out_proj", "q_proj"])
+        model = prepare_model(get_peft_model(base, config).double()).train()
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+        trees = random_forest(2, num_trees=2)
+        branch_runs(model, trees)[0].backward()
+        expected = gradients(model)
+        model.zero_grad()
+        model(**concatenate_trees(trees, pad_token_id=0)).loss.backward()
+    assert len(expected) == 8 and all("lora" in name for name in expected)
+    assert relative_error(gradients(model), expected) < 1e-9
+
+
+def test_on_cpu_the_scan_is_that_of_the_modeling_file():
+    assert line_kernel("fla.ops.gated_delta_rule.chunk_gated_delta_rule", "cpu") is None

@@ -1,0 +1,142 @@
+"""The cut into segments and the layout of convolutions against plain walks along the paths."""
+
+import numpy as np
+import pytest
+import torch
+from models import random_forest
+
+from hf_prefix_tree.attention.context import TreeContext
+from hf_prefix_tree.batch import concatenate_trees
+from hf_prefix_tree.recurrent.convolution import convolve_on_tree
+from hf_prefix_tree.recurrent.scan import Recurrence, fork, forking_is_cheaper, link
+from hf_prefix_tree.recurrent.segments import Segments
+from hf_prefix_tree.tree import Branch, fold
+
+
+def context_of(*forests):
+    rows = [concatenate_trees(trees, pad_token_id=0, pad_to_multiple_of=128) for trees in forests]
+    context = TreeContext(torch.cat([row["prefix_tree"] for row in rows]))
+    context.attention_mask = torch.cat([row["attention_mask"] for row in rows])
+    return context
+
+
+def paths_of(*forests):
+    """The tokens of every branch, as positions in the flattened rows."""
+    paths = []
+    for row, trees in enumerate(forests):
+        start = row * 128
+        for tree in trees:
+            paths += [path + start for path in tree.paths()]
+            start += len(tree)
+    return paths
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_segments_are_the_nodes_and_their_parents(seed):
+    forests = [random_forest(seed, num_trees=2), random_forest(seed + 50, num_trees=1)]
+    segments = Segments(context_of(*forests))
+    rows = [(row, tree) for row, trees in enumerate(forests) for tree in trees]
+    lengths = np.concatenate([tree.node_lengths for _, tree in rows])
+    merged = segments.length.sum() == lengths.sum()
+    assert merged and len(segments.start) <= len(lengths)
+    covered = np.concatenate([np.arange(s, s + n) for s, n in zip(segments.start, segments.length, strict=True)])
+    assert np.array_equal(covered, np.unique(np.concatenate(paths_of(*forests))))  # every token once, no padding
+    owner = np.full(256, -1)
+    for index, (start, length) in enumerate(zip(segments.start, segments.length, strict=True)):
+        owner[start : start + length] = index
+    for path in paths_of(*forests):
+        walk = [owner[path[0]]]
+        for token in path[1:]:
+            if owner[token] != walk[-1]:
+                walk.append(owner[token])
+        assert [-1, *walk[:-1]] == segments.parent[walk].tolist()
+        assert segments.level[walk].tolist() == list(range(len(walk)))
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_a_convolution_reads_its_path(width):
+    forests = [random_forest(7, num_trees=2), random_forest(8, num_trees=1)]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 128, dtype=torch.float64, generator=generator)
+    weight = torch.randn(3, width, dtype=torch.float64, generator=generator)
+    bias = torch.randn(3, dtype=torch.float64, generator=generator)
+    lengths = []
+
+    def convolve(x, weight, bias, activation):
+        lengths.append(x.shape)
+        out = torch.nn.functional.conv1d(x, weight[:, None], bias, padding=width - 1, groups=3)[..., : x.shape[-1]]
+        return activation(out)
+
+    out = convolve_on_tree(convolve, context_of(*forests), x, weight, bias, activation=torch.tanh)
+    flat_x, flat_out = (y.transpose(1, 2).reshape(256, 3) for y in (x, out))
+    for path in paths_of(*forests):
+        for depth in range(len(path)):
+            read = flat_x[path[max(0, depth - width + 1) : depth + 1]]
+            expected = (read * weight.T[-len(read) :]).sum(0) + bias
+            assert torch.allclose(flat_out[path[depth]], torch.tanh(expected), atol=1e-12)
+    assert len(lengths) == 1 and lengths[0][0] == 1
+    tokens = sum(len(tree) for trees in forests for tree in trees)
+    assert tokens < lengths[0][2] < 256  # padding is not convolved
+
+
+def sums(segments, padded):
+    """A scan whose state is decayed by half at each token and counts them; a token's output is the state after it."""
+    values = torch.arange(1.0, segments.num_tokens + 1, dtype=torch.float64)[:, None]
+    calls = []
+
+    def scan(batch, state):
+        calls.append(batch.tokens.numel())
+        taken = batch.take(values)
+        if padded:
+            rows = taken.unbind(0)
+            lengths = [taken.shape[1]] * len(rows) if batch.padding is None else (~batch.padding).sum(1).tolist()
+        else:
+            rows = taken[0].split(batch.bounds.diff().tolist())
+            lengths = [len(row) for row in rows]
+        outputs, ends = [], []
+        for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            now = torch.zeros(1, dtype=torch.float64) if state is None else state[index]
+            output = torch.zeros_like(row)
+            for token in range(length):
+                now = 0.5 * now + row[token]
+                output[token] = now
+            outputs.append(output)
+            ends.append(now)
+        return (torch.stack(outputs) if padded else torch.cat(outputs)[None]), torch.stack(ends)
+
+    def affine(batch):
+        lengths = (~batch.padding).sum(1) if batch.padding is not None else None
+        if lengths is None:
+            lengths = batch.bounds.diff() if batch.bounds is not None else torch.tensor([batch.tokens.shape[1]])
+            lengths = lengths.expand(len(batch.tokens)) if batch.bounds is None else lengths
+        return scan(batch, None)[1], (0.5 ** lengths.double())[:, None]
+
+    return Recurrence(scan, affine, torch.mul, padded), values, calls
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("way", [fork, link])
+@pytest.mark.parametrize("seed", range(4))
+def test_scans_follow_the_paths(padded, way, seed):
+    forests = [random_forest(seed, num_trees=2), random_forest(seed + 50, num_trees=1)]
+    segments = Segments(context_of(*forests))
+    recurrence, values, calls = sums(segments, padded)
+    out = way(segments, recurrence)
+    for path in paths_of(*forests):
+        state = 0.0
+        for token in path.tolist():
+            state = 0.5 * state + values[token].item()
+            assert out[token].item() == pytest.approx(state, rel=1e-12)
+    padding = np.setdiff1d(np.arange(256), np.concatenate(paths_of(*forests)))
+    assert (out[padding] == 0).all()
+    assert len(calls) == (segments.num_levels if way is fork else 2)
+
+
+def test_the_cheaper_way():
+    def segments(*paths):
+        return Segments(context_of([fold([Branch(np.array(path), np.ones(len(path))) for path in paths])]))
+
+    rollouts = segments(*([*range(50), 60 + i] for i in range(5)))
+    assert rollouts.num_levels == 2 and forking_is_cheaper(rollouts)
+    caterpillar = segments(*([*range(10 * i), 90 - i] for i in range(1, 6)))
+    assert caterpillar.num_levels == 5 and not forking_is_cheaper(caterpillar)

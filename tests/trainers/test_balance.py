@@ -1,0 +1,146 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Rows are dealt to ranks by what they cost: by hand, on real conversations, and in the trainer."""
+
+from __future__ import annotations
+
+import doctest
+import json
+
+import numpy as np
+import pytest
+from datasets import Dataset, load_dataset
+from engine_worker import train_saving, uneven_rows
+from processes import run_ranks
+from runs import make_model, make_trees
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+from hf_prefix_tree import DataCollatorForPrefixTree, prepare_trees
+from hf_prefix_tree.report.flops import step_flops
+from hf_prefix_tree.trainers import balance
+from hf_prefix_tree.trainers.balance import RowCounts, cost_per_count, deal
+from hf_prefix_tree.trainers.sampling import StepSampler, linked_rows, split_tree_ids
+
+QWEN3_06B = Qwen3Config(
+    vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+    num_key_value_heads=8, head_dim=128,
+)  # fmt: skip
+
+
+def test_examples_in_docstrings():
+    assert doctest.testmod(balance).failed == 0
+
+
+@pytest.mark.parametrize("config", [QWEN3_06B, Qwen3MoeConfig(), make_model().config])
+def test_costs_are_the_flops_of_a_step(config):
+    counts = np.array([8000.0, 900.0, 3e7])
+    assert counts @ cost_per_count(config) == pytest.approx(step_flops(config, 8000, 900, int(3e7)), rel=1e-12)
+
+
+def test_counts_of_rows():
+    trees = make_trees(3)
+    rows = [{"trees": [trees[0].to_dict(), trees[1].to_dict()]}, {"trees": [trees[2].to_dict()]}, {"trees": []}]
+    counts = RowCounts(DataCollatorForPrefixTree(0))
+    columns = Dataset.from_list(rows).map(counts, batched=True, remove_columns=["trees"])
+    stats = [tree.stats() for tree in trees]
+    own = [[s.tree_tokens, s.supervised_tokens, s.tree_pairs] for s in stats]
+    assert list(columns["counts"]) == [[a + b for a, b in zip(*own[:2], strict=True)], own[2], [0, 0, 0]]
+    assert counts.of(trees[0].to_dict()) == own[0]
+
+
+def loads(costs, order, ranks, batch_size):
+    return costs[order].reshape(-1, ranks, batch_size).sum(axis=(0, 2))
+
+
+@pytest.mark.parametrize(("ranks", "batch_size", "rounds"), [(1, 1, 4), (2, 3, 2), (4, 1, 4), (8, 2, 1)])
+def test_dealing(ranks, batch_size, rounds):
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        costs = rng.lognormal(sigma=0.5, size=ranks * batch_size * rounds)
+        order = deal(costs, ranks, batch_size)
+        assert sorted(order) == list(range(len(costs)))
+        assert (deal(costs, ranks, batch_size) == order).all()
+        as_drawn = loads(costs, np.arange(len(costs)), ranks, batch_size)
+        dealt = loads(costs, order, ranks, batch_size)
+        assert dealt.max() <= as_drawn.max() * (1 + 1e-9)
+    assert deal(np.zeros(ranks * batch_size), ranks, batch_size).tolist() == list(range(ranks * batch_size))
+
+
+def test_a_heavy_row_is_left_alone():
+    order = deal(np.array([1.0, 1.0, 0.0, 3.0, 1.0, 0.0]), ranks=2, batch_size=1)
+    assert order.tolist() == [3, 0, 2, 1, 5, 4]
+
+
+def test_steps_do_not_depend_on_the_ranks():
+    units = [[0, 1, 2], [3, 7], [4], [5], [6], [8, 9, 10, 11], [12], [13, 14], [15]]
+    costs = np.arange(1.0, 17.0)
+    for strategy in ("random", "sequential", "group_by_length"):
+        steps = []
+        for ranks in (1, 2, 4):
+            made = StepSampler(units, 4, strategy=strategy, seed=0, global_step=lambda: 0, costs=costs, ranks=ranks)
+            steps.append([sorted(block) for block in np.array(list(made)).reshape(-1, 4).tolist()])
+        assert steps[0] == steps[1] == steps[2]
+
+
+def test_rows_that_cost_alike_come_together():
+    costs = np.random.default_rng(0).lognormal(size=64)
+    spread = {}
+    for strategy in ("random", "group_by_length"):
+        blocks = []
+        for epoch in range(2):
+            made = StepSampler(
+                [[row] for row in range(64)],
+                4,
+                strategy=strategy,
+                seed=0,
+                costs=costs,
+                global_step=lambda e=epoch: e * 16,
+            )
+            blocks.append(np.array(list(made)).reshape(-1, 4))
+            assert sorted(blocks[-1].reshape(-1)) == list(range(64))
+        assert (blocks[0] != blocks[1]).any()
+        spread[strategy] = np.ptp(np.log(costs[blocks[0]]), axis=1).mean()
+    assert spread["group_by_length"] < spread["random"] / 5
+
+
+def imbalance(rows, ranks, accumulation, strategy="random", dealt=True):
+    counts = RowCounts(DataCollatorForPrefixTree(0))
+    costs = np.array([counts.of(row) for row in rows]) @ cost_per_count(QWEN3_06B)
+    units = linked_rows(split_tree_ids(list(rows["tree_ids"]), list(rows["num_parts"])))
+    most = mean = 0.0
+    sampler = StepSampler(
+        units, ranks * accumulation, strategy=strategy, seed=0, global_step=lambda: step, ranks=ranks,
+        costs=costs if dealt else None,
+    )  # fmt: skip
+    for epoch in range(4):
+        step = epoch * len(sampler.blocks)
+        work = np.append(costs, 0.0)[list(sampler)].reshape(-1, accumulation, ranks).sum(axis=1)
+        most, mean = most + work.max(axis=1).sum(), mean + work.mean(axis=1).sum()
+    return most / mean - 1
+
+
+def test_real_conversations_on_four_ranks(shared_data, qwen3_tokenizer):
+    """Airline dialogues, one tree each, packed into rows of at most 16,384 tokens, 4 rows for a rank's step."""
+    tools = json.loads(shared_data("data/tau_bench_airline.tools.json").read_text())
+    rows = load_dataset("json", data_files=str(shared_data("data/tau_bench_airline.jsonl")), split="train")
+    rows = rows.add_column(
+        "tools", [json.dumps(tools if isinstance(tools, list) else tools[r["group"]]) for r in rows]
+    )
+    whole = prepare_trees(rows, qwen3_tokenizer, max_packed_tokens=16_384, pack_trees=False)
+    assert imbalance(whole, 4, 4) < 0.03 < 0.2 < imbalance(whole, 4, 4, dealt=False)
+    assert imbalance(whole, 4, 4, "group_by_length") < 0.01
+    grouped = prepare_trees(rows, qwen3_tokenizer, group_by="group", max_packed_tokens=16_384)
+    assert max(grouped["num_parts"][0]) > 1
+    assert imbalance(grouped, 4, 4) < 0.03
+
+
+def test_the_trainer_reports_it(tmp_path):
+    options = {"save_strategy": "no", "train_sampling_strategy": "sequential", "max_steps": 3}
+    run_ranks(train_saving, tmp_path, options, 2, False, ranks=2)
+    log = [entry for entry in json.loads((tmp_path / "log.json").read_text()) if "loss" in entry]
+    counts = RowCounts(DataCollatorForPrefixTree(0))
+    costs = np.append([counts.of(row) for row in uneven_rows(11)] @ cost_per_count(make_model().config), 0.0)
+    for step, entry in enumerate(log):
+        own = costs[4 * step : 4 * step + 4]
+        work = own[deal(own, 2, 1)].reshape(2, 2).sum(axis=0)
+        assert entry["tree/imbalance"] == pytest.approx(work.max() / work.mean() - 1, rel=1e-9, abs=1e-12)
+    assert len(log) == 3 and any(entry["tree/imbalance"] > 0 for entry in log)

@@ -1,0 +1,168 @@
+"""TreeGRPOTrainer against TRL's GRPOTrainer: the same numbers step by step, from fewer tokens."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig
+from policy_runs import CountedTokens, assert_same_training, build, rollouts, run
+
+
+def both(folder, steps=5, rollout=None, **options):
+    """The stock run and the tree run of the same options, compared; returns them."""
+    options = {"max_steps": steps, **options}
+    runs = [
+        run(folder, "grpo", kind, rollout_func=None if rollout is None else rollouts(**rollout), **options)
+        for kind in ("stock", "tree")
+    ]
+    assert_same_training(runs[1], runs[0], steps)
+    return runs
+
+
+CLIPPED = {"num_iterations": 2, "epsilon": 0.001, "learning_rate": 3e-3}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_type": "dapo"},
+        {"loss_type": "grpo", "beta": 0.1, **CLIPPED},
+        {"loss_type": "dr_grpo", "importance_sampling_level": "sequence", **CLIPPED},
+        {"loss_type": "bnpo", **CLIPPED},
+    ],
+    ids=lambda options: options["loss_type"],
+)
+def test_equals_stock(tmp_path, options):
+    stock, tree = both(tmp_path, rollout={}, **options)
+    assert sum(tree.tokens.trained) < 0.85 * sum(stock.tokens.trained)
+    if "num_iterations" in options:
+        assert any(entry["clip_ratio/region_mean"] > 0.1 for entry in stock.logs)
+    if "beta" in options:
+        assert all(entry["kl"] > 1e-6 for entry in stock.logs[1:])
+
+
+@pytest.mark.parametrize("loss_type", ["sapo", "luspo", "cispo", "vespo"])
+def test_other_losses(tmp_path, loss_type):
+    level = "sequence" if loss_type == "luspo" else "token"
+    options = {"loss_type": loss_type, "importance_sampling_level": level, "learning_rate": 3e-3}
+    both(tmp_path, steps=3, rollout={"deep": True}, num_iterations=2, **options)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "accumulation", "per_generation"),
+    [(8, 2, 4), (8, 4, 2), (8, 2, 3), (6, 4, None), (2, 8, None)],
+    ids=str,
+)
+def test_windows_that_do_not_match_generations(tmp_path, batch_size, accumulation, per_generation):
+    """Steps of part of a generation, of several, of parts of two; groups across micro-batches, groups larger."""
+    options = {"loss_type": "grpo", "num_generations": 8, "steps_per_generation": per_generation}
+    options |= {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
+    both(tmp_path, steps=3, rollout={}, learning_rate=3e-3, **options)
+
+
+def test_generated_completions(tmp_path):
+    """TRL generates, also with the prepared model; completions end early."""
+    stock, _ = both(tmp_path, steps=3, learning_rate=3e-3, max_completion_length=24, temperature=0.9, beta=0.05)
+    assert any(0 < entry["completions/clipped_ratio"] < 1 for entry in stock.logs)
+
+
+def test_groups_in_micro_batches_of_their_own(tmp_path):
+    """Two groups are too many tokens for one forward: what is logged still is of TRL's micro-batches."""
+    options = {"loss_type": "grpo", "beta": 0.1, "prompt_lengths": (3, 6), **CLIPPED}
+    options |= {"optim": "sgd", "learning_rate": 0.5}
+    stock, tree = both(tmp_path, steps=4, rollout={"length": 8}, **options)
+    assert len(tree.tokens.trained) == len(stock.tokens.trained) == 8
+    assert sum(tree.tokens.trained) < 0.8 * sum(stock.tokens.trained)
+    assert any(entry["clip_ratio/low_min"] != entry["clip_ratio/high_max"] for entry in stock.logs)
+
+
+def test_environment_tokens_and_deep_sharing(tmp_path):
+    stock, tree = both(tmp_path, rollout={"deep": True, "environment": True}, loss_type="grpo", beta=0.1, **CLIPPED)
+    # of completions of up to 8 tokens, half share 4
+    assert sum(tree.tokens.trained) < 0.6 * sum(stock.tokens.trained)
+
+
+def test_lora(tmp_path):
+    peft_config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    stock, tree = both(tmp_path, rollout={}, loss_type="dapo", beta=0.1, peft_config=peft_config, learning_rate=5e-3)
+    moved = [name for name, value in stock.weights.items() if not torch.equal(value, stock.start[name])]
+    assert moved and all("lora_" in name for name in moved)
+    assert sum(tree.tokens.forward) < 0.85 * sum(stock.tokens.forward)  # the reference, without the adapter
+
+
+def test_evaluation(tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 16, "eval_rows": 4}
+    stock, tree = both(tmp_path, steps=3, rollout={}, learning_rate=3e-3, beta=0.1, **options)
+    evaluations = [[entry for entry in one.trainer.state.log_history if "eval_loss" in entry] for one in (stock, tree)]
+    assert len(evaluations[0]) == 3
+    for entry, other in zip(*evaluations, strict=True):
+        for name in ("eval_loss", "eval_kl", "eval_entropy", "eval_reward"):
+            assert entry[name] == pytest.approx(other[name], rel=1e-6, abs=1e-6), name
+
+
+def test_a_group_is_computed_once(tmp_path):
+    """A prompt of 40 tokens and 8 completions of 4: 72 tokens in one forward, not 8 x 44."""
+    options = {"loss_type": "dapo", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "beta": 0.1}
+    stock, tree = both(
+        tmp_path, steps=2, rollout={"length": 4}, learning_rate=1e-2, prompt_lengths=(40, 40), **options
+    )
+    assert stock.tokens.trained == [4 * 44] * 4 and stock.tokens.forward == [4 * 44] * 4
+    assert tree.tokens.trained == [40 + 8 * 4] * 2 and tree.tokens.forward == [40 + 8 * 4] * 2
+
+
+def test_scoring_in_parts_keeps_the_order_of_rows(tmp_path):
+    """Old and reference log-probs, `batch_size` rows at a time: five groups, their rows scattered."""
+    model = build(tmp_path, "grpo", "tree").model
+    trainer = build(tmp_path, "grpo", "tree", model=model)
+    prompts = torch.randint(3, 60, (5, 6), generator=torch.manual_seed(0))
+    order = torch.tensor([3, 0, 4, 1, 2, 2, 0, 1, 4, 3, 1, 3, 2, 4, 0])
+    ids = torch.cat([prompts[order], torch.randint(3, 60, (15, 4), generator=torch.manual_seed(1))], dim=1)
+    mask = torch.ones_like(ids)
+    tokens = CountedTokens(model)
+    with torch.no_grad():
+        expected, _, _ = trainer._get_per_token_logps_and_entropies(model, ids, mask, 4)
+        got, _, _ = trainer._get_per_token_logps_and_entropies(model, ids, mask, 4, 3)
+    assert tokens.forward == [5 * 6 + 15 * 4] + [6 + 3 * 4] * 5  # all at once: one forest; then 5 parts of 30 tokens
+    assert (got - expected).abs().max() < 1e-6 < (got - expected.roll(1, 0)).abs().max()
+
+
+def test_max_row_tokens(tmp_path):
+    """Groups that TRL's micro-batches have no room for stay whole where more tokens are allowed."""
+    from hf_prefix_tree import TreeGRPOTrainer
+
+    class Large(TreeGRPOTrainer):
+        max_row_tokens = 60
+
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "max_steps": 1}
+    small, large = (
+        run(
+            tmp_path,
+            "grpo",
+            "tree",
+            rollout_func=rollouts(length=4),
+            prompt_lengths=(20, 20),
+            trainer_class=kind,
+            **options,
+        )
+        for kind in (TreeGRPOTrainer, Large)
+    )
+    assert small.tokens.trained == [24] * 8 and large.tokens.trained == [20 + 8 * 4]
+    assert_same_training(large, small, steps=1, moved=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"loss_type": "bnpo"}, "bnpo"),
+        ({"entropy_coef": 0.1}, "entropy bonus"),
+        ({"top_entropy_quantile": 0.5}, "top_entropy_quantile=0.5"),
+    ],
+)
+def test_micro_batches_that_stay_are_said_once(tmp_path, caplog, options, reason):
+    with caplog.at_level(logging.WARNING, logger="hf_prefix_tree"):
+        stock, tree = both(tmp_path, steps=2, rollout={}, learning_rate=1e-2, **options)
+    said = [record.getMessage() for record in caplog.records if "Micro-batches stay" in record.getMessage()]
+    assert len(said) == 1 and reason in said[0]
+    assert len(tree.tokens.trained) == len(stock.tokens.trained)
