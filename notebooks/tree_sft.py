@@ -43,7 +43,13 @@ HAS_GPU = torch.cuda.is_available()
 # %%
 rows = generate_dialogues(num_groups=4, trials=2)
 for message in rows[0]["messages"][1:5]:
-    print(message["role"], "|", message.get("reasoning_content", ""), "|", message.get("content") or message["tool_calls"])
+    print(
+        message["role"],
+        "|",
+        message.get("reasoning_content", ""),
+        "|",
+        message.get("content") or message["tool_calls"],
+    )
 
 # %% [markdown]
 # The tokenizer's chat template drops the reasoning of earlier turns, as Qwen3's does. What the model saw when it sampled turn 3
@@ -144,6 +150,8 @@ import matplotlib.pyplot as plt
 from hf_prefix_tree.report.plot import sampled_mask
 
 figure, axes = plt.subplots(figsize=(5.5, 5.5), layout="constrained")
-axes.imshow(sampled_mask(tree), cmap="Blues", vmin=0, vmax=1.3, interpolation="nearest", extent=(0, len(tree), len(tree), 0))
+axes.imshow(
+    sampled_mask(tree), cmap="Blues", vmin=0, vmax=1.3, interpolation="nearest", extent=(0, len(tree), len(tree), 0)
+)
 axes.set(xlabel="key", ylabel="query", title=f"{stats.branches} turns in {stats.tree_tokens:,} tokens")
 plt.show()
