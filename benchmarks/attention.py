@@ -6,15 +6,17 @@
 | method | what runs |
 |---|---|
 | `flex` | the project's path: FlexAttention (Triton), heaviest child first |
-| `flash` | FlexAttention's FLASH backend on the same mask, where `flash-attn-4` is installed |
+| `flash` | the same by FlexAttention's FLASH backend, where `flash-attn-4` is installed |
 | `sdpa` | the project's dense mask |
-| `flex, leaf first` | the project's path, children in the reverse order |
+| `flex, leaf first`, `flash, leaf first` | the project's path, children in the reverse order |
+| `flex, tiles N` | tiles of N keys in the backward of keys and values; not among the defaults |
 | `stock, leaf first` | the same with the mask of `create_block_mask` |
 | `gather` | keys and values copied per path from the root to a node, into varlen flash attention |
 | `causal` | no tree: plain causal attention over 8,192 tokens, cuDNN |
 
 Only visible pairs count as useful. `error` is the largest of output and gradients against the dense mask in float32,
-where the tree has at most 16,384 tokens.
+where the tree has at most 16,384 tokens. `auto` is what `attn_backend="auto"` takes for the shape, and `partial` the
+share of partial blocks among the visible ones.
 """
 
 from __future__ import annotations
@@ -38,13 +40,25 @@ from benchmarks.common import (
 from benchmarks.mask import stock_block_mask
 from benchmarks.packed import causal, gather_paths, installed_kernels, select_flash
 from benchmarks.shapes import QUICK, SHAPES, build, leaf_first_rows
+from hf_prefix_tree.attention.backend import AttentionCall, choose_backend
 from hf_prefix_tree.attention.context import Mask, TreeContext
 from hf_prefix_tree.attention.interface import prefix_tree_attention
+from hf_prefix_tree.attention.mask import TreeBlockMask, tree_block_mask
 from hf_prefix_tree.batch import concatenate_trees
 from hf_prefix_tree.report.flops import attention_flops
 from hf_prefix_tree.tree import PrefixTree
 
-METHODS = ("flex", "flash", "sdpa", "flex, leaf first", "stock, leaf first", "gather", "causal")
+METHODS = ("causal", "flex", "flash", "sdpa", "flex, leaf first", "flash, leaf first", "stock, leaf first", "gather")
+# Kernel options: rows and columns of the tiles of the backward, for gradients of keys and values, and of queries.
+TILES = {
+    f"flex, tiles {keys}": {
+        "bwd_BLOCK_M1": min(keys, 64),
+        "bwd_BLOCK_N1": keys,
+        "bwd_BLOCK_M2": 64,
+        "bwd_BLOCK_N2": 64,
+    }
+    for keys in (32, 64, 128)
+}
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # [1, heads, N, head_dim] -> [1, N, ...]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 LONGEST_CHECKED = 16_384
@@ -53,6 +67,8 @@ COLUMNS = [
     "method",
     "kernel",
     "tokens",
+    "partial",
+    "auto",
     "error",
     "forward_ms",
     "forward_tflops",
@@ -66,29 +82,31 @@ COLUMNS = [
 class StockContext(TreeContext):
     """A context whose block mask comes from PyTorch."""
 
-    def mask(self, window: int | None, *, flex: bool) -> Mask:
-        return self._masks.setdefault(window, stock_block_mask(self.prefix_tree))
+    def mask(self, window: int | None = None, chunk: int | None = None, *, flex: bool) -> Mask:
+        return self._masks.setdefault(("window", window), stock_block_mask(self.prefix_tree))
 
 
 def through_the_project(rows: torch.Tensor, backend: str, context_class: type[TreeContext] = TreeContext) -> Attend:
     context = context_class(rows, attn_backend=backend)
     mask = context.mask(None, flex=backend != "sdpa")
+    if isinstance(mask, TreeBlockMask):
+        mask.backend = backend
     module = torch.nn.Module()
     return lambda q, k, v: prefix_tree_attention(module, q, k, v, mask, prefix_tree=context)[0]
 
 
 @functools.cache
-def _compiled_flash() -> Callable:
+def _compiled_with(options: tuple[tuple[str, int], ...]) -> Callable:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> torch.Tensor:
-        output = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, kernel_options={"BACKEND": "FLASH"})
-        return output.transpose(1, 2)
+        output = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=dict(options))
+        return output.transpose(1, 2).contiguous()
 
     return torch.compile(attend, dynamic=False)
 
 
-def through_flash(rows: torch.Tensor) -> Attend:
-    mask = TreeContext(rows).mask(None, flex=True)
-    return lambda q, k, v: _compiled_flash()(q, k, v, mask)
+def through_tiles(rows: torch.Tensor, options: dict[str, int]) -> Attend:
+    mask = tree_block_mask(rows)
+    return lambda q, k, v: _compiled_with(tuple(options.items()))(q, k, v, mask)
 
 
 def attend_of(method: str, tree: PrefixTree, device: torch.device) -> tuple[Attend, torch.Tensor, str] | None:
@@ -103,8 +121,10 @@ def attend_of(method: str, tree: PrefixTree, device: torch.device) -> tuple[Atte
         # FlexAttention does not train on a CPU: the order of the children is still tried
         available = method in ("sdpa", "flex", "flex, leaf first")
         return (through_the_project(rows, "sdpa"), rows, "dense") if available else None
-    if method == "flash":
-        return (through_flash(rows), rows, "FLASH") if flash == "fa4" else None
+    if method.startswith("flash"):
+        return (through_the_project(rows, "flash"), rows, "FLASH") if flash == "fa4" else None
+    if method in TILES:
+        return through_tiles(rows, TILES[method]), rows, "Triton"
     context_class = StockContext if method.startswith("stock") else TreeContext
     return through_the_project(rows, "flex", context_class), rows, "Triton"
 
@@ -145,13 +165,22 @@ def measure_method(
         if not row["error"] < TOLERANCE[dtype]:
             raise RuntimeError(f"an output or a gradient is off by {row['error']:.1e}")
         del exact
-    row["forward_ms"] = measure(lambda: attend(*leaves), device).ms
-    return row | measure(lambda: values(attend, leaves, grad), device)._asdict()
+    row["forward_ms"] = measure(lambda: attend(*leaves), device, seconds=0.3).ms
+    return row | measure(lambda: values(attend, leaves, grad), device, seconds=0.3)._asdict()
+
+
+def mask_facts(rows: torch.Tensor, heads: tuple[int, int, int]) -> Row:
+    """The share of partial blocks, and what `"auto"` takes."""
+    mask = tree_block_mask(rows)
+    partial, full = (count.sum().item() for count in (mask.kv_num_blocks, mask.full_kv_num_blocks))
+    dtype = torch.bfloat16 if rows.is_cuda else torch.float32
+    call = AttentionCall(rows.device, dtype, rows.shape[2], *heads, heads[2])
+    return {"partial": partial / (partial + full), "auto": choose_backend("auto", call, lambda: mask)}
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser = make_parser(__doc__, SHAPES)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD")
+    parser.add_argument("--methods", nargs="+", choices=[*METHODS, *TILES], default=METHODS, metavar="METHOD")
     args = parser.parse_args(argv)
     device = default_device(args.quick)
     heads = (4, 2, 16) if args.quick else (16, 8, 128)
@@ -159,8 +188,17 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         select_flash("fa4")
     rows: list[Row] = []
 
-    def add(shape: str, method: str, kernel: str, attend: Attend, expected: Attend | None, tokens: int, pairs: int):
-        row = {"shape": shape, "method": method, "kernel": kernel, "tokens": tokens, "pairs": pairs}
+    def add(
+        shape: str,
+        method: str,
+        kernel: str,
+        attend: Attend,
+        expected: Attend | None,
+        tokens: int,
+        pairs: int,
+        **facts: object,
+    ) -> None:
+        row: Row = {"shape": shape, "method": method, "kernel": kernel, "tokens": tokens, "pairs": pairs, **facts}
         row |= measure_method(attend, expected, tokens, heads, device)
         row["forward_tflops"] = attention_flops(pairs, heads[0], heads[2], factor=1.0) / row["forward_ms"] / 1e9
         row["tflops"] = attention_flops(pairs, heads[0], heads[2]) / row["ms"] / 1e9
@@ -180,7 +218,8 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
                     continue
                 attend, prefix_tree, kernel = found
                 expected = through_the_project(prefix_tree, "sdpa") if len(tree) <= LONGEST_CHECKED else None
-                add(shape, method, kernel, attend, expected, len(tree), tree.stats().tree_pairs)
+                facts = mask_facts(prefix_tree, heads)
+                add(shape, method, kernel, attend, expected, len(tree), tree.stats().tree_pairs, **facts)
     finally:
         rows = report(rows, COLUMNS, device, args)
     return rows

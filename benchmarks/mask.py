@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             if length > METHODS[method] or (args.quick and "compiled" in method):
                 continue
             build_mask = builder(method, prefix_tree)
-            timing = measure(build_mask, device, warmup=1 if args.quick else 2)
+            timing = measure(build_mask, device, warmup=1 if args.quick else 2, seconds=0.3)
             before = torch.cuda.memory_allocated() / 2**30 if device.type == "cuda" else 0.0
             peak = peak_gib(build_mask, device)
             peak = None if peak is None else peak - before

@@ -15,6 +15,8 @@ from transformers import Qwen3Config
 
 from benchmarks import packed
 from benchmarks.common import measure, relative_error
+from hf_prefix_tree.attention.backend import AttentionCall, choose_backend
+from hf_prefix_tree.attention.mask import tree_block_mask
 from hf_prefix_tree.batch import BLOCK_SIZE, DEPTH, IGNORE_INDEX, concatenate_trees, gather_supervised
 from hf_prefix_tree.tree import PrefixTree
 
@@ -55,6 +57,13 @@ class FoldedStep:
             row = concatenate_trees([trees[i] for i in own], pad_token_id=0)
             self.row_tokens = max(self.row_tokens, row["input_ids"].shape[1])
             self.losses.append(self._loss({name: value.to(device) for name, value in row.items()}, divisor))
+            if row["input_ids"].shape[1] == self.row_tokens:
+                self.longest = row["prefix_tree"].to(device)
+
+    def kernel(self, backend: str, config: Qwen3Config, dtype: torch.dtype) -> str:
+        """What the longest row runs under this `attn_backend`."""
+        call = AttentionCall.of(config, self.longest.device, dtype, self.row_tokens)
+        return choose_backend(backend, call, functools.partial(tree_block_mask, self.longest))
 
     @staticmethod
     def _loss(row: dict[str, torch.Tensor], divisor: float) -> Loss:

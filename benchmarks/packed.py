@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -90,10 +91,25 @@ def varlen_causal(
 
 def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None) -> torch.Tensor:
     """Causal SDPA over `[batch, heads, tokens, head_dim]`, cuDNN on a GPU."""
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and query.is_cuda and not _cudnn_takes_groups(query.dtype):
+        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+        grouped = False
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if query.is_cuda else nullcontext():
         return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+            query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
         )
+
+
+@functools.cache
+def _cudnn_takes_groups(dtype: torch.dtype) -> bool:
+    query, key = (torch.zeros(1, heads, 128, 128, device="cuda", dtype=dtype) for heads in (2, 1))
+    try:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
+    except RuntimeError:  # no kernel for it in this version
+        return False
+    return True
 
 
 @torch.compiler.disable  # the calls follow the lengths of the row: a graph for each row would help nobody

@@ -3,9 +3,9 @@
 
     python -m benchmarks.recurrent --output recurrent.csv
 
-`fork` and `link` scan the tree (see `hf_prefix_tree.recurrent.scan`), `branches` scans every branch from its root: what
-training them one by one does. Forward and backward of one layer. `--quick` runs small shapes on a CPU; `--cpu` runs the
-real shapes there, with few heads, by the reference of Transformers.
+`fork` and `link` scan the tree (see `hf_prefix_tree.recurrent.scan`), `branches` scans every branch from its root,
+which is what training them one by one does. Forward and backward of one layer. `--quick` runs small shapes on a CPU;
+`--cpu` runs the real shapes there, with few heads, by the reference of Transformers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def segments_of(trees: list[PrefixTree], device: torch.device) -> Segments:
 
 
 def random_inputs(rule: str, length: int, heads: int, dim: int, device: torch.device) -> list[torch.Tensor]:
-    """Query, key, value, decay and overwrite of the delta rule; hidden states, step sizes and projections of Mamba2."""
+    """Query, key, value, decay and overwrite of the delta rule; hidden states, steps and projections of Mamba2."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
 

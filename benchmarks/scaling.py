@@ -6,11 +6,11 @@
         --shape 8b --output scaling_8b_8.csv
 
 Modes: `tree` (folded trees), `per_branch` (TRL's SFTTrainer on the branches), `grouped` (the trees branch by branch)
-and `flat_steps` (SFTTrainer on one sample per turn, each token supervised once). A step of the `published` coverage has
-4 trees, or 16 branches or samples, over all GPUs; of the `equal` coverage the baselines take as many branches as 4
-trees hold, 20.4 each. Times are the median of all steps but the first, `ms_per_branch` is a step over the branches (for
-`flat_steps`: samples) that it covers, and memory is the peak of the fullest GPU. `flop_ratio` is what `tree` would gain
-per branch if time were FLOPs.
+and `flat_steps` (SFTTrainer on one sample per turn, each token supervised once). A step of the `published` coverage
+has 4 trees, or 16 branches or samples, over all GPUs (at least one for each); of the `equal` coverage the baselines
+take as many branches as 4 trees hold, 20.4 each. Times are the median of all steps but the first, `ms_per_branch` is
+a step over the branches (for `flat_steps`: samples) that it covers, and memory is the peak of the fullest GPU.
+`flop_ratio` is what `tree` would gain per branch if time were FLOPs.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ SHAPES = {
     "4b": (151_936, 2560, 9728, 36, 32, 8, True),
     "8b": (151_936, 4096, 12_288, 36, 32, 8, False),
 }
+# As `torchrun` and `accelerate launch` say; the process group starts with the first trainer.
+RANKS, RANK = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
 COLUMNS = ["mode", "coverage", "shape", "dtype", "gpus", "engine", "rows_per_step", "ms", "low", "high", "peak_gib"]
 COLUMNS += ["ms_per_branch", "loss", "imbalance", "flop_ratio", "failure"]
 
@@ -164,15 +166,14 @@ def rows_per_step(mode: str, coverage: str, trees: Sequence[PrefixTree], ranks: 
     return max(1, round(wanted / ranks)) * ranks
 
 
-def make_trainer(mode: str, coverage: str, trees: Sequence[PrefixTree], args: Any, folder: str) -> SFTTrainer:
+def make_trainer(mode: str, coverage: str, trees: Sequence[PrefixTree], args: Any, device: torch.device) -> SFTTrainer:
     """The trainer of a mode; the models of all modes have the same weights."""
-    state = PartialState()
     dtype = getattr(torch, args.dtype)
     on_trees = mode in ("tree", "grouped")
+    folder = tempfile.mkdtemp()
     options: dict[str, Any] = {
         "max_steps": args.steps,
-        "gradient_accumulation_steps": rows_per_step(mode, coverage, trees, state.num_processes)
-        // state.num_processes,
+        "gradient_accumulation_steps": rows_per_step(mode, coverage, trees, RANKS) // RANKS,
         "per_device_train_batch_size": 1,
         "learning_rate": 1e-5,
         "lr_scheduler_type": "constant",
@@ -189,7 +190,7 @@ def make_trainer(mode: str, coverage: str, trees: Sequence[PrefixTree], args: An
         "ddp_find_unused_parameters": False,
     }
     torch.manual_seed(0)
-    with state.device:
+    with device:
         model = AutoModelForCausalLM.from_config(
             copy.deepcopy(shape_config(args.shape)),
             dtype=dtype,
@@ -216,14 +217,12 @@ def make_trainer(mode: str, coverage: str, trees: Sequence[PrefixTree], args: An
 
 
 def measure_mode(mode: str, coverage: str, trees: Sequence[PrefixTree], args: Any, device: torch.device) -> Row:
-    state = PartialState()
-    ranks = state.num_processes
-    row: Row = {"mode": mode, "coverage": coverage, "shape": args.shape, "dtype": args.dtype, "gpus": ranks}
+    row: Row = {"mode": mode, "coverage": coverage, "shape": args.shape, "dtype": args.dtype, "gpus": RANKS}
     row |= {"checkpointing": args.checkpointing, "compiled": args.compile, "attention": args.baseline_attention}
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     clock = Clock(device)
-    trainer = make_trainer(mode, coverage, trees, args, tempfile.mkdtemp())
+    trainer = make_trainer(mode, coverage, trees, args, device)
     trainer.add_callback(clock)
     row["engine"] = trainer.accelerator.distributed_type.value
     try:
@@ -235,9 +234,9 @@ def measure_mode(mode: str, coverage: str, trees: Sequence[PrefixTree], args: An
     )
     peak, first = trainer.accelerator.gather(own[None]).amax(dim=0).tolist()
     milliseconds = [1e3 * seconds for seconds in clock.seconds[1:]]
-    per_step = trainer.args.gradient_accumulation_steps * ranks
-    covered = per_step * (set_figures(trees)["branches"] if mode in ("tree", "grouped") else 1)
+    per_step = trainer.args.gradient_accumulation_steps * RANKS
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    covered = statistics.mean(entry.get("tree/branches", per_step) for entry in log[1:])
     median = statistics.median(milliseconds)
     return row | {
         "rows_per_step": per_step,
@@ -272,6 +271,8 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--baseline-attention", default="sdpa", help="attention of the modes without trees")
     args = parser.parse_args(argv)
     device = default_device(args.quick)
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if args.quick:
         args.shape, args.dtype, args.steps = "quick", "float32", min(args.steps, 3)
         transformers.utils.logging.set_verbosity_error()
@@ -280,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     else:
         trees = caterpillar_set()
         check_figures(set_figures(trees))
-    is_main = int(os.environ.get("RANK", 0)) == 0
+    is_main = RANK == 0
     if is_main:
         print("  ".join(f"{name}={value:.2f}" for name, value in set_figures(trees).items()), flush=True)
     rows: list[Row] = []
@@ -292,14 +293,15 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-            if is_main:
+            if is_main or "failure" in row:
                 progress(rows, row)
             if "failure" in row:
                 break
     if is_main:
         rows = report(rows, COLUMNS, device, args)
-    if not any("failure" in row for row in rows):
-        PartialState().destroy_process_group()
+    if any("failure" in row for row in rows):
+        raise SystemExit("out of memory")  # the launcher then ends the ranks that wait
+    PartialState().destroy_process_group()
     return rows
 
 

@@ -7,7 +7,8 @@
 Both sides train the same branches with the same weights in the same model; `loss` shows it. Branches are packed into
 micro-batches of at most `--micro-batch-tokens` and attend through the kernel that is fastest for them here:
 `kernels_ms` has the times of all that packed.py lists, for the attention of one layer. Trees are packed under the same
-budget; a tree or a branch above it is a micro-batch of its own. `compiled` compiles every decoder layer by itself.
+budget; a tree or a branch above it is a micro-batch of its own. `--backends` are the `attn_backend` of the trees;
+`kernel` is what `auto` took. `compiled` compiles every decoder layer by itself.
 
 `flop_ratio` is what the step would gain if time were FLOPs: linear layers over all tokens, the head over supervised
 ones, attention over visible pairs. `roof_share` is the share of a large matrix product's FLOP/s that a step reaches.
@@ -32,17 +33,18 @@ from benchmarks.microbatches import BranchStep, FoldedStep
 from benchmarks.packed import IMPLEMENTATION, packed_attention
 from benchmarks.shapes import QUICK, SHAPES, build, conversation_trees
 from hf_prefix_tree import prepare_model
+from hf_prefix_tree.attention.backend import ATTN_BACKENDS
 from hf_prefix_tree.report.flops import flop_counts
 from hf_prefix_tree.tree import PrefixTree
 
 DEFAULT_SHAPES = ("caterpillar-8k", "4k+16x512", "1k+64x64", "search")
 FROM_FILE = "conversations"
-COLUMNS = ["shape", "method", "mode", "checkpointing", "kernel", "row_tokens", "ms", "low", "high", "peak_gib"]
-COLUMNS += ["roof_share", "loss", "flop_ratio", "speedup", "memory_ratio", "failure"]
+COLUMNS = ["shape", "method", "mode", "checkpointing", "backend", "kernel", "row_tokens", "ms", "low", "high"]
+COLUMNS += ["peak_gib", "roof_share", "loss", "token_ratio", "flop_ratio", "speedup", "memory_ratio", "failure"]
 
 
 def make_model(
-    config: Qwen3Config, method: str, compiled: bool, device: torch.device, dtype: torch.dtype
+    config: Qwen3Config, method: str, backend: str, compiled: bool, device: torch.device, dtype: torch.dtype
 ) -> torch.nn.Module:
     torch.manual_seed(0)
     with device:
@@ -54,8 +56,8 @@ def make_model(
     model.train()
     add_fused_lm_head(model)
     if method == "folded":
-        prepare_model(model)
-    if compiled:
+        prepare_model(model, attn_backend=backend, compile_layers=compiled)
+    elif compiled:
         for layer in model.model.layers:
             layer.compile()
     return model
@@ -71,7 +73,7 @@ def measure_step(
     else:
         model.gradient_checkpointing_disable()
 
-    def run() -> float:
+    def run() -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=device)
         for loss_of in step.losses:
             loss = loss_of(model)
@@ -83,7 +85,9 @@ def measure_step(
 
     try:
         first = measure(run, device, warmup=0, most=1, least=1).ms / 1e3
-        row: Row = {"first_step_s": first, "loss": run().item(), "peak_gib": peak_gib(run, device)}
+        losses: list[torch.Tensor] = []
+        peak = peak_gib(lambda: losses.append(run()), device)
+        row: Row = {"first_step_s": first, "loss": losses[0].item(), "peak_gib": peak}
         return row | measure(run, device, warmup=0, seconds=seconds)._asdict()
     except torch.cuda.OutOfMemoryError:
         return {"failure": "out of memory"}
@@ -93,9 +97,9 @@ def measure_step(
 
 def add_ratios(rows: list[Row]) -> None:
     """Speed-up, memory ratio and FLOP ratio, on the folded rows."""
-    found = {(row["shape"], row["mode"], row["checkpointing"], row["method"]): row for row in rows}
-    for key, row in found.items():
-        other = found.get((*key[:3], "branches"))
+    branches = {(row["shape"], row["mode"], row["checkpointing"]): row for row in rows if row["method"] == "branches"}
+    for row in rows:
+        other = branches.get((row["shape"], row["mode"], row["checkpointing"]))
         if row["method"] != "folded" or other is None:
             continue
         row["flop_ratio"] = other["tflop"] / row["tflop"]
@@ -107,7 +111,8 @@ def add_ratios(rows: list[Row]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser = make_parser(__doc__, [*SHAPES, FROM_FILE], DEFAULT_SHAPES)
-    parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["compiled"])
+    parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
+    parser.add_argument("--backends", nargs="+", choices=ATTN_BACKENDS, default=["auto"])
     parser.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=["off"])
     parser.add_argument("--micro-batch-tokens", type=int, default=16_384)
     parser.add_argument("--seconds", type=float, default=1.5, help="time for the repeats of one measurement")
@@ -141,9 +146,10 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         kernels[name] = min(times, key=times.__getitem__)
     rows: list[Row] = []
 
-    def measure_all(mode: str, method: str) -> None:
+    def measure_all(mode: str, method: str, backend: str) -> None:
         gc.collect()  # compiled layers and hooks keep the previous model in cycles
-        model = make_model(config, method, mode == "compiled", device, dtype)
+        torch._dynamo.reset()  # no graph of another mode is used again
+        model = make_model(config, method, backend, mode == "compiled", device, dtype)
         for checkpointing, (name, trees) in product(args.checkpointing, shapes.items()):
             step = steps[name, method]
             if isinstance(step, BranchStep):
@@ -152,6 +158,11 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             if method == "branches":
                 row["kernel"] = kernels[name]
                 row["kernels_ms"] = ", ".join(f"{kernel} {ms:.2f}" for kernel, ms in kernel_times[name].items())
+            else:
+                row |= {"backend": backend, "kernel": step.kernel(backend, config, dtype)}
+            stats = [tree.stats() for tree in trees]
+            row |= {name: sum(getattr(own, name) for own in stats) for name in ("branch_tokens", "tree_tokens")}
+            row["token_ratio"] = row["branch_tokens"] / row["tree_tokens"]
             row |= {"row_tokens": step.row_tokens, "micro_batches": len(step.losses)}
             row |= flop_counts(trees, config)[method]
             row |= measure_step(model, step, checkpointing == "on", args.seconds, device)
@@ -162,8 +173,10 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     try:
         # beyond the limit of recompilation, layers would run eagerly in silence
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-            for mode, method in product(modes, ("folded", "branches")):
-                measure_all(mode, method)
+            for mode in modes:
+                for backend in args.backends:
+                    measure_all(mode, "folded", backend)
+                measure_all(mode, "branches", "auto")
     finally:
         add_ratios(rows)
         rows = report(rows, COLUMNS, device, args)

@@ -142,8 +142,9 @@ def load_model(model_args: ModelConfig, training_args: DiffusionSFTConfig) -> Pr
 def unigram_entropy(trainer: DiffusionSFTTrainer) -> float:
     """Entropy in nats of the evaluation set's supervised tokens: the NLL of knowing their frequencies and no more."""
     counts: Counter[int] = Counter()
-    for batch in trainer.get_eval_dataloader():
-        counts.update(batch["labels"][batch["labels"] >= 0].tolist())
+    for row in trainer.eval_dataset:
+        labels = trainer.data_collator([row])["labels"]  # with the fill of its last block
+        counts.update(labels[labels >= 0].tolist())
     total = sum(counts.values())
     return -sum(count / total * log(count / total) for count in counts.values())
 

@@ -29,10 +29,11 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset, load_dataset, load_from_disk
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from trl import ModelConfig, ScriptArguments, TrlParser
+from trl import ModelConfig, ScriptArguments, TrlParser, get_quantization_config
 
 from hf_prefix_tree.eagle3 import (
     Eagle3Config,
+    Eagle3DraftModel,
     Eagle3Target,
     Eagle3Trainer,
     precompute_hidden_states,
@@ -122,7 +123,10 @@ def load_target(arguments: Eagle3ScriptArguments, model_args: ModelConfig, args:
     if Path(name, TARGET_FILE).is_file():
         return name
     dtype = model_args.dtype if model_args.dtype in ("auto", None) else getattr(torch, model_args.dtype)
-    settings = args.target_model_init_kwargs or {}
+    settings = dict(args.target_model_init_kwargs or {})
+    quantization = get_quantization_config(model_args)
+    if quantization is not None:
+        settings["quantization_config"] = quantization
     if arguments.random_weights:
         config = AutoConfig.from_pretrained(name)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32 if dtype == "auto" else dtype)
@@ -130,6 +134,8 @@ def load_target(arguments: Eagle3ScriptArguments, model_args: ModelConfig, args:
 
 
 def main(arguments: Eagle3ScriptArguments, training_args: Eagle3Config, model_args: ModelConfig) -> Any:
+    if model_args.use_peft:
+        raise ValueError("`use_peft` has no meaning here: the target is frozen, and the draft is trained whole.")
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer_name_or_path or model_args.model_name_or_path)
     splits = [arguments.dataset_train_split]
     if training_args.eval_strategy != "no":
@@ -163,9 +169,11 @@ def main(arguments: Eagle3ScriptArguments, training_args: Eagle3Config, model_ar
     )
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model(training_args.output_dir)
+    if training_args.push_to_hub:
+        trainer.push_to_hub()
     if arguments.export_engine is not None and trainer.is_world_process_zero():
         folder = str(Path(training_args.output_dir, "serving"))
-        draft = trainer.accelerator.unwrap_model(trainer.model)
+        draft = Eagle3DraftModel.from_pretrained(training_args.output_dir)  # whole, where training had it sharded
         draft.export_for_serving(
             folder, arguments.export_engine, dtype=torch.bfloat16, target_name_or_path=model_args.model_name_or_path
         )

@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # what tools see; at run time `__getattr__` loads the same na
     from hf_prefix_tree.eagle3 import load_token_mapping as load_token_mapping
     from hf_prefix_tree.eagle3 import pack_eagle3_dataset as pack_eagle3_dataset
     from hf_prefix_tree.eagle3 import save_token_mapping as save_token_mapping
+    from hf_prefix_tree.images import fold_images as fold_images
     from hf_prefix_tree.model import prepare_model as prepare_model
     from hf_prefix_tree.model import unprepare_model as unprepare_model
     from hf_prefix_tree.packing import pack_rows as pack_rows
@@ -70,6 +71,7 @@ _HOMES = {
     "flat_steps": "baselines",
     "per_branch": "baselines",
     "prepare_trees": "datasets",
+    "fold_images": "images",
     "prepare_model": "model",
     "unprepare_model": "model",
     "DataCollatorForPrefixTree": "collators.prefix_tree",

@@ -42,8 +42,8 @@ def compile_decoder_layers(model: PreTrainedModel) -> list[CompiledForward]:
     layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ValueError(
-            f"`compile_layers=True`: {type(backbone).__name__} has no decoder layers that Transformers can checkpoint, "
-            "which is how they are found. Leave it at `False`."
+            f"`compile_layers=True`: {type(backbone).__name__} has no decoder layers that Transformers can "
+            "checkpoint, which is how they are found. Leave it at `False`."
         )
     if any(has_convolution(module) for layer in layers for module in layer.modules()):
         raise ValueError(
@@ -61,7 +61,7 @@ class CompiledForward:
         layer (`torch.nn.Module`): The layer.
     """
 
-    def __init__(self, layer: torch.nn.Module) -> None:
+    def __init__(self, layer: Any) -> None:
         self.layer = layer
         layer.forward = self
 
@@ -73,10 +73,11 @@ class CompiledForward:
                     "compiled layer cannot look for it. Leave it at `False`."
                 )
             return type(self.layer).forward(self.layer, *args, **kwargs)
-        forward, checkpoints = _plain_forward(type(self.layer))
+        layer_class: Any = type(self.layer)
+        forward, checkpoints = _plain_forward(layer_class)
         run = functools.partial(_run, forward, self.layer, **kwargs)
         if checkpoints and self.layer.gradient_checkpointing and self.layer.training and torch.is_grad_enabled():
-            return self.layer._gradient_checkpointing_func(run, *args)  # type: ignore[operator]
+            return self.layer._gradient_checkpointing_func(run, *args)
         return run(*args)
 
     def remove(self) -> None:
@@ -88,10 +89,10 @@ class CompiledForward:
 
 
 @functools.cache
-def _plain_forward(layer_class: type) -> tuple[Callable, bool]:
+def _plain_forward(layer_class: Any) -> tuple[Callable, bool]:
     """The class's `forward` without gradient checkpointing, and whether that was in it (else it is in `__call__`)."""
     forward = layer_class.forward
-    if "__call__" in GradientCheckpointingLayer.__dict__:  # Transformers before 5.2x
+    if "__call__" in GradientCheckpointingLayer.__dict__:  # earlier versions of Transformers
         return forward, False
     while forward.__code__.co_name == "forward_with_checkpointing":  # once for each class that derives from a layer
         forward = forward.__wrapped__

@@ -206,11 +206,11 @@ def _branches_along(
 
 def fold_branches(branches: Sequence[Branch], weighting: str) -> dict[str, Any]:
     """Fold a non-empty list of branches: the stored state of a `PrefixTree`. See `hf_prefix_tree.fold`."""
-    order = _sorted_order([branch.input_ids for branch in branches])
+    order = sorted_order([branch.input_ids for branch in branches])
     ids = [branches[b].input_ids for b in order]
     raw = [branches[b].weights for b in order]
     lengths = np.array([len(x) for x in ids])
-    shared = _common_prefixes(ids)
+    shared = common_prefixes(ids)
     num_tokens = int((lengths - shared).sum())
     if num_tokens > INT32_MAX:
         raise ValueError(f"`branches` fold to {num_tokens} tokens, int32 ends at {INT32_MAX}; fold fewer.")
@@ -273,7 +273,7 @@ def fold_branches(branches: Sequence[Branch], weighting: str) -> dict[str, Any]:
     }
 
 
-def _sorted_order(ids: list[npt.NDArray[np.int64]]) -> list[int]:
+def sorted_order(ids: list[npt.NDArray[np.int64]]) -> list[int]:
     """Indices of the branches in lexicographic order; equal branches keep theirs."""
     flat = np.concatenate(ids)
     # Big-endian integers of one width compare as bytes, and `bytes` puts a strict prefix first.
@@ -284,7 +284,7 @@ def _sorted_order(ids: list[npt.NDArray[np.int64]]) -> list[int]:
     return sorted(range(len(ids)), key=keys.__getitem__)
 
 
-def _common_prefixes(ids: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+def common_prefixes(ids: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
     """Number of tokens that each branch shares with the one before it, 0 for the first."""
     shared = [0]
     for before, after in itertools.pairwise(ids):

@@ -201,7 +201,7 @@ def _check_images(
         raise ValueError(
             f"`image_grid_thw` describes {len(tokens)} images of {sum(tokens)} tokens, but `input_ids` has "
             f"{len(runs)} images of {is_image.sum()} tokens: give every image of the row once, in the order of its "
-            "tokens, as `hf_prefix_tree.images.fold_images` does."
+            "tokens, as `hf_prefix_tree.fold_images` does."
         )
     for i, ((row, start), count) in enumerate(zip(runs, tokens, strict=True)):
         run = slice(start, start + count)
@@ -210,5 +210,5 @@ def _check_images(
         if not (len(follows) == count - 1 and follows.all() and unforked.all() and is_image[row, run].all()):
             raise ValueError(
                 f"image {i} of `image_grid_thw` needs {count} tokens, but branches fork or end inside it: fold the "
-                "branches with `hf_prefix_tree.images.fold_images`, and don't truncate inside an image."
+                "branches with `hf_prefix_tree.fold_images`, and don't truncate inside an image."
             )

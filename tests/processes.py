@@ -12,12 +12,12 @@ from unittest import mock
 PRELOADED = ["hf_prefix_tree.trainers.sft", "hf_prefix_tree.eagle3", "datasets", "peft", "trl.trainer.sft_trainer"]
 
 
-def run_ranks(function, folder, *args, ranks=2, timeout=240, may_die=False):
+def run_ranks(function, folder, *args, ranks=2, timeout=240, may_die=False, gpus=False):
     """
     Calls `function(folder, *args)` in every rank, which finds its place in the environment as under `torchrun`.
 
     A rank that fails or hangs fails the test; what it raised is in `folder`. With `may_die` it doesn't, and the exit
-    codes are returned.
+    codes are returned. With `gpus` each rank has a GPU.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -26,7 +26,7 @@ def run_ranks(function, folder, *args, ranks=2, timeout=240, may_die=False):
         port = free.getsockname()[1]
     Path(folder).mkdir(exist_ok=True)
     processes = [
-        context.Process(target=_call, args=(function, (str(folder), *args), rank, ranks, port, timeout))
+        context.Process(target=_call, args=(function, (str(folder), *args), rank, ranks, port, timeout, gpus))
         for rank in range(ranks)
     ]
     try:
@@ -46,13 +46,15 @@ def run_ranks(function, folder, *args, ranks=2, timeout=240, may_die=False):
             process.kill()
 
 
-def _call(function, args, rank, ranks, port, timeout):
+def _call(function, args, rank, ranks, port, timeout, gpus):
     import torch
 
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if not gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["OMP_NUM_THREADS"] = "1"  # Accelerate would set more, and they would fight for the cores
     with open(Path(args[0], f"error{rank}.txt"), "w") as file:
         faulthandler.dump_traceback_later(timeout - 10, file=file)  # where it hangs

@@ -86,7 +86,7 @@ def prefix_tree_mask(
     length = context.prefix_tree.shape[-1]
     kinds = {"window": window, "chunk": chunk, "sinks": context.sinks}
     call = AttentionCall.of(config, device, attention_dtype(device, dtype), length, **kinds)
-    build = functools.partial(context.mask, window, chunk, flex=True)
+    build: Any = functools.partial(context.mask, window, chunk, flex=True)
     backend = choose_backend(context.attn_backend, call, build, no_flex)
     if additive:
         return context.additive_mask(dtype, window, chunk)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 ROW_KEYS = ("input_ids", "loss_mask", "attention_mask", "position_ids", "doc_remaining")
-EMPTY_FEATURE: dict[str, list[int]] = {"input_ids": [], "loss_mask": []}  # fills an uneven last step: weighs nothing
+DOCUMENT_KEYS = ("input_ids", "loss_mask")
 HIDDEN_STATES = "hidden_states"  # column with the file of a row's precomputed hidden states
 
 Document = tuple[Sequence[int], Sequence[int]]  # token ids, loss mask
@@ -65,7 +65,7 @@ class DataCollatorForEagle3:
     A feature is a row of [`pack_eagle3_dataset`], or one document: `input_ids` and `loss_mask`, with an optional
     `attention_mask` whose zeros are padding at the end. Documents are padded to the longest of the batch. A feature
     without tokens gives a row that supervises nothing. `hidden_states` names the file of a row's precomputed hidden
-    states, which are added to the batch.
+    states, which are added to the batch; files of other tokens or documents are refused.
 
     Args:
         pad_token_id (`int`):
@@ -74,6 +74,8 @@ class DataCollatorForEagle3:
             Pad documents to this length instead, and refuse longer ones. FlexAttention needs a multiple of 128.
         pad_to_multiple_of (`int`, *optional*, defaults to `1`):
             Round the length of padded documents up to a multiple of it.
+        target_fingerprint (`str`, *optional*):
+            Refuse precomputed hidden states of another target, see [`Eagle3Target`]. The trainer sets it.
         return_tensors (`str`, *optional*, defaults to `"pt"`):
             Only `"pt"`.
 
@@ -106,6 +108,7 @@ class DataCollatorForEagle3:
     pad_token_id: int
     length: int | None = None
     pad_to_multiple_of: int = 1
+    target_fingerprint: str | None = None
     return_tensors: str = "pt"
 
     def __post_init__(self) -> None:
@@ -133,7 +136,7 @@ class DataCollatorForEagle3:
         seq_lens = [[*row["seq_lens"], *[0] * (most - len(row["seq_lens"]))] for row in rows]
         batch["seq_lens"] = torch.tensor(seq_lens, dtype=torch.int64)
         if any(feature.get(HIDDEN_STATES) is not None for feature in features):
-            batch |= _hidden_states(features, batch["input_ids"])
+            batch |= _hidden_states(features, batch, self.target_fingerprint)
         return batch
 
     def _padded_length(self, documents: Sequence[Document]) -> int:
@@ -152,7 +155,9 @@ class DataCollatorForEagle3:
 
 
 def _document(feature: Mapping[str, Any]) -> Document:
-    for name in ("input_ids", "loss_mask"):
+    if feature.get("input_ids") is not None and not len(feature["input_ids"]):
+        return [], []
+    for name in DOCUMENT_KEYS:
         if feature.get(name) is None:
             raise ValueError(
                 f"`features` has a row with the keys {sorted(feature)} and no `{name}`: pass rows of "
@@ -198,17 +203,19 @@ def _checked_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return row
 
 
-def _hidden_states(features: Sequence[Mapping[str, Any]], input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The precomputed states of the rows, zeros for rows without tokens; checked against the rows' own ids."""
-    from safetensors.torch import load_file
-
-    loaded = [load_file(f[HIDDEN_STATES]) if f.get(HIDDEN_STATES) is not None else None for f in features]
+def _hidden_states(
+    features: Sequence[Mapping[str, Any]], batch: Mapping[str, torch.Tensor], target_fingerprint: str | None
+) -> dict[str, torch.Tensor]:
+    """The precomputed states of the rows, zeros for rows without tokens; checked against the rows and the target."""
+    loaded = [
+        None if f.get(HIDDEN_STATES) is None else _states_of(f[HIDDEN_STATES], target_fingerprint) for f in features
+    ]
     first = next(own for own in loaded if own is not None)
-    batch_size, length = input_ids.shape
+    batch_size, length = batch["input_ids"].shape
     stacked = {
         name: value.new_zeros((batch_size, length, *value.shape[1:]))
         for name, value in first.items()
-        if name != "input_ids"
+        if name not in ("input_ids", "seq_lens")
     }
     for index, (own, feature) in enumerate(zip(loaded, features, strict=True)):
         if own is None:
@@ -216,10 +223,30 @@ def _hidden_states(features: Sequence[Mapping[str, Any]], input_ids: torch.Tenso
                 raise ValueError(f"Some rows have `{HIDDEN_STATES}` and others don't: precompute all of them.")
             continue
         count = len(own["input_ids"])
-        if count > length or not torch.equal(own["input_ids"], input_ids[index, :count]):
+        seq_lens = batch["seq_lens"][index]
+        starts = [lens[lens > 0].cumsum(0)[:-1].tolist() for lens in (own["seq_lens"], seq_lens)]
+        if count > length or not torch.equal(own["input_ids"], batch["input_ids"][index, :count]):
             raise ValueError(
                 f"{feature[HIDDEN_STATES]} was computed for other tokens than this row has: precompute it again."
+            )
+        if starts[0] != starts[1]:
+            raise ValueError(
+                f"{feature[HIDDEN_STATES]} was computed for documents that start at {[0, *starts[0]]}, those of this "
+                f"row start at {[0, *starts[1]]}: precompute it again."
             )
         for name, value in stacked.items():
             value[index, :count] = own[name]
     return stacked
+
+
+def _states_of(file: str, target_fingerprint: str | None) -> dict[str, torch.Tensor]:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as tensors:
+        found = (tensors.metadata() or {}).get("target_fingerprint")
+        if target_fingerprint is not None and found != target_fingerprint:
+            raise ValueError(
+                f"{file} was computed by another target, or from other layers of it, than the one that is trained "
+                "for: precompute it again, or pass the folder that it lies in as `target_model`."
+            )
+        return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 - not a dictionary

@@ -4,12 +4,13 @@
 speed.
 
 Generates the dialogues, trains a tokenizer on them, trains a Qwen3-shaped model of a few million parameters with
-[`TreeSFTTrainer`], then runs one step folded and the same step branch by branch. Exits with 1 where no token is
+[`TreeSFTTrainer`] (`--model qwen3_5`: one with recurrent layers, shaped as Qwen3.5), then runs one step folded and the same step branch by branch. Exits with 1 where no token is
 supervised by several branches, the loss does not fall, or the two steps differ by more than float32 rounding.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import operator
 import statistics
@@ -21,7 +22,7 @@ import torch
 from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3_5TextConfig, Qwen3Config
 
 from hf_prefix_tree import PrefixTree, TreeSFTConfig, TreeSFTTrainer
 from hf_prefix_tree.demo.compare import Comparison, compare_step
@@ -33,22 +34,31 @@ STEPS = 30
 COMPARED_TREES = 3
 
 
-def make_model(vocab_size: int) -> PreTrainedModel:
+def make_config(model_type: str, vocab_size: int) -> PreTrainedConfig:
+    sizes = {
+        "vocab_size": vocab_size,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+    }
+    if model_type == "qwen3":
+        return Qwen3Config(**sizes)
+    heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 32}
+    layer_types = ["linear_attention"] * 3 + ["full_attention"]
+    return Qwen3_5TextConfig(**sizes, **heads, linear_value_head_dim=32, layer_types=layer_types)
+
+
+def make_model(model_type: str, vocab_size: int) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        tie_word_embeddings=True,
-    )
+    config = make_config(model_type, vocab_size)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="prefix_tree")
 
 
-def train(rows: list[dict]) -> TreeSFTTrainer:
+def train(rows: list[dict], model_type: str) -> TreeSFTTrainer:
     tokenizer = train_tokenizer(dialogue_texts(rows))
     with tempfile.TemporaryDirectory() as folder:
         args = TreeSFTConfig(
@@ -66,7 +76,7 @@ def train(rows: list[dict]) -> TreeSFTTrainer:
             report_to="none",
         )
         trainer = TreeSFTTrainer(
-            model=make_model(len(tokenizer)),
+            model=make_model(model_type, len(tokenizer)),
             args=args,
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
@@ -110,13 +120,16 @@ def report(trees: list[PrefixTree], steps: list[Comparison], losses: list[float]
     return wrong
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m hf_prefix_tree.demo", description=__doc__)
+    parser.add_argument("--model", choices=("qwen3", "qwen3_5"), default="qwen3", help="whose shape to train")
+    args = parser.parse_args(argv)
     console = Console(width=110)
     rows = generate_dialogues(num_groups=6, trials=3)
     console.print(
         f"{len(rows)} tool-use dialogues of {len({row['group'] for row in rows})} groups; one tree per group."
     )
-    trainer = train(rows)
+    trainer = train(rows, args.model)
     trees = [PrefixTree.from_dict(row) for row in trainer.train_dataset]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     steps = [compare_step(trainer.model, [tree]) for tree in trees[:COMPARED_TREES]]

@@ -25,6 +25,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "truncation_mode": (("keep_start",), "a response is cut at its end"),
     "batch_eval_metrics": ((False,), "no logits are kept"),
     "include_for_metrics": (([], None), "no logits are kept"),
+    "torch_compile": ((False,), "compiling the whole model is not tested"),
     "pad_token": ((None,), "set `processing_class.pad_token`"),
 }
 
@@ -37,7 +38,7 @@ class DiffusionSFTConfig(SFTConfig):
     Options of `SFTConfig` without meaning here raise `ValueError`: `packing`, `eval_packing`, `padding_free`,
     `assistant_only_loss`, `completion_only_loss`, `loss_type="dft"`, `label_smoothing_factor`, `neftune_noise_alpha`,
     `use_liger_kernel`, `average_tokens_across_devices=False`, `truncation_mode="keep_end"`, `batch_eval_metrics`,
-    `include_for_metrics`, `pad_token`.
+    `include_for_metrics`, `torch_compile`, `pad_token`.
 
     Args:
         objective (`str`, *optional*, defaults to `"mdlm"`):

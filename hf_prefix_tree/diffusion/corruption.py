@@ -129,11 +129,8 @@ def corrupt_blockwise(
     positions, blocks = _positions(input_ids), _blocks(input_ids, block_size, block_start)
     m = _levels(input_ids, seeds, eps, block_size, block_start)
 
-    # The i-th supervised token of the scope, and how many the scope has: [B, L], [B, L].
     counts = _per_block(supervised, blocks)
-    seen = supervised.long().cumsum(1)
-    before = seen - supervised.long()
-    i = before - before.gather(1, _first_of_block(blocks))
+    i = supervised.long().cumsum(1)  # in the row: inside a block only differences matter
     wanted = torch.round(m.double() * counts).long()
     if block_size is None:
         wanted = torch.maximum(wanted, counts.clamp(max=1))

@@ -60,7 +60,8 @@ def prepare_diffusion_model(model: torch.nn.Module, *, attn_backend: str = "auto
     token. Two keyword arguments are new: `diffusion_layout`, from [`~hf_prefix_tree.diffusion.attention.spans`], says
     who sees whom (with `position_ids`, which the two halves of an `[x_t | x_0]` row share), and `predict_positions`,
     `(M,)` indices into the flattened batch, which hidden states go to the head: `outputs.logits` is then
-    `[1, M, vocab]`. `config.is_causal` is `False`; a checkpoint loaded again must be prepared again.
+    `[1, M, vocab]`. `config.is_causal` is `False`. A checkpoint that is loaded again must be prepared again: without
+    that its attention is causal.
 
     Args:
         model (`PreTrainedModel` or `PeftModel`):

@@ -77,7 +77,7 @@ class DiffusionSFTTrainer(SFTTrainer):
 
     >>> trainer = DiffusionSFTTrainer(
     ...     model="Qwen/Qwen3-0.6B",
-    ...     args=DiffusionSFTConfig("diffusion", objective="block", mask_token_id=151643, block_size=32),
+    ...     args=DiffusionSFTConfig("diffusion", objective="block", mask_token_id=151669, block_size=32),
     ...     train_dataset=load_dataset("json", data_files="dialogues.jsonl", split="train"),
     ... )  # doctest: +SKIP
     >>> trainer.train()  # doctest: +SKIP

@@ -6,18 +6,19 @@ Cost: rendering and packing happen once, up front (for streams, as they are read
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from hf_prefix_tree.collators.eagle3 import EMPTY_FEATURE, HIDDEN_STATES, DataCollatorForEagle3
-from hf_prefix_tree.eagle3.mapping_cache import data_fingerprint
+from hf_prefix_tree.collators.eagle3 import DOCUMENT_KEYS, HIDDEN_STATES, DataCollatorForEagle3
 from hf_prefix_tree.eagle3.packing import PACKED_COLUMNS, pack_eagle3_dataset
 from hf_prefix_tree.eagle3.samples import SampleOptions, documents_of, rows_of_batch
+from hf_prefix_tree.trainers.padding import PaddedDataset, PaddedStream
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -46,7 +47,8 @@ def build_eagle3_dataloader(
 
     Every data-parallel rank gets its own rows, and as many as the others: an uneven rest is filled with rows that
     supervise nothing. Shuffling is seeded, by `seed` and the epoch, and uses no global generator: call
-    `loader.sampler.set_epoch(epoch)` before each epoch. A stream is split over the ranks and shuffled in a buffer.
+    `loader.sampler.set_epoch(epoch)` before each epoch. A stream is read in full by every rank, which keeps its own
+    rows, and shuffled in a buffer; there it is `loader.dataset.set_epoch(epoch)`.
 
     Args:
         dataset (`Dataset`, `IterableDataset`, list of `dict`, or `str`):
@@ -118,11 +120,9 @@ def build_eagle3_dataloader(
         if torch.cuda.is_initialized():
             settings["multiprocessing_context"] = "forkserver"  # a forked CUDA context aborts the worker
     if not hasattr(rows, "__len__"):
-        from datasets.distributed import split_dataset_by_node
-
         rows = rows.shuffle(seed=seed) if shuffle else rows
-        return DataLoader(split_dataset_by_node(rows, rank=rank, world_size=ranks), **settings)
-    padded = PaddedRows(rows, ranks * batch_size if ranks > 1 else 1)
+        return DataLoader(OwnRows(rows, rank, ranks, batch_size) if ranks > 1 else rows, **settings)
+    padded = PaddedDataset(rows, ranks * batch_size if ranks > 1 else 1)
     sampler: DistributedSampler = DistributedSampler(padded, num_replicas=ranks, rank=rank, shuffle=shuffle, seed=seed)
     return DataLoader(padded, sampler=sampler, **settings)
 
@@ -149,7 +149,7 @@ def prepare_eagle3_rows(
     Returns:
         A dataset where `dataset` is one, otherwise a list.
     """
-    columns = getattr(dataset, "column_names", None) or list(next(iter(dataset), {}))
+    columns = columns_of(dataset)
     if set(columns).issuperset(PACKED_COLUMNS) or HIDDEN_STATES in columns:
         return dataset
     if packed_sequence_size:
@@ -181,28 +181,28 @@ def padding_token(tokenizer: PreTrainedTokenizerBase | None, pad_token_id: int |
     raise ValueError("No padding token: pass `pad_token_id`, or a tokenizer with a `pad_token`.")
 
 
-class PaddedRows(Dataset):
+def columns_of(dataset: Any) -> list[str]:
+    """The columns of a dataset, a stream or a list of rows."""
+    return list(getattr(dataset, "column_names", None) or next(iter(dataset), {}))
+
+
+class OwnRows(IterableDataset):
     """
-    Rows, followed by rows without tokens up to a multiple: repeats, which samplers fill up with, would count twice.
+    A rank's rows of a stream; every rank gets as many whole batches as the others.
 
     Args:
-        dataset: Rows with a length.
-        multiple (`int`): The length is rounded up to a multiple of it.
+        stream: The rows.
+        rank, ranks, batch_size (`int`): Of the loader.
     """
 
-    def __init__(self, dataset: Any, multiple: int) -> None:
-        self.dataset = dataset
-        self.length = -(-len(dataset) // multiple) * multiple
+    def __init__(self, stream: Any, rank: int, ranks: int, batch_size: int) -> None:
+        self.stream, self.rank, self.ranks = PaddedStream(stream, ranks * batch_size), rank, ranks
 
-    def __len__(self) -> int:
-        return self.length
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return itertools.islice(self.stream, self.rank, None, self.ranks)
 
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return self.dataset[index] if index < len(self.dataset) else EMPTY_FEATURE
-
-    @property
-    def _fingerprint(self) -> str:
-        return data_fingerprint(self.dataset)
+    def set_epoch(self, epoch: int) -> None:
+        self.stream.set_epoch(epoch)
 
 
 def _shortened(ids: Any, mask: Any, seq_length: int) -> dict[str, list[int]]:
@@ -222,7 +222,7 @@ def _documents(dataset: Any, options: SampleOptions, seq_length: int, columns: l
         "batched": True,
         "remove_columns": list(columns),
         "fn_kwargs": {"options": options, "seq_length": seq_length},
-        "features": Features({name: List(Value("int64")) for name in EMPTY_FEATURE}),
+        "features": Features({name: List(Value("int64")) for name in DOCUMENT_KEYS}),
     }
     if isinstance(dataset, IterableDataset):
         return dataset.map(_document_columns, **settings)
@@ -234,7 +234,7 @@ def _document_columns(batch: Mapping[str, Any], options: SampleOptions, seq_leng
         _shortened(*document, seq_length) for row in rows_of_batch(batch) for document in documents_of(row, options)
     ]
     rows = [row for row in rows if row["input_ids"]]
-    return {name: [row[name] for row in rows] for name in EMPTY_FEATURE}
+    return {name: [row[name] for row in rows] for name in DOCUMENT_KEYS}
 
 
 def _place(dp_mesh: DeviceMesh | None) -> tuple[int, int]:

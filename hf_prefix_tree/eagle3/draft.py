@@ -191,11 +191,12 @@ class Eagle3DraftModel(PreTrainedModel):
             hidden = self._step(shifted(input_ids, 1 + k), position_ids + k, hidden, documents, keys, values)
             # Slots that count now, and those whose choice now decides whether a later one is a hit.
             where = torch.stack(supervised[k:]).any(dim=0).flatten().nonzero().squeeze(-1)
-            wanted = shifted(target_ids, 1 + k).flatten()[where]
+            ahead = where + 1 + k  # the slot of the step's token: in the same document, or a step wouldn't count
+            wanted = target_ids.flatten()[ahead]
             slots = supervised[k].flatten()[where]
             valid = slots & in_vocabulary[wanted]
             normed = self.norm(hidden).flatten(0, 1)[where]
-            losses, choices = self._losses(normed, shifted(target_logits, 1 + k).flatten(0, 1)[where])
+            losses, choices = self._losses(normed, target_logits.flatten(0, 1), ahead)
             matches = draft_ids[choices] == wanted
             on_track = on_track.flatten().index_put((where,), on_track.flatten()[where] & matches).view_as(on_track)
             hits = on_track.flatten()[where] & slots
@@ -205,11 +206,13 @@ class Eagle3DraftModel(PreTrainedModel):
         counts = sums.valid if num_items_in_batch is None else num_items_in_batch
         return Eagle3Output(loss=weighted_steps(sums.loss, counts, step_decay), sums=sums)
 
-    def _losses(self, hidden: torch.Tensor, target_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _losses(
+        self, hidden: torch.Tensor, target_logits: torch.Tensor, where: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if len(hidden) == 0:  # nothing is supervised: still a loss that reaches every parameter
             zero = self.lm_head(hidden.new_zeros((1, hidden.shape[1]))).sum() * 0 + hidden.sum()
             return zero[None][:0], torch.zeros(0, dtype=torch.int64, device=hidden.device)
-        return slot_losses(self.lm_head, hidden, target_logits)
+        return slot_losses(self.lm_head, hidden, target_logits, where)
 
     def _step(
         self,

@@ -4,7 +4,8 @@
 Step k of slot t takes the token t + 1 + k, and is held against the target's distribution after it. With
 `L_k = mean over valid slots of -sum_v p_v log q_v`, the loss is `sum_k decay^k L_k / sum_k decay^k`.
 
-Cost: the head on the slots that count, in chunks that are recomputed in the backward: no step keeps its logits.
+Cost: the head on the slots that count, in chunks that are recomputed in the backward: no step keeps its logits, and
+all steps read one copy of the target's.
 """
 
 from __future__ import annotations
@@ -83,7 +84,10 @@ def supervised_slots(loss_mask: torch.Tensor, doc_remaining: torch.Tensor, step:
 
 
 def slot_losses(
-    head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, target_logits: torch.Tensor
+    head: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    target_logits: torch.Tensor,
+    where: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Cross-entropy of each slot with the target's distribution over the draft vocabulary, and the draft's first choice.
@@ -91,25 +95,26 @@ def slot_losses(
     Args:
         head (`Callable`): Hidden states to draft logits.
         hidden (`torch.Tensor` of shape `(M, hidden)`): Normed hidden states of the slots.
-        target_logits (`torch.Tensor` of shape `(M, draft_vocab_size)`): The target's logits of the draft vocabulary.
+        target_logits (`torch.Tensor` of shape `(S, draft_vocab_size)`): The target's logits of the draft vocabulary.
+        where (`torch.Tensor` of shape `(M,)`, int64): The row of `target_logits` for each slot.
 
     Returns:
         `tuple`: `-sum p log q`, `(M,)`, in float32 or better; the first choices, int64 `(M,)`.
     """
 
-    def chunk(hidden: torch.Tensor, target_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def chunk(hidden: torch.Tensor, where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = head(hidden)
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        probabilities = torch.softmax(target_logits.to(dtype), dim=-1)
+        probabilities = torch.softmax(target_logits[where].to(dtype), dim=-1)
         losses = -(probabilities * torch.log_softmax(logits.to(dtype), dim=-1)).sum(dim=-1)
         return losses, logits.argmax(dim=-1)
 
     parts = []
-    for own, target in zip(hidden.split(CHUNK_SIZE), target_logits.split(CHUNK_SIZE), strict=True):
+    for own, at in zip(hidden.split(CHUNK_SIZE), where.split(CHUNK_SIZE), strict=True):
         if torch.is_grad_enabled():
-            parts.append(checkpoint(chunk, own, target, use_reentrant=False))
+            parts.append(checkpoint(chunk, own, at, use_reentrant=False))
         else:
-            parts.append(chunk(own, target))
+            parts.append(chunk(own, at))
     losses, choices = zip(*parts, strict=True)
     return torch.cat(losses), torch.cat(choices)
 

@@ -28,6 +28,7 @@ from hf_prefix_tree.eagle3.token_mapping import (
     t2d_from_ids,
     undisturbed_randomness,
 )
+from hf_prefix_tree.trainers.padding import PaddedDataset
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,7 +119,8 @@ def load_or_build_token_mapping(
 
     A hit draws no random number and leaves the loader unread, so that it does not change later shuffles. A file that
     is broken, or that was built from other data, another tokenizer or other special tokens, is rebuilt with a warning
-    on every rank. Every rank must call it.
+    on every rank; so is any file where the data can't be told from other data (a stream without a `fingerprint`).
+    Every rank must call it.
 
     Args:
         dataloader, target_vocab_size, draft_vocab_size, special_token_ids:
@@ -145,6 +147,8 @@ def load_or_build_token_mapping(
     key = mapping_fingerprint(dataloader, tokenizer=tokenizer, special_token_ids=special, data=fingerprint)
     is_main = not is_distributed() or dist.get_rank() == 0
     ids, problem = _read(cache_path, target_vocab_size, size, key) if is_main else (None, None)
+    if key is None and ids is not None:
+        ids, problem = None, "the data can't be told from other data (pass `fingerprint`, a name for it)"
     ids, problem = _broadcast_verdict(ids, problem, size)
     if ids is not None:
         if is_main:
@@ -158,7 +162,7 @@ def load_or_build_token_mapping(
     if is_main:
         try:
             save_token_mapping(cache_path, ids, target_vocab_size, key)
-        except OSError as error:  # the mapping itself is right; only the next start has to build it again
+        except (OSError, RuntimeError) as error:  # the mapping is right; only the next start has to build it again
             logger.warning("The token mapping could not be written to %s: %s.", os.fspath(cache_path), error)
     return ids, mask
 
@@ -169,9 +173,10 @@ def mapping_fingerprint(
     tokenizer: PreTrainedTokenizerBase | None = None,
     special_token_ids: Iterable[int | None] | None = None,
     data: str | None = None,
-) -> str:
+) -> str | None:
     """
     What a mapping is built from, as a hash: data, tokenizer, special tokens. Equal on all ranks; each must call it.
+    `None` where the data of some rank can't be told from other data.
 
     Args:
         dataloader: The loader. Its `dataset` is known by the fingerprint that `datasets` gives it, or by its rows.
@@ -185,7 +190,9 @@ def mapping_fingerprint(
             # Ranks that hold different parts of the data have different ones.
             gathered: list[str | None] = [None] * dist.get_world_size()
             dist.all_gather_object(gathered, data)
-            data = "+".join(str(own) for own in dict.fromkeys(gathered))
+            data = None if None in gathered else "+".join(str(own) for own in dict.fromkeys(gathered))
+    if data is None:
+        return None
     digest = hashlib.sha256()
     parts = [data, repr([None if i is None else int(i) for i in special_token_ids or ()])]
     if tokenizer is not None:
@@ -195,36 +202,40 @@ def mapping_fingerprint(
     return digest.hexdigest()
 
 
-def data_fingerprint(source: object) -> str:
+def data_fingerprint(source: object) -> str | None:
     """
     A hash that tells one data set from another: the one that `datasets` keeps, or that of the rows themselves.
 
     Args:
-        source: A dataset or a sequence of rows or batches. Anything else gives `"unknown"`, with a warning.
+        source: A dataset or a sequence of rows or batches. Anything else gives `None`: it would have to be read.
     """
+    if isinstance(source, PaddedDataset):  # how many rows fill it up depends on the number of ranks
+        return data_fingerprint(source.dataset)
     known = getattr(source, "_fingerprint", None)
     if isinstance(known, str):
         return known
     if not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
-        logger.warning(
-            "The data of a %s can't be told from other data without reading it: a token mapping that was built from "
-            "other data would be taken. Pass `fingerprint`, a name for the data.",
-            type(source).__name__,
-        )
-        return "unknown"
+        return None
     digest = hashlib.sha256()
     with undisturbed_randomness():
         for index in range(len(source)):
             row = source[index]
-            if not isinstance(row, Mapping) or "input_ids" not in row:
-                digest.update(repr(row).encode(errors="surrogatepass"))
-                continue
-            for name in ("input_ids", "loss_mask", "labels"):
-                if name in row:
-                    values = np.asarray(row[name])
-                    digest.update(f"{name}{values.shape}".encode())
-                    digest.update(values.astype(np.int64).tobytes())
+            for name, value in sorted(row.items()) if isinstance(row, Mapping) else [("row", row)]:
+                own = _bytes_of(value)
+                digest.update(f"{name}:{len(own)}:".encode() + own)
     return digest.hexdigest()
+
+
+def _bytes_of(value: Any) -> bytes:
+    """The content of a row's entry, whether its numbers are in a list, an array or a tensor."""
+    try:
+        numbers = np.asarray(value)
+    except (TypeError, ValueError):  # lists of different lengths
+        return repr(value).encode(errors="surrogatepass")
+    if numbers.dtype.kind not in "biuf":
+        return repr(value).encode(errors="surrogatepass")
+    whole = numbers.astype(np.float64 if numbers.dtype.kind == "f" else np.int64)
+    return f"{whole.dtype}{whole.shape}".encode() + whole.tobytes()
 
 
 def _read(
@@ -237,8 +248,14 @@ def _read(
         return None, "it is no regular file"
     try:
         data = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever the loader finds in a broken or foreign file
+        return _checked(data, target_vocab_size, size, fingerprint)
+    except Exception as error:  # whatever is found in a broken or foreign file: other ranks wait for the verdict
         return None, f"it can't be read ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+
+
+def _checked(
+    data: Any, target_vocab_size: int, size: int, fingerprint: str | None
+) -> tuple[torch.Tensor | None, str | None]:
     if not isinstance(data, dict) or not isinstance(data.get("selected_token_ids"), torch.Tensor):
         return None, "it holds no `selected_token_ids`"
     if data.get("target_vocab_size") != target_vocab_size:

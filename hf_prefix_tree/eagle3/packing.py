@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("next_fit", "best_fit")
 PACKED_COLUMNS = (*ROW_KEYS, "seq_lens")
+_MAX_BATCH = 10_000  # documents of a dataset that are packed together
 
 
 def pack_eagle3_dataset(
@@ -35,7 +36,8 @@ def pack_eagle3_dataset(
     """
     Pack documents into rows of `packed_sequence_size` slots.
 
-    A document that is longer keeps its head; one without tokens is skipped. As a step of a pipeline,
+    A document that is longer keeps its head; one without tokens is skipped. Of a `Dataset`, up to 10,000 documents are
+    packed together, of a stream 1,000: a row holds documents of one such part. As a step of a pipeline,
     `dataset.map(pack_eagle3_dataset, batched=True, remove_columns=..., fn_kwargs=...)` packs each batch of rows by
     itself, in several processes or on a stream; `best_fit` gets tighter with a larger `batch_size`.
 
@@ -140,8 +142,8 @@ def _map(dataset: Any, num_proc: int | None, settings: dict[str, Any]) -> Any:
     features = Features({name: List(Value("int64")) for name in PACKED_COLUMNS})
     if isinstance(dataset, IterableDataset):
         return dataset.map(_pack_batch, batched=True, remove_columns=columns, fn_kwargs=settings, features=features)
-    # Documents of different batches don't share a row: one batch per process packs tightest.
-    size = -(-len(dataset) // (num_proc or 1)) if settings["strategy"] == "best_fit" or not num_proc else 1000
+    # Documents of different batches don't share a row, so large ones pack tighter; a batch is in memory as lists.
+    size = min(-(-len(dataset) // (num_proc or 1)), _MAX_BATCH)
     return dataset.map(
         _pack_batch,
         batched=True,

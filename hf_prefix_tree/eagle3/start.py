@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 
 from hf_prefix_tree.collators.eagle3 import HIDDEN_STATES, DataCollatorForEagle3
 from hf_prefix_tree.eagle3.arguments import Eagle3Config
 from hf_prefix_tree.eagle3.config import Eagle3DraftConfig
-from hf_prefix_tree.eagle3.data import PaddedRows
 from hf_prefix_tree.eagle3.draft import Eagle3DraftModel
 from hf_prefix_tree.eagle3.mapping_cache import load_or_build_token_mapping
 from hf_prefix_tree.eagle3.target import TARGET_FILE, Eagle3Target
+from hf_prefix_tree.trainers.padding import PaddedDataset
+
+logger = logging.getLogger(__name__)
 
 
 def resolve_target(target_model: Any, args: Eagle3Config, model: Any) -> Eagle3Target:
@@ -28,9 +32,10 @@ def resolve_target(target_model: Any, args: Eagle3Config, model: Any) -> Eagle3T
         settings = {"dtype": "auto", **(args.target_model_init_kwargs or {})}  # type: ignore[dict-item]
         target_model = AutoModelForCausalLM.from_pretrained(target_model, **settings)
     if not isinstance(target_model, PreTrainedModel):
+        remedy = " Merge its adapter first: `merge_and_unload()`." if hasattr(target_model, "peft_config") else ""
         raise ValueError(
             f"`target_model` must be a causal LM, its name, or the folder of `precompute_hidden_states`, got "
-            f"{type(target_model).__name__}."
+            f"{type(target_model).__name__}.{remedy}"
         )
     layer_ids = args.aux_layer_ids
     if layer_ids is None and isinstance(model, Eagle3DraftModel):
@@ -75,13 +80,13 @@ def _counting_loader(rows: Any, args: Eagle3Config, collator: DataCollatorForEag
 
         return DataLoader(split_dataset_by_node(rows, rank=rank, world_size=ranks), collate_fn=collator)
     sampler: DistributedSampler = DistributedSampler(
-        PaddedRows(rows, ranks), num_replicas=ranks, rank=rank, shuffle=False
+        PaddedDataset(rows, ranks), num_replicas=ranks, rank=rank, shuffle=False
     )
     return DataLoader(sampler.dataset, batch_size=1, sampler=sampler, collate_fn=collator)
 
 
-def check_pair(model: Any, target: Eagle3Target) -> None:
-    """Raises `ValueError` where the draft is none, or that of another target."""
+def check_pair(model: Any, target: Eagle3Target, args: Eagle3Config) -> None:
+    """Raises `ValueError` where the draft is none, or that of another target, or not what `args` ask for."""
     if not isinstance(model, Eagle3DraftModel):
         raise ValueError(f"`model` must be an `Eagle3DraftModel` or a checkpoint of one, got {type(model).__name__}.")
     expected = {
@@ -95,3 +100,20 @@ def check_pair(model: Any, target: Eagle3Target) -> None:
                 f"`model` was made for another target: its `{name}` is {getattr(model.config, name)}, the target's "
                 f"{value}. Pass the target that it belongs to, or leave `model` out."
             )
+    asked = None if args.draft_vocab_size is None else min(args.draft_vocab_size, target.vocab_size)
+    if asked not in (None, model.config.draft_vocab_size):
+        raise ValueError(
+            f"`draft_vocab_size={args.draft_vocab_size}`, but that of `model` is {model.config.draft_vocab_size}, "
+            "which training does not change: leave out one of them."
+        )
+    if args.aux_layer_ids not in (None, target.aux_layer_ids):
+        raise ValueError(
+            f"`aux_layer_ids={args.aux_layer_ids}`, but `target_model` gives the layers {target.aux_layer_ids}: leave "
+            "`aux_layer_ids` out, or make the target (or its hidden states) for these layers."
+        )
+    own, theirs = (weight[:: max(1, len(weight) // 1024)] for weight in (model.embed_tokens.weight, target.embedding))
+    if own.shape == theirs.shape and not torch.equal(own, theirs.to(own)):
+        logger.warning(
+            "The embedding of `model` is not the target's, and it is frozen: engines will put the target's in its "
+            "place. Call `model.init_from_target(target.get_input_embeddings().weight)` before training."
+        )

@@ -2,15 +2,20 @@
 """[`Eagle3Target`]: what a draft head learns from: a frozen causal LM's hidden states and distribution.
 
 Packed documents run as a forest of chains on this library's own attention: exact for sliding windows and sinks, with
-FlexAttention on a GPU. Only hidden states leave the forward; its logits exist for a chunk of slots at a time.
+FlexAttention on a GPU. Only hidden states leave the forward; its logits exist for a chunk of slots at a time. It runs
+in its own dtype whatever autocast the draft trains under, so that states are the same online, in evaluation and
+precomputed.
 
 Cost: one forward without gradients, and the head on every slot.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +27,8 @@ from hf_prefix_tree.eagle3.attention import document_tree
 from hf_prefix_tree.eagle3.config import check_aux_layer_ids, default_aux_layer_ids
 from hf_prefix_tree.eagle3.loss import CHUNK_SIZE
 from hf_prefix_tree.model import ensure_verified, prepare_model
+from hf_prefix_tree.support import backbone_of
+from hf_prefix_tree.verify import weights_are_whole
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -38,22 +45,24 @@ class Eagle3Target:
 
     Args:
         model (`PreTrainedModel`):
-            A causal LM, whole on one device. It is prepared with [`prepare_model`], frozen and put in eval mode.
+            A causal LM, whole on one device, adapters merged. It is prepared with [`prepare_model`], frozen and put in
+            eval mode; weights, buffers and dtype stay as they are.
         aux_layer_ids (sequence of `int`, *optional*):
             The three layers whose outputs the draft fuses, counted from 0. Defaults to those that engines read.
         attn_backend (`str`, *optional*, defaults to `"auto"`):
             See [`prepare_model`].
 
     Raises:
-        `ValueError`: If the architecture is not served, or its logits are not those of a plain linear head.
+        `ValueError`: If the architecture is not served, its logits are not those of a plain linear head, or it is
+            wrapped, sharded or spread over devices.
     """
 
     def __init__(
         self, model: PreTrainedModel, aux_layer_ids: Sequence[int] | None = None, attn_backend: str = "auto"
     ) -> None:
+        self._check_model(model)
         self.config: PretrainedConfig = model.config
-        self._check_head(model)
-        num_layers = self.config.num_hidden_layers
+        num_layers = len(backbone_of(model).layers)  # type: ignore[union-attr]  # checked
         self.aux_layer_ids = list(default_aux_layer_ids(num_layers) if aux_layer_ids is None else aux_layer_ids)
         check_aux_layer_ids(self.aux_layer_ids, num_layers)
         self.model: PreTrainedModel | None = prepare_model(model, attn_backend=attn_backend)
@@ -61,11 +70,6 @@ class Eagle3Target:
         model.eval()
         self.embedding = model.get_input_embeddings().weight
         self.head = model.get_output_embeddings().weight
-        self._captured: dict[str | int, torch.Tensor] = {}
-        for layer_id in self.aux_layer_ids:
-            model.base_model.layers[layer_id].register_forward_hook(self._keep(layer_id))
-        # Before the hook that keeps the hidden states of labelled tokens only.
-        model.base_model.register_forward_hook(self._keep("last"), prepend=True)
 
     @classmethod
     def from_precomputed(cls, folder: str | Path) -> Eagle3Target:
@@ -83,12 +87,23 @@ class Eagle3Target:
         self.model = None
         self.config = AutoConfig.for_model(**described["config"])
         self.aux_layer_ids = described["aux_layer_ids"]
+        self.fingerprint = described["fingerprint"]
         self.embedding, self.head = weights["embed_tokens.weight"], weights["lm_head.weight"]
         return self
 
     @property
     def vocab_size(self) -> int:
         return self.head.shape[0]
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Tells one target from another, and from other layers of it: a hash of some values of every weight."""
+        assert self.model is not None
+        digest = hashlib.sha256(f"{self.config.model_type}{self.aux_layer_ids}".encode())
+        for name, weight in self.model.named_parameters():
+            values = weight.detach().flatten()[:: max(1, weight.numel() // 64)].double().cpu().numpy()
+            digest.update(f"{name}{tuple(weight.shape)}".encode() + values.tobytes())
+        return digest.hexdigest()
 
     def to(self, device: torch.device) -> Eagle3Target:
         """Moves it, in place."""
@@ -112,23 +127,34 @@ class Eagle3Target:
             `dict[str, torch.Tensor]`: `aux_hidden_states` `(B, N, 3 * hidden)`, `last_hidden_states` `(B, N, hidden)`
             (what the head takes) and `target_ids` `(B, N)` (the first choice after each token).
         """
+        input_ids = batch["input_ids"]
         if self.model is None:
+            if not batch["attention_mask"].any():  # rows that fill an uneven last step have no file
+                aux, last = (
+                    self.head.new_zeros(*input_ids.shape, n * self.head.shape[1]) for n in (len(self.aux_layer_ids), 1)
+                )
+                return dict(zip(STATES, (aux, last, torch.zeros_like(input_ids)), strict=True))
             raise ValueError(
                 "The target of precomputed hidden states can't run: pass rows of `precompute_hidden_states`, or the "
                 "target model."
             )
-        ensure_verified(self.model, self.model)
-        input_ids = batch["input_ids"]
-        self._captured.clear()
-        # Labels that supervise nothing: the head runs on a single token.
-        self.model(
-            input_ids=input_ids,
-            prefix_tree=document_tree(batch["seq_lens"], input_ids.shape[1]),
-            labels=torch.full_like(input_ids, IGNORE_INDEX),
-        )
-        aux = torch.cat([self._captured[layer_id] for layer_id in self.aux_layer_ids], dim=-1)
-        last = self._captured["last"]
-        self._captured.clear()
+        captured: dict[str | int, torch.Tensor] = {}
+        backbone: Any = backbone_of(self.model)
+        with torch.autocast(input_ids.device.type, enabled=False), ExitStack() as hooks:
+            ensure_verified(self.model, self.model)
+            for layer_id in self.aux_layer_ids:
+                hook = backbone.layers[layer_id].register_forward_hook(_keep(captured, layer_id))
+                hooks.callback(hook.remove)
+            # Before the hook that keeps the hidden states of labelled tokens only.
+            hooks.callback(backbone.register_forward_hook(_keep(captured, "last"), prepend=True).remove)
+            # Labels that supervise nothing: the head runs on a single token.
+            self.model(
+                input_ids=input_ids,
+                prefix_tree=document_tree(batch["seq_lens"], input_ids.shape[1]),
+                labels=torch.full_like(input_ids, IGNORE_INDEX),
+            )
+        aux = torch.cat([captured[layer_id] for layer_id in self.aux_layer_ids], dim=-1)
+        last = captured["last"]
         choices = [logits.argmax(dim=-1) for logits in self._logits(last, self.head)]
         return dict(zip(STATES, (aux, last, torch.cat(choices).view_as(input_ids)), strict=True))
 
@@ -147,25 +173,44 @@ class Eagle3Target:
         head = self.head if len(ids) == self.vocab_size else self.head[ids]
         return torch.cat(list(self._logits(last_hidden_states, head))).unflatten(0, last_hidden_states.shape[:2])
 
-    def _logits(self, hidden: torch.Tensor, head: torch.Tensor) -> Any:
-        return (torch.nn.functional.linear(x, head) for x in hidden.to(head.dtype).flatten(0, 1).split(CHUNK_SIZE))
-
-    def _keep(self, name: str | int) -> Any:
-        def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-            if name == "last":
-                output = output[0] if isinstance(output, tuple) else output.last_hidden_state
-            self._captured[name] = output[0] if isinstance(output, tuple) else output
-
-        return hook
+    def _logits(self, hidden: torch.Tensor, head: torch.Tensor) -> Iterator[torch.Tensor]:
+        for x in hidden.to(head.dtype).flatten(0, 1).split(CHUNK_SIZE):
+            with torch.autocast(head.device.type, enabled=False):
+                logits = torch.nn.functional.linear(x, head)
+            yield logits
 
     @staticmethod
-    def _check_head(model: PreTrainedModel) -> None:
+    def _check_model(model: PreTrainedModel) -> None:
+        if not isinstance(model, PreTrainedModel):
+            raise ValueError(
+                f"`model` must be a causal LM of Transformers, got {type(model).__name__}: merge adapters first "
+                "(`merge_and_unload()`), and don't wrap it."
+            )
+        if not weights_are_whole(model) or len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+            raise ValueError(
+                f"The target ({type(model).__name__}) is sharded, spread over devices or has no weights yet: load it "
+                "whole on one device, or precompute its hidden states (`precompute_hidden_states`) where that fits."
+            )
+        if not isinstance(getattr(backbone_of(model), "layers", None), torch.nn.ModuleList):
+            raise ValueError(f"{type(model).__name__} has no list of decoder layers, whose outputs a draft reads.")
+        config = model.config.get_text_config()
         for option in _HEAD_OPTIONS:
-            if getattr(model.config, option, None) not in (None, 1, 1.0):
+            if getattr(config, option, None) not in (None, 1, 1.0):
                 raise ValueError(
-                    f"`config.{option}={getattr(model.config, option)}`: the target's logits are not those of a plain "
+                    f"`config.{option}={getattr(config, option)}`: the target's logits are not those of a plain "
                     "head, which EAGLE-3 training here relies on. Use another target."
                 )
         head = model.get_output_embeddings()
         if not isinstance(head, torch.nn.Linear) or head.bias is not None:
             raise ValueError(f"{type(model).__name__} has no linear head without bias, which is needed here.")
+
+
+def _keep(captured: dict[str | int, torch.Tensor], name: str | int) -> Callable[..., None]:
+    """A hook that keeps the hidden states that a module gives out."""
+
+    def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if not isinstance(output, (tuple, torch.Tensor)):
+            output = output.last_hidden_state
+        captured[name] = output[0] if isinstance(output, tuple) else output
+
+    return hook

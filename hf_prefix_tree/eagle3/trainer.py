@@ -9,6 +9,8 @@ their micro-batch has its turn. The target is no part of the model, so nothing o
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from hf_prefix_tree.batch import BLOCK_SIZE
 from hf_prefix_tree.collators.eagle3 import HIDDEN_STATES, DataCollatorForEagle3
 from hf_prefix_tree.eagle3.arguments import Eagle3Config
-from hf_prefix_tree.eagle3.data import PaddedRows, padding_token, prepare_eagle3_rows
+from hf_prefix_tree.eagle3.data import columns_of, padding_token, prepare_eagle3_rows
 from hf_prefix_tree.eagle3.draft import Eagle3DraftModel
 from hf_prefix_tree.eagle3.loss import StepSums, supervised_slots, weighted_steps
 from hf_prefix_tree.eagle3.packing import PACKED_COLUMNS
@@ -26,6 +28,7 @@ from hf_prefix_tree.eagle3.samples import SampleOptions
 from hf_prefix_tree.eagle3.start import check_pair, new_draft, resolve_target
 from hf_prefix_tree.eagle3.target import STATES, Eagle3Target
 from hf_prefix_tree.eagle3.token_mapping import t2d_from_ids
+from hf_prefix_tree.trainers.padding import PaddedDataset, PaddedStream
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ class Eagle3Trainer(Trainer):
         data_collator ([`DataCollatorForEagle3`], *optional*):
             Defaults to one with the tokenizer's padding token.
         train_dataset, eval_dataset (`Dataset`, `IterableDataset` or list of `dict`, *optional*):
-            The rows.
+            The rows. For evaluation also several sets of them by name, in a `dict`.
         processing_class (`PreTrainedTokenizerBase`, *optional*):
             The tokenizer. Needed for conversations.
         kwargs:
@@ -99,6 +102,8 @@ class Eagle3Trainer(Trainer):
                 raise ValueError(f"`{name}` is not supported: the loss and its metrics are the draft's own.")
         if args.n_gpu > 1:
             raise ValueError("`nn.DataParallel` is not supported: start one process per GPU with `accelerate launch`.")
+        if not args.average_tokens_across_devices:
+            raise ValueError("`average_tokens_across_devices=False` would weigh ranks, not slots: set it to `True`.")
         if data_collator is None:
             data_collator = DataCollatorForEagle3(
                 padding_token(processing_class), length=args.packed_sequence_size or args.seq_length
@@ -114,26 +119,32 @@ class Eagle3Trainer(Trainer):
                 BLOCK_SIZE,
             )
         options = SampleOptions(processing_class, args.supervise_reasoning, args.reasoning_end)
-        train_dataset, eval_dataset = (
-            None
-            if dataset is None
-            else prepare_eagle3_rows(
-                dataset,
-                options,
-                seq_length=args.seq_length,
-                packed_sequence_size=args.packed_sequence_size,
-                strategy=args.packing_strategy,
-                pad_token_id=data_collator.pad_token_id,
-                num_proc=args.dataset_num_proc,
-            )
-            for dataset in (train_dataset, eval_dataset)
-        )
+
+        settings: dict[str, Any] = {
+            "seq_length": args.seq_length,
+            "packed_sequence_size": args.packed_sequence_size,
+            "strategy": args.packing_strategy,
+            "pad_token_id": data_collator.pad_token_id,
+            "num_proc": args.dataset_num_proc,
+        }
+
+        def prepared(dataset: Any) -> Any:
+            if isinstance(dataset, Mapping):  # evaluation sets by name
+                return {name: prepared(own) for name, own in dataset.items()}
+            return None if dataset is None else prepare_eagle3_rows(dataset, options, **settings)
+
+        with args.main_process_first(desc="rendering and packing documents"):  # the others read what it cached
+            train_dataset, eval_dataset = prepared(train_dataset), prepared(eval_dataset)
         self.target = resolve_target(target_model, args, model).to(args.device)
+        sets = [train_dataset, *(eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset])]
+        if self.target.model is None or any(HIDDEN_STATES in columns_of(own) for own in sets if own is not None):
+            data_collator = copy(data_collator)
+            data_collator.target_fingerprint = self.target.fingerprint
         if model is None:
             model = new_draft(self.target, args, train_dataset, data_collator, processing_class)
         elif isinstance(model, str):
             model = Eagle3DraftModel.from_pretrained(model)
-        check_pair(model, self.target)
+        check_pair(model, self.target, args)
         assert isinstance(model, Eagle3DraftModel)
         model.attn_backend = args.attn_backend
         self._sums: dict[str, StepSums] = {}
@@ -148,11 +159,17 @@ class Eagle3Trainer(Trainer):
         )
         parallelism = getattr(self.accelerator, "parallelism_config", None)
         if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
-            raise ValueError("`parallelism_config` splits rows over devices, which is not supported: set it to 1.")
+            raise ValueError(
+                "`parallelism_config` splits rows over devices, which is not supported: set `cp_size=1`, `sp_size=1`."
+            )
         # As `loss_is_scaled_for_ga`, which transformers knows from 5.19 on.
         self.model_accepts_loss_kwargs = True
 
     # ---- one optimizer step ----
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        self._sums.clear()  # the last window of an earlier training may have been too short to be logged
+        return super().train(*args, **kwargs)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
         """Runs the target on the step's micro-batches; the valid slots of each draft step, over all ranks: `(K,)`."""
@@ -197,8 +214,11 @@ class Eagle3Trainer(Trainer):
         self._sums[kind] = StepSums(*map(torch.add, self._sums[kind], sums)) if kind in self._sums else sums
         loss = outputs.loss
         if self.model.training:
-            loss = loss * (self.accelerator.num_processes // self.get_tp_size())  # DDP and FSDP average over ranks
+            loss = loss * self._averaging_ranks()  # DDP and FSDP average over ranks
         return (loss, outputs) if return_outputs else loss
+
+    def _averaging_ranks(self) -> int:
+        return self.accelerator.num_processes // self.get_tp_size()
 
     def _draft(self) -> Eagle3DraftModel:
         return self.accelerator.unwrap_model(self.model)
@@ -246,9 +266,28 @@ class Eagle3Trainer(Trainer):
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
         """Accelerate fills an uneven last step with repeats, which would count twice: fill it with empty rows."""
-        step = batch_size * self.accelerator.num_processes
-        if self.accelerator.num_processes > 1 and hasattr(dataset, "__len__") and len(dataset) % step:
+        is_training = kwargs.get("is_training", False)
+        is_distributed = self.accelerator.num_processes > 1
+        rows = batch_size * (1 if self.accelerator.split_batches else self._averaging_ranks())
+        if isinstance(dataset, torch.utils.data.IterableDataset):
+            # Trainer doesn't know where a stream ends, and would carry the gradients of an uneven last step over into
+            # the next epoch's first one.
+            multiple = rows * (self.args.gradient_accumulation_steps if is_training else 1)
+            if is_distributed:
+                self._read_stream_on_every_rank()
+            if is_distributed or multiple > rows:
+                dataset = PaddedStream(dataset, multiple)
+        elif is_distributed and not (is_training and self.args.dataloader_drop_last) and len(dataset) % rows:
             if hasattr(dataset, "column_names"):
                 dataset = self._remove_unused_columns(dataset, description=description)
-            dataset = PaddedRows(dataset, step)
+            dataset = PaddedDataset(dataset, rows)
         return super()._get_dataloader(dataset, description, batch_size, **kwargs)
+
+    def _read_stream_on_every_rank(self) -> None:
+        config = self.accelerator.dataloader_config
+        if config.dispatch_batches:
+            raise ValueError(
+                "`accelerator_config` has `dispatch_batches=True`, which concatenates the batches of all ranks, and "
+                "their `seq_lens` differ in size. Set it to `False`."
+            )
+        config.dispatch_batches = False  # not set means `True` for streams

@@ -48,9 +48,14 @@ def validate_export(path: str | os.PathLike[str]) -> list[str]:
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             return [f"There is no `{name}`."]
-    config = json.loads((folder / CONFIG).read_text())
+    try:
+        config = json.loads((folder / CONFIG).read_text())
+    except ValueError as error:
+        return [f"`{CONFIG}` can't be read: {error}."]
+    if not isinstance(config, dict):
+        return [f"`{CONFIG}` holds no object."]
     is_speculators = "speculators_model_type" in config
-    layer = config.get("transformer_layer_config", {}) if is_speculators else config
+    layer = (config.get("transformer_layer_config") or {}) if is_speculators else config
     problems = _speculators_problems(config) if is_speculators else _portable_problems(config)
     problems += _shared_problems(config, layer)
     if all(isinstance(layer.get(name), (int, float)) for name in _LAYER_NUMBERS):
@@ -69,6 +74,8 @@ def _portable_problems(config: dict[str, Any]) -> list[str]:
     if config.get("model_type") != "llama":
         problems.append(f"`model_type` is {config.get('model_type')!r}: engines' draft layer is 'llama'.")
     nested, top = (config.get("eagle_config") or {}).get(AUX_KEY), config.get(AUX_KEY)
+    if (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
+        problems.append("`eagle_config.use_aux_hidden_state` is false: engines would not fuse the hidden states.")
     if nested is None:
         problems.append(f"`eagle_config.{AUX_KEY}` is missing: SGLang would guess the auxiliary layers.")
     if top is None:
@@ -124,12 +131,15 @@ def _shared_problems(config: dict[str, Any], layer: dict[str, Any]) -> list[str]
 
 
 def _tensor_problems(file: Path, config: dict[str, Any], layer: dict[str, Any], prefix: str) -> list[str]:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     expected = _expected_shapes(config, layer, prefix)
-    with safe_open(str(file), framework="pt") as tensors:
-        shapes = {name: list(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-        maps = {name: tensors.get_tensor(name) for name in _MAPS if name in shapes}
+    try:
+        with safe_open(str(file), framework="pt") as tensors:
+            shapes = {name: list(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+            maps = {name: tensors.get_tensor(name) for name in _MAPS if name in shapes}
+    except SafetensorError as error:  # cut off, or of another format
+        return [f"`{file.name}` can't be read: {error}."]
     problems = [
         f"The tensor `{name}` is no part of the format: SGLang skips it in silence, vLLM fails on it."
         for name in sorted(shapes.keys() - expected.keys() - set(_MAPS))

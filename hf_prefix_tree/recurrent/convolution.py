@@ -1,9 +1,9 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """Causal convolution on a tree: every token sees the last tokens of its path.
 
-The row is laid out anew, each run of consecutive tokens behind the `width - 1` tokens above it on its path (zeros above
-a root), and the model's own convolution runs over that once. Its activation, bias and kernel stay its own. Cost: one
-gather each way, and `width - 1` more tokens for each run.
+The row is laid out anew, each run of consecutive tokens behind the `width - 1` tokens above it on its path (zeros
+above a root), and the model's own convolution runs over that once. Its activation, bias and kernel stay its own.
+Cost: one gather each way, and `width - 1` more tokens for each run.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """The delta rule on a tree: Gated DeltaNet (one decay for each head) and Kimi delta attention (one for each channel).
 
-The state `S` of a head, `[key_dim, value_dim]`, changes by `S <- A_t S + k_t v_t'`, so a segment is an affine map of it.
-Its matrix part comes from the model's own scan: columns with values of zero that start from the identity end as the
-product of the `A_t`. Finding the maps costs a scan of `value_dim + key_dim` columns.
+The state `S` of a head, `[key_dim, value_dim]`, changes by `S <- A_t S + k_t v_t'`, so a segment is an affine map of
+it. Its matrix part comes from the model's own scan: columns with values of zero that start from the identity end as
+the product of the `A_t`. Finding the maps costs a scan of `value_dim + key_dim` columns.
 
 On a GPU with flash-linear-attention the segments of a call lie one after another; elsewhere the scan of the modeling
 file gets them as the rows of padded batches.
@@ -24,6 +24,7 @@ from hf_prefix_tree.recurrent.scan import Recurrence, scan_on_tree
 from hf_prefix_tree.recurrent.segments import Batch, segments_of
 
 logger = logging.getLogger(__name__)
+
 
 def delta_rule_on_tree(
     kernel: str,
@@ -78,9 +79,7 @@ def delta_rule(
     heads, key_dim, value_dim = value.shape[2], key.shape[3], value.shape[3]
     precise = torch.promote_types(value.dtype, torch.float32)
 
-    def run(
-        batch: Batch, taken: list[torch.Tensor], state: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(batch: Batch, taken: list[torch.Tensor], state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v, log_decay, overwrite = taken
         call = scan if scan_line is None else functools.partial(scan_line, cu_seqlens=batch.bounds)
         return call(q, k, v, g=log_decay, beta=overwrite, initial_state=state, output_final_state=True, **kwargs)

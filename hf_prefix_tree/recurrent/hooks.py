@@ -1,10 +1,10 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """Where recurrent layers are hooked: the functions that the mixers of Transformers call by name.
 
-A mixer calls its convolution and its scan as functions of its modeling file and hands both the keyword arguments of the
-call, `prefix_tree` among them, recomputation under checkpointing included. While a prepared model of that file exists,
-those names stand for functions that follow the tree where one arrives and call the original otherwise. Nothing else of
-the file changes, and whatever kernel the original runs stays.
+A mixer calls its convolution and its scan as functions of its modeling file and hands both the keyword arguments of
+the call, `prefix_tree` among them, recomputation under checkpointing included. While a prepared model of that file
+exists, those names stand for functions that follow the tree where one arrives and call the original otherwise. Nothing
+else of the file changes, and whatever kernel the original runs stays.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def has_convolution(module: torch.nn.Module) -> bool:
 
 def why_not_served(mixer: torch.nn.Module) -> str | None:
     """`None` where a module that holds a convolution can follow a tree, otherwise the reason why not."""
-    calls = _calls(type(mixer))
+    calls = _calls(type(mixer).forward)
     scans = [name for name in _WITHOUT_STATES if name in calls]
     if scans:
         return f"its scan `{scans[0]}` takes no state to start from"
@@ -126,11 +126,11 @@ def why_not_served(mixer: torch.nn.Module) -> str | None:
 
 
 @functools.cache
-def _calls(module_class: type) -> dict[str, bool]:
+def _calls(forward: Callable) -> dict[str, bool]:
     """The functions that a module's forward calls by name, and whether with `**kwargs`."""
     try:
-        source = inspect.getsource(inspect.unwrap(module_class.forward))
-    except (OSError, TypeError):  # a class without a source file
+        source = inspect.getsource(inspect.unwrap(forward))
+    except (OSError, TypeError):  # without a source file
         return {}
     found: dict[str, bool] = {}
     for node in ast.walk(ast.parse(textwrap.dedent(source))):

@@ -1,9 +1,9 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """The scan of Mamba2 on a tree.
 
-The state of a head changes by `h <- exp(A dt_t) h + dt_t B_t x_t'`, so what a segment multiplies the state before by is
-one number for each head, `exp(A sum(dt))`, and the maps of segments cost one scan. The scan of the modeling file, a
-kernel of mamba-ssm or the reference, takes a state for each row of a batch: segments are the rows of padded batches.
+The state of a head changes by `h <- exp(A dt_t) h + dt_t B_t x_t'`, so a segment multiplies the state before it by one
+number for each head, `exp(A sum(dt))`, and the maps of segments cost one scan. The scan of the modeling file, a kernel
+of mamba-ssm or the reference, takes a state for each row of a batch: segments are the rows of padded batches.
 """
 
 from __future__ import annotations

@@ -21,7 +21,9 @@ import torch
 from hf_prefix_tree.layout import Int64Array
 from hf_prefix_tree.recurrent.segments import Batch, Schedule, Segments
 
-CALL_TOKENS = 8192  # what a call of a kernel costs, forward and backward, in tokens that it could scan instead
+# What a call costs, forward and backward, in tokens that it could scan instead. On a GPU a call is a millisecond or
+# more of launches and Python; on a CPU the tokens are what takes the time.
+CALL_TOKENS, CALL_TOKENS_CPU = 8192, 512
 
 
 class Recurrence(NamedTuple):
@@ -52,8 +54,9 @@ def scan_on_tree(segments: Segments, recurrence: Recurrence) -> torch.Tensor:
 
 def forking_is_cheaper(segments: Segments) -> bool:
     """Whether the calls that linking saves cost less than what it scans again. Two levels are two calls either way."""
+    call_tokens = CALL_TOKENS_CPU if segments.device.type == "cpu" else CALL_TOKENS
     scanned_again = 2 * int(segments.length[segments.is_parent].sum())
-    return (segments.num_levels - 2) * CALL_TOKENS <= scanned_again
+    return (segments.num_levels - 2) * call_tokens <= scanned_again
 
 
 def fork(segments: Segments, recurrence: Recurrence) -> torch.Tensor:

@@ -25,7 +25,7 @@ SHORTEST_ROW = 64  # tokens; segments up to it share a padded batch: the chunk s
 class Batch(NamedTuple):
     """The segments of one call of a scan: one after another, or as the rows of a padded batch."""
 
-    tokens: torch.Tensor  # [1, T] or [segments, longest], int64: positions in the flattened row, 0 where padded
+    tokens: torch.Tensor  # [1, T] or [segments, longest], int64: positions in the flattened rows
     padding: torch.Tensor | None  # bool of the same shape, `None` where nothing is padded
     bounds: torch.Tensor | None  # int64 [segments + 1]: where segments start and end in [1, T]; `None` where padded
 
@@ -128,7 +128,9 @@ class Segments:
             padding = column >= lengths[:, None]
             read = self.start[chosen][:, None] + column
             mask = torch.from_numpy(padding).to(self.device) if padding.any() else None
-            batches.append(Batch(torch.from_numpy(np.where(padding, 0, read)).to(self.device), mask, None))
+            # Padding reads tokens that come next: were it one token, all gradients of zero would queue up for it.
+            inside = torch.from_numpy(np.minimum(read, self.num_tokens - 1)).to(self.device)
+            batches.append(Batch(inside, mask, None))
             order.append(chosen)
             tokens.append(np.where(padding, -1, read).reshape(-1))
         return Schedule(np.concatenate(order), batches, [len(chosen) for chosen in order], np.concatenate(tokens))

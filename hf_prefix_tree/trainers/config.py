@@ -103,6 +103,10 @@ class TreeSFTConfig(SFTConfig):
     > These parameters have other defaults than in `SFTConfig`: `max_length` is `None` instead of `1024`, which would
     > cut most agent dialogues before their first supervised token. `per_device_train_batch_size` and
     > `per_device_eval_batch_size` are `1` instead of `8`, as trees are large and those of a batch share one row.
+    >
+    > With several processes the rows of a step are dealt so that each computes as much (`tree/imbalance` in the logs).
+    > That needs some rows to choose from: `gradient_accumulation_steps` of 4, or
+    > `train_sampling_strategy="group_by_length"`, under which the rows of a step cost alike.
     """
 
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "chat_template_kwargs", "column_names"]  # noqa: RUF012

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hf_prefix_tree.folding import _common_prefixes, _sorted_order
+from hf_prefix_tree.folding import common_prefixes, sorted_order
 
 TOO_MANY = 2**40  # tokens of parts that exceed the budget: also added up over many ranks it fits int64
 
@@ -68,10 +68,10 @@ class SortedRows:
         """
         kept = attention_mask.bool().cpu().numpy()
         ids = [row[own] for row, own in zip(input_ids.cpu().numpy(), kept, strict=True)]
-        order = _sorted_order(ids)
+        order = sorted_order(ids)
         ids = [ids[row] for row in order]
         lengths = np.array([len(row) for row in ids])
-        return cls(np.array(order), lengths, _common_prefixes(ids), input_ids.shape[1])
+        return cls(np.array(order), lengths, common_prefixes(ids), input_ids.shape[1])
 
     def parts(self, number: int) -> list[list[int]]:
         """The rows of each of `number` parts, in the order of the batch; parts differ by at most one row."""

@@ -21,13 +21,13 @@ class TreeGRPOTrainer(TreePolicyMixin, GRPOTrainer):
     """
     Group Relative Policy Optimization on prefix trees: a drop-in for TRL's [`~trl.GRPOTrainer`].
 
-    Takes the same arguments and a [`~trl.GRPOConfig`], and takes the same optimizer steps. Generation, rewards, tools
-    and environments are TRL's. What differs is which completions share a micro-batch: inside an optimizer step, groups
-    are kept together in as few forwards as compute the fewest tokens, none with more tokens than TRL's micro-batch of
-    `per_device_train_batch_size` padded rows. Metrics that TRL averages over micro-batches (`entropy`, `kl`,
-    `clip_ratio/*`) are averages over these. Under `loss_type="bnpo"`, an entropy bonus, `top_entropy_quantile` below 1
-    or a router's auxiliary loss, which depend on the micro-batch as a whole, TRL's own micro-batches are kept, as they
-    are for images.
+    Takes the same arguments and a [`~trl.GRPOConfig`], takes the same optimizer steps and logs the same numbers.
+    Generation, rewards, tools and environments are TRL's. What differs is which completions are computed together:
+    inside an optimizer step, groups are kept together in those forwards that compute the fewest tokens, none with more
+    tokens than TRL's micro-batch of `per_device_train_batch_size` padded rows. So a group may be larger than a
+    micro-batch, and some of the `gradient_accumulation_steps` may have nothing left to compute. What depends on a
+    micro-batch as a whole keeps TRL's own micro-batches: `loss_type="bnpo"`, an entropy bonus, `top_entropy_quantile`
+    below 1, a router's auxiliary loss, and images.
 
     A generation that spans several optimizer steps (`steps_per_generation` above `gradient_accumulation_steps`) is
     shuffled by TRL before it is cut into steps, so each step holds a part of a group, and shares as much.

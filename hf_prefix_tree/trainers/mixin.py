@@ -49,8 +49,11 @@ class TreeLossMixin(_Trainer):
         self._tree_sums: dict[str, torch.Tensor] = {}
         super().__init__(*args, **kwargs)
         self._refuse_engines()
-        options = {"attn_backend": "auto", "compile_layers": False}
-        prepare_model(self.model, **{name: getattr(self.args, name, value) for name, value in options.items()})
+        prepare_model(
+            self.model,
+            attn_backend=getattr(self.args, "attn_backend", "auto"),
+            compile_layers=getattr(self.args, "compile_layers", False),
+        )
         # Says that the loss is normalised by `num_items_in_batch`, so that Trainer does not divide it by the
         # accumulation steps. (Trainer's `loss_is_scaled_for_ga` says the same, but not before transformers 5.19.)
         self.model_accepts_loss_kwargs = True
@@ -243,10 +246,10 @@ class TreeLossMixin(_Trainer):
             units = linked_rows(tree_ids)
         ranks = self._ranks()
         collator = getattr(self.data_collator, "collator", self.data_collator)
-        counts_rows = isinstance(collator, DataCollatorForPrefixTree)
+        counts = RowCounts(collator) if isinstance(collator, DataCollatorForPrefixTree) else None
         if len(units) == len(dataset):
             in_order = strategy == "sequential" and ranks == 1
-            if in_order or args.dataloader_drop_last or not counts_rows or strategy not in STRATEGIES or not units:
+            if in_order or args.dataloader_drop_last or counts is None or strategy not in STRATEGIES or not units:
                 return None
         elif strategy not in STRATEGIES:
             raise ValueError(
@@ -259,7 +262,7 @@ class TreeLossMixin(_Trainer):
             strategy=strategy,
             seed=args.seed if args.data_seed is None else args.data_seed,
             global_step=lambda: self.state.global_step,
-            costs=self._row_costs(dataset, RowCounts(collator)) if counts_rows else None,
+            costs=None if counts is None else self._row_costs(dataset, counts),
             ranks=ranks,
             batch_size=batch_size,
         )

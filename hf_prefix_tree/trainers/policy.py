@@ -39,12 +39,13 @@ class Window:
 
     batches: list[dict[str, Any]]
     parts: list[list[int]]
-    scored: list[Scored] = field(default_factory=list)  # of the parts that were computed so far
+    scored: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # of each part, by its index
 
     def scored_batches(self) -> list[Scored]:
         """Log-probs and entropies of each of TRL's micro-batches, once all parts were computed; forgets them."""
         places = torch.tensor([row for part in self.parts for row in part]).argsort()
-        log_probs, entropies = (torch.cat(values)[places] for values in list(zip(*self.scored, strict=True))[:2])
+        scored = [self.scored[index] for index in range(len(self.parts))]
+        log_probs, entropies = (torch.cat(values)[places] for values in zip(*scored, strict=True))
         self.scored.clear()
         size = len(places) // len(self.batches)
         return [(own, other, None) for own, other in zip(log_probs.split(size), entropies.split(size), strict=True)]
@@ -52,11 +53,11 @@ class Window:
 
 @dataclass
 class Gathered:
-    """One part of a window: what its loss is multiplied by, and whether the window ends with it."""
+    """What a micro-batch is that holds a part of a window, and what its loss is multiplied by."""
 
     window: Window
+    part: int
     scale: float
-    is_last: bool
 
 
 class TreePolicyMixin(FoldedForwardMixin, _Trainer):
@@ -71,7 +72,7 @@ class TreePolicyMixin(FoldedForwardMixin, _Trainer):
     _buffered_inputs: list[dict[str, Any]] | None
     _metrics: dict[str, Any]
     _step: int
-    _window: Window | None = None  # of the micro-batch whose loss is computed
+    _gathered: Gathered | None = None  # the micro-batch whose loss is computed
     _known: Scored | None = None  # what the forward returns without computing it
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -87,7 +88,9 @@ class TreePolicyMixin(FoldedForwardMixin, _Trainer):
 
     def _why_micro_batches_stay(self) -> str | None:
         """What about the loss depends on which completions share a micro-batch, if anything does."""
-        return "a router's auxiliary loss is that of a micro-batch" if self.aux_loss_enabled else None
+        if self.aux_loss_enabled:
+            return "the router's auxiliary loss is that of a micro-batch (`router_aux_loss_coef=0` turns it off)"
+        return None
 
     def _loss_is_a_mean(self) -> bool:
         """Whether a micro-batch's loss is a mean over its completions, not a sum with a divisor of the whole step."""
@@ -120,8 +123,7 @@ class TreePolicyMixin(FoldedForwardMixin, _Trainer):
         gathered = []
         for index, part in enumerate(parts):
             scale = len(part) * len(batches) / len(input_ids) if self._loss_is_a_mean() else 1.0
-            is_last = index == len(parts) - 1
-            gathered.append({**select_rows([whole], part), GATHERED: Gathered(window, scale, is_last)})
+            gathered.append({**select_rows([whole], part), GATHERED: Gathered(window, index, scale)})
         # Ranks reduce their gradients in the backward that ends a step, so the empty ones come first.
         return [{} for _ in range(len(batches) - len(parts))] + gathered
 
@@ -148,7 +150,7 @@ class TreePolicyMixin(FoldedForwardMixin, _Trainer):
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
             self._metrics = metrics
-        if gathered.is_last:
+        if gathered.part == len(gathered.window.parts) - 1:
             self._log_metrics(model, gathered.window)
         return loss * gathered.scale
 
@@ -162,8 +164,11 @@ class TreePolicyMixin(FoldedForwardMixin, _Trainer):
             self._known = None
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        self._window = inputs[GATHERED].window if GATHERED in inputs else None
-        return super()._compute_loss(model, inputs)
+        self._gathered = inputs.get(GATHERED)
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self._gathered = None
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -180,8 +185,8 @@ class TreePolicyMixin(FoldedForwardMixin, _Trainer):
         is_plain = all(value is None or value is False for value in kwargs.values())
         if batch_size is None or batch_size >= len(input_ids) or not is_plain:
             scored = compute(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
-            if batch_size is None and self._window is not None:
-                self._window.scored.append(tuple(None if x is None else x.detach() for x in scored))
+            if self._gathered is not None:
+                self._gathered.window.scored[self._gathered.part] = scored[0].detach(), scored[1].detach()
             return scored
         # TRL cuts the old and the reference log-probs of a generation every `batch_size` rows
         rows = SortedRows.of(input_ids, attention_mask)

@@ -12,9 +12,8 @@ class TreeRLOOTrainer(TreePolicyMixin, RLOOTrainer):
     """
     REINFORCE Leave-One-Out on prefix trees: a drop-in for TRL's [`~trl.RLOOTrainer`].
 
-    Takes the same arguments and an [`~trl.RLOOConfig`], and takes the same optimizer steps. As for
-    [`TreeGRPOTrainer`], groups are kept together inside an optimizer step, and metrics that TRL averages over
-    micro-batches are averages over the micro-batches that come of it.
+    Takes the same arguments and an [`~trl.RLOOConfig`], takes the same optimizer steps and logs the same numbers. As
+    for [`TreeGRPOTrainer`], groups are kept together inside an optimizer step.
 
     Class attributes: those of [`TreeGRPOTrainer`].
 

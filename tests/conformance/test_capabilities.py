@@ -14,7 +14,7 @@ from hf_prefix_tree.attention.context import TreeContext
 from hf_prefix_tree.attention.interface import prefix_tree_attention
 from hf_prefix_tree.attention.mask import dense_mask, tree_block_mask
 from hf_prefix_tree.batch import concatenate_trees
-from hf_prefix_tree.conformance.build import build_model
+from hf_prefix_tree.conformance.build import build_forest, build_model
 from hf_prefix_tree.conformance.configs import tiny_config
 from hf_prefix_tree.conformance.forest import conformance_forest
 from hf_prefix_tree.support import attention_windows, rope_limit
@@ -208,12 +208,21 @@ def test_flex_with_chunks_equals_the_dense_reference(chunk):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "model_type", ["llama4_text", "deepseek_v3", "deepseek_v32", "bloom", "nemotron", "bart", "gemma3_text"]
+    ("model_type", "variant"),
+    [
+        *((name, "text") for name in ("llama4_text", "deepseek_v3", "deepseek_v32", "bloom", "nemotron", "bart")),
+        ("gemma3_text", "text"),
+        ("qwen2_5_vl", "images"),
+        ("qwen3_vl", "images"),
+        ("gpt_oss", "lora"),
+        ("llama", "dora"),
+    ],
 )
-def test_architectures_train_on_a_gpu(model_type):
-    model = prepare_model(build_model(model_type).cuda()).train()
-    reference = prepare_model(build_model(model_type)).train()
-    row = forest_row(pad_to_multiple_of=256)
+def test_architectures_train_on_a_gpu(model_type, variant):
+    model = prepare_model(build_model(model_type, variant=variant).cuda()).train()
+    reference = prepare_model(build_model(model_type, variant=variant)).train()
+    forest = build_forest(reference, variant=variant)
+    row = {**concatenate_trees(forest.trees, pad_token_id=0, pad_to_multiple_of=256), **forest.images}
     for m in (model, reference):
         m.gradient_checkpointing_enable({"use_reentrant": False})
         m(**{key: value.to(m.device) for key, value in row.items()}).loss.backward()

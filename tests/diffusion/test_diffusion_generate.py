@@ -6,6 +6,7 @@ import pytest
 import torch
 from diffusion_models import pair, sees, stock_logits
 from models import VOCAB
+from transformers import AutoModelForCausalLM
 
 from hf_prefix_tree import diffusion_generate
 from hf_prefix_tree.diffusion.model import unprepare_diffusion_model
@@ -151,6 +152,15 @@ def test_the_model_is_left_as_it_was():
     assert generate(model.eval(), 6, objective="block") == prepared
     assert not model.training and set(model.__dict__) == attributes
     assert model.config._attn_implementation != "diffusion" and not model._forward_pre_hooks
+
+
+def test_a_saved_model_says_the_same(tmp_path):
+    model, _ = pair("qwen3")
+    expected = generate(model, 6, objective="hybrid")
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert loaded.config.is_causal is False
+    assert generate(loaded, 6, objective="hybrid") == expected
 
 
 def test_wrong_arguments_are_refused():

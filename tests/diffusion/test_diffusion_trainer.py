@@ -75,7 +75,8 @@ def losses_of(model, batch, objective, salts, corrupt=corrupt_uniform, response_
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_logged_loss_is_that_of_the_notes(objective, tmp_path):
     rows = rows_of_ids(4)
-    trainer = train(tmp_path, rows, objective=objective, gradient_accumulation_steps=4, max_steps=1, alpha=0.3)
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1, "alpha": 0.3}
+    trainer = train(tmp_path, rows, objective=objective, **options)
     loss, bound = losses_of(prepare_diffusion_model(small_model()), collated(rows), objective, (0,), alpha=0.3)
     (entry,) = logs_of(trainer)
     assert entry["loss"] == pytest.approx(loss.item(), rel=1e-5)

@@ -51,6 +51,9 @@ def save(path, **changes):
         torch.save({name: value for name, value in data.items() if value is not None}, path)
 
 
+CONTENT = {"target_vocab_size": VOCAB, "fingerprint": "other", "checksum": ""}
+
+
 def _truncated(path):
     save(path)
     path.write_bytes(path.read_bytes()[:-200])
@@ -80,6 +83,12 @@ BROKEN = {
     "without_ids": lambda path: save(path, selected_token_ids=None),
     "list_of_ids": lambda path: save(path, selected_token_ids=list(range(DRAFT))),
     "other_target": lambda path: save(path, target_vocab_size=VOCAB + 1),
+    "tensor_as_target": lambda path: save(
+        path, target_vocab_size=torch.arange(2)
+    ),  # no truth value: rank 0 may not raise
+    "without_values": lambda path: torch.save(
+        {**CONTENT, "selected_token_ids": torch.arange(DRAFT, device="meta")}, path
+    ),
     "too_few": lambda path: save(path, selected_token_ids=torch.arange(DRAFT - 1)),
     "two_dimensional": lambda path: save(path, selected_token_ids=torch.arange(DRAFT)[None]),
     "float": lambda path: save(path, selected_token_ids=torch.arange(DRAFT).double()),

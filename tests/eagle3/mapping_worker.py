@@ -11,6 +11,7 @@ from mapping_files import BROKEN, CONFIG, loader, samples
 
 from hf_prefix_tree.eagle3 import build_eagle3_dataloader, build_token_mapping, load_or_build_token_mapping
 from hf_prefix_tree.eagle3.token_mapping import _summed_over_ranks, count_supervised
+from hf_prefix_tree.trainers.padding import PaddedDataset
 
 
 class Unreadable:
@@ -40,6 +41,14 @@ def build_and_break(folder):
         warned = any("built again" in message for message in messages)
         undisturbed = torch.equal(before, torch.get_rng_state())
         results["broken"][name] = {"ids": first, "warned": warned, "undisturbed": undisturbed}
+    # every rank sees another file system: rank 0's file decides, whatever the others see
+    for name in ("rank0_has_it", "rank1_has_it"):
+        ids = load_or_build_token_mapping(data, cache_path=Path(folder, name, str(rank)), **CONFIG)[0]
+        results[name] = ids.tolist()
+    # built by one process, taken by two, whatever fills the data up to a multiple of them
+    for source in (rows, PaddedDataset(rows, 2 * ranks)):
+        single = load_or_build_token_mapping(Unreadable(source), cache_path=Path(folder, "single"), **CONFIG)
+        results["single"] = single[0].tolist()
     unread = Unreadable(rows)
     results["hit"] = load_or_build_token_mapping(unread, cache_path=Path(folder, "garbage"), **CONFIG)[0].tolist()
     results["meshes"] = {}

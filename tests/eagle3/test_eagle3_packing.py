@@ -116,6 +116,13 @@ def test_datasets_in_one_process_in_two_and_as_a_stream(strategy):
     assert mapped.to_list() == expected
 
 
+def test_a_large_dataset_is_packed_in_parts(monkeypatch):
+    monkeypatch.setattr("hf_prefix_tree.eagle3.packing._MAX_BATCH", 25)
+    samples = random_samples(3, count=40)
+    parts = [row for part in (samples[:25], samples[25:]) for row in pack_eagle3_dataset(part, 16, 0)]
+    assert pack_eagle3_dataset(Dataset.from_list(samples), 16, 0).to_list() == parts
+
+
 def test_a_dataset_without_any_token_is_an_error():
     dataset = Dataset.from_list([{"input_ids": [], "loss_mask": []}] * 3)
     with pytest.raises(ValueError, match="no row could be produced"):
@@ -179,10 +186,11 @@ def test_collated_documents_equal_packed_rows_of_one_document():
 
 def test_a_feature_without_tokens_supervises_nothing():
     packed = pack_eagle3_dataset(random_samples(0), 12, 9)[:1]
-    batch = DataCollatorForEagle3(pad_token_id=9)([*packed, {"input_ids": [], "loss_mask": []}])
-    assert batch["input_ids"][1].tolist() == [9] * 12
-    assert batch["loss_mask"][1].sum() == batch["doc_remaining"][1].sum() == batch["attention_mask"][1].sum() == 0
-    assert batch["seq_lens"].sum(dim=1).tolist() == [12, 12]
+    for empty in ({"input_ids": [], "loss_mask": []}, {"input_ids": []}):
+        batch = DataCollatorForEagle3(pad_token_id=9)([*packed, empty])
+        assert batch["input_ids"][1].tolist() == [9] * 12
+        assert batch["loss_mask"][1].sum() == batch["doc_remaining"][1].sum() == batch["attention_mask"][1].sum() == 0
+        assert batch["seq_lens"].sum(dim=1).tolist() == [12, 12]
 
 
 def test_the_collator_refuses_what_does_not_fit():
@@ -298,15 +306,19 @@ def test_a_path_and_packed_rows_are_loaded(tmp_path):
         assert [batch["input_ids"][0].tolist() for batch in batches] == [row["input_ids"] for row in expected]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_get_every_row_once_and_equally_many(ranks, monkeypatch):
+def test_ranks_get_every_row_once_and_equally_many(ranks, is_stream, workers, monkeypatch):
     from hf_prefix_tree.eagle3 import data
 
     rows = [{"input_ids": [i + 1], "loss_mask": [1]} for i in range(7)]
+    if is_stream:
+        rows = Dataset.from_list(rows).to_iterable_dataset(num_shards=2)
     seen, batches = [], []
     for rank in range(ranks):
         monkeypatch.setattr(data, "_place", lambda mesh, rank=rank: (rank, ranks))
-        loader = build_eagle3_dataloader(rows, seq_length=1, pad_token_id=0, batch_size=2)
+        loader = build_eagle3_dataloader(rows, seq_length=1, pad_token_id=0, batch_size=2, num_workers=workers)
         found = list(loader)
         batches.append(len(found))
         seen += [int(i) for batch in found for i in batch["input_ids"][batch["loss_mask"] == 1]]

@@ -144,6 +144,7 @@ def change_tensors(folder, change):
         ({"architectures": ["LlamaForCausalLM"]}, "`architectures` is ['LlamaForCausalLM']"),
         ({"model_type": "eagle3_draft"}, "`model_type` is 'eagle3_draft'"),
         ({"eagle_config": "gone"}, "SGLang would guess"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "would not fuse the hidden states"),
         ({"eagle_aux_hidden_state_layer_ids": "gone"}, "vLLM would guess"),
         ({"eagle_aux_hidden_state_layer_ids": AUX}, "must be one more each"),
         ({"draft_vocab_size": "gone"}, "SGLang would take the target's head"),
@@ -213,6 +214,22 @@ def test_wrong_tensors_are_reported(tmp_path, change, messages):
     assert len(problems) == len(messages)
     for problem, message in zip(problems, messages, strict=True):
         assert message in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", b"{", "`config.json` can't be read"),
+        ("config.json", b"[]", "`config.json` holds no object"),
+        ("model.safetensors", b"\x00" * 4, "`model.safetensors` can't be read"),
+        ("model.safetensors", None, "`model.safetensors` can't be read"),
+    ],
+)
+def test_unreadable_files_are_reported(tmp_path, name, content, message):
+    exported(tmp_path, "vllm")
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-9] if content is None else content)
+    (problem,) = validate_export(tmp_path)
+    assert message in problem
 
 
 def test_an_empty_folder_and_a_training_checkpoint_are_reported(tmp_path):

@@ -23,6 +23,7 @@ from hf_prefix_tree.eagle3 import (
     save_token_mapping,
     t2d_from_ids,
 )
+from hf_prefix_tree.eagle3.mapping_cache import data_fingerprint
 from hf_prefix_tree.eagle3.token_mapping import count_supervised
 
 SIZES = {"target_vocab_size": VOCAB, "draft_vocab_size": DRAFT}
@@ -256,10 +257,35 @@ def test_a_dataset_is_known_by_its_fingerprint(tmp_path):
         load_or_build_token_mapping(Unreadable(other), cache_path=tmp_path / "map.pt", **CONFIG)
 
 
-def test_data_that_cannot_be_told_apart_is_said_so(tmp_path, caplog):
-    stream = ({"input_ids": [[1, 2]], "loss_mask": [[1, 1]]} for _ in range(3))
-    load_or_build_token_mapping(stream, cache_path=tmp_path / "map.pt", **CONFIG)
-    assert "Pass `fingerprint`" in caplog.messages[0]
+def test_a_file_is_not_taken_for_data_that_can_not_be_told_from_other_data(tmp_path, caplog):
+    sizes = {"target_vocab_size": 9, "draft_vocab_size": 1, "cache_path": tmp_path / "map.pt"}
+    streams = [[{"input_ids": [[token]], "loss_mask": [[1]]}] for token in (7, 5)]
+    found = [load_or_build_token_mapping(iter(stream), **sizes)[0].tolist() for stream in streams]
+    assert found == [[7], [5]]
+    (message,) = caplog.messages
+    assert "is built again: the data can't be told from other data (pass `fingerprint`" in message
+    first = load_or_build_token_mapping(iter(streams[1]), **sizes, fingerprint="five")[0]
+    assert torch.equal(load_or_build_token_mapping(Unreadable(), **sizes, fingerprint="five")[0], first)
+
+
+@pytest.mark.parametrize("name", ["completion_mask", "attention_mask", "text", "score", "ragged"])
+def test_every_column_of_the_rows_is_part_of_what_they_are(name):
+    values = {"text": ("a", "b"), "score": (0.25, 0.5), "ragged": ([[1], [2, 3]], [[1, 2], [3]])}
+    first, second = values.get(name, ([0, 1], [1, 1]))
+    rows = [{"input_ids": [1, 2], "loss_mask": [0, 1], name: first}]
+    same = [{name: first, "loss_mask": torch.tensor([0, 1]), "input_ids": np.array([1, 2])}]
+    fingerprints = [data_fingerprint(source) for source in (rows, same, [{**rows[0], name: second}], rows * 2)]
+    assert fingerprints[0] == fingerprints[1] and len(set(fingerprints)) == 3
+
+
+def test_a_disk_that_is_full_costs_the_file_only(tmp_path, monkeypatch, caplog):
+    def fails(data, file):
+        raise RuntimeError("PytorchStreamWriter failed writing file")
+
+    monkeypatch.setattr(torch, "save", fails)
+    built = load_or_build_token_mapping(loader(samples()), cache_path=tmp_path / "map.pt", **CONFIG)[0]
+    assert torch.equal(built, build_token_mapping(loader(samples()), **CONFIG)[0])
+    assert "could not be written" in caplog.messages[0] and os.listdir(tmp_path) == []
 
 
 # ---- two processes ----
@@ -268,6 +294,12 @@ def test_data_that_cannot_be_told_apart_is_said_so(tmp_path, caplog):
 def test_two_processes_equal_one_and_never_hang(tmp_path):
     for name, breaks in BROKEN.items():
         breaks(tmp_path / name)
+    load_or_build_token_mapping(loader(samples()), cache_path=tmp_path / "single", **CONFIG)
+    for rank in range(2):  # the file is good for one rank, and garbage or missing for the other
+        load_or_build_token_mapping(
+            loader(samples()), cache_path=tmp_path / f"rank{rank}_has_it" / str(rank), **CONFIG
+        )
+        BROKEN["garbage"](tmp_path / f"rank{rank}_has_it" / str(1 - rank))
     run_ranks(build_and_break, tmp_path)
     # 11 rows over 2 ranks: the sampler repeats one, which must not count twice
     expected = build_token_mapping(loader(samples()), **CONFIG)[0].tolist()
@@ -276,6 +308,7 @@ def test_two_processes_equal_one_and_never_hang(tmp_path):
     for found in results:
         assert found["counts"] == counts
         assert found["built"] == found["hit"] == found["built_by_loader"] == expected
+        assert found["rank0_has_it"] == found["rank1_has_it"] == found["single"] == expected
         assert len(found["broken"]) == len(BROKEN) >= 10
         for name, result in found["broken"].items():
             assert result == {"ids": expected, "warned": True, "undisturbed": True}, name

@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset, load_from_disk
 from drafts import AUX, TARGETS, VOCAB, collated, make_target
 from eagle3_runs import distance, documents, small_draft, train, trainer_of, weights
+from peft import LoraConfig, get_peft_model
 from processes import run_ranks
 from safetensors.torch import load_file
 from trainer_worker import train_and_evaluate
@@ -24,6 +25,7 @@ from hf_prefix_tree.eagle3 import (
     precompute_hidden_states,
     validate_export,
 )
+from hf_prefix_tree.eagle3.loss import StepSums
 
 
 def logs_of(trainer):
@@ -73,7 +75,31 @@ def test_precomputed_states_train_the_same_draft(tmp_path, packed_sequence_size)
     other = [{**described[0], "input_ids": [9, *described[0]["input_ids"][1:]]}]
     with pytest.raises(ValueError, match="computed for other tokens"):
         train(tmp_path, Dataset.from_list(other), target=str(tmp_path / "states"), **options)
-    assert set(load_file(file)) == {"input_ids", "aux_hidden_states", "last_hidden_states", "target_ids"}
+    names = {"input_ids", "seq_lens", "aux_hidden_states", "last_hidden_states", "target_ids"}
+    assert set(load_file(file)) == names
+    if packed_sequence_size:
+        lens = described[0]["seq_lens"]
+        other = [{**described[0], "seq_lens": [lens[0] - 1, lens[1] + 1, *lens[2:]]}]
+        with pytest.raises(ValueError, match="computed for documents that start at"):
+            train(tmp_path, Dataset.from_list(other), target=str(tmp_path / "states"), **options)
+
+
+def test_precomputed_states_of_another_target_are_refused(tmp_path):
+    rows = documents(2)
+    for name, seed, aux in (("a", 0, AUX), ("b", 1, AUX), ("c", 0, [0, 1, 3])):
+        target = Eagle3Target(make_target(dtype=torch.float32, seed=seed), aux)
+        described = precompute_hidden_states(target, rows, tmp_path / name)
+        same = make_target(dtype=torch.float32, seed=0) if name == "a" else str(tmp_path / "a")
+        trainer = trainer_of(tmp_path, described, target=same, draft=small_draft())
+        if name == "a":
+            trainer.train()
+        else:
+            with pytest.raises(ValueError, match="computed by another target, or from other layers of it"):
+                trainer.train()
+    # also where the model itself is there: it does not run for rows that have states
+    trainer = trainer_of(tmp_path, described, draft=small_draft())
+    with pytest.raises(ValueError, match="computed by another target"):
+        trainer.train()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
@@ -187,6 +213,64 @@ def test_streams_and_autocast(tmp_path, tiny_tokenizer):
     assert losses[-1] < losses[0]
 
 
+def test_the_uneven_last_step_of_a_stream_ends_with_it(tmp_path):
+    rows = documents(3)
+    options = {"gradient_accumulation_steps": 2, "max_steps": 4}
+    whole = train(tmp_path, rows, **options)  # two epochs of 2 rows and 1
+    stream = train(tmp_path, Dataset.from_list(rows).to_iterable_dataset(), **options)
+    assert distance(weights(stream.model), weights(whole.model), weights(small_draft())) < 1e-5
+
+
+def test_evaluation_sets_have_names(tmp_path):
+    sets = {"short": documents(3, seed=1), "long": documents(4, seed=2)}
+    trainer = trainer_of(tmp_path, documents(2), draft=small_draft(), eval_rows=sets, packed_sequence_size=32)
+    results = trainer.evaluate()
+    for name, rows in sets.items():
+        alone = trainer_of(tmp_path, None, draft=small_draft(), eval_rows=rows, packed_sequence_size=32).evaluate()
+        assert results[f"eval_{name}_tau"] == alone["eval_tau"]
+        assert results[f"eval_{name}_loss"] == pytest.approx(alone["eval_loss"], rel=1e-6)
+
+
+def test_evaluation_under_autocast_asks_the_same_target(tmp_path):
+    """In training the target runs outside of autocast; in evaluation its choices must be the same."""
+    seen = []
+
+    class Spy(Eagle3Target):
+        def states(self, batch):
+            seen.append(super().states(batch))
+            return seen[-1]
+
+    target = Spy(make_target(dtype=torch.float32), AUX)
+    rows = documents(1)
+    trainer = trainer_of(tmp_path, rows, target=target, draft=small_draft(), eval_rows=rows, bf16=True, max_steps=1)
+    trainer.evaluate()
+    trainer.train()
+    assert len(seen) == 2
+    for evaluated, trained in zip(seen[0].values(), seen[1].values(), strict=True):
+        assert evaluated.dtype == trained.dtype and torch.equal(evaluated, trained)
+
+
+def test_sums_of_a_window_that_was_not_logged_are_forgotten(tmp_path):
+    rows = documents(2)
+    trainer = trainer_of(tmp_path, rows, draft=small_draft(), max_steps=2, logging_steps=2, learning_rate=0.0)
+    trainer.train()
+    (first,) = logs_of(trainer)
+    trainer._sums["train"] = StepSums(*(torch.full((3,), 99) for _ in StepSums._fields))
+    trainer.train()
+    assert logs_of(trainer)[-1]["tau"] == pytest.approx(first["tau"])
+
+
+def test_an_embedding_that_is_not_the_targets_is_warned_of(tmp_path, caplog):
+    target, draft = make_target(dtype=torch.float32), small_draft()
+    trainer_of(tmp_path, documents(1), target=target, draft=draft)
+    assert "The embedding of `model` is not the target's" in caplog.messages[-1]
+    caplog.clear()
+    draft.init_from_target(target.get_input_embeddings().weight)
+    trainer_of(tmp_path, documents(1), target=target, draft=draft)
+    trainer_of(tmp_path, documents(1), target=target, draft=draft.bfloat16())
+    assert not [message for message in caplog.messages if "embedding" in message]
+
+
 def test_wrong_arguments_are_refused(tmp_path):
     rows = documents(2)
     for changes, message in (
@@ -210,6 +294,16 @@ def test_wrong_arguments_are_refused(tmp_path):
             Eagle3Trainer(**{"args": args, "train_dataset": rows, **arguments})
     with pytest.raises(ValueError, match="its `aux_layer_ids` is \\[0, 1, 2\\], the target's \\[0, 1, 3\\]"):
         trainer_of(tmp_path, rows, draft=small_draft(), aux_layer_ids=[0, 1, 3])
+    with pytest.raises(ValueError, match=r"`draft_vocab_size=7`, but that of `model` is 49"):
+        trainer_of(tmp_path, rows, draft=small_draft(), draft_vocab_size=7)
+    with pytest.raises(ValueError, match=r"`aux_layer_ids=\[0, 1, 3\]`, but `target_model` gives the layers"):
+        target = Eagle3Target(make_target(dtype=torch.float32), AUX)
+        trainer_of(tmp_path, rows, draft=small_draft(), target=target, aux_layer_ids=[0, 1, 3])
+    with pytest.raises(ValueError, match=r"got PeftModel\. Merge its adapter first"):
+        adapted = get_peft_model(make_target(dtype=torch.float32), LoraConfig(target_modules=["q_proj"]))
+        trainer_of(tmp_path, rows, target=adapted)
+    with pytest.raises(ValueError, match="`average_tokens_across_devices=False` would weigh ranks"):
+        trainer_of(tmp_path, rows, average_tokens_across_devices=False)
     with pytest.raises(ValueError, match="`train_dataset` is needed to choose the draft vocabulary"):
         trainer_of(tmp_path, None, draft_vocab_size=VOCAB - 1)
 
@@ -221,11 +315,16 @@ def test_two_processes_equal_one(tmp_path):
     # 7 rows, 4 a step: the second step holds 3, and the two processes fill it up with an empty row, not a repeated one
     one = train(tmp_path, documents(7), eval_rows=documents(5, seed=1), gradient_accumulation_steps=4)
     metrics = one.evaluate()
+    target = Eagle3Target(make_target(dtype=torch.float32), AUX)
+    precompute_hidden_states(target, documents(7), tmp_path / "states")
+    precompute_hidden_states(target, documents(5, seed=1), tmp_path / "states", split="test")
     run_ranks(train_and_evaluate, tmp_path)
-    two, log = torch.load(tmp_path / "weights.pt"), json.loads((tmp_path / "log.json").read_text())
-    assert distance(two, weights(one.model), weights(small_draft())) < 1e-5
-    for first, second in zip(logs_of(one), log, strict=False):
-        for name in ("loss", "tau", "accuracy/step_1"):
-            assert second[name] == pytest.approx(first[name], rel=1e-5), name
-    for name in ("eval_loss", "eval_tau", "eval_accuracy/step_0"):
-        assert log[-1][name] == pytest.approx(metrics[name], rel=1e-5), name
+    start = weights(small_draft())
+    for kind in ("rows", "stream", "precomputed"):
+        two, log = torch.load(tmp_path / f"{kind}.pt"), json.loads((tmp_path / f"{kind}.json").read_text())
+        assert distance(two, weights(one.model), start) < 1e-5, kind
+        for first, second in zip(logs_of(one), log, strict=False):
+            for name in ("loss", "tau", "accuracy/step_1"):
+                assert second[name] == pytest.approx(first[name], rel=1e-5), (kind, name)
+        for name in ("eval_loss", "eval_tau", "eval_accuracy/step_0"):
+            assert log[-1][name] == pytest.approx(metrics[name], rel=1e-5), (kind, name)

@@ -4,13 +4,22 @@ import json
 from pathlib import Path
 
 import torch
+from datasets import Dataset, load_from_disk
 from eagle3_runs import documents, train, weights
 
 
 def train_and_evaluate(folder):
-    eval_rows = documents(5, seed=1)
-    trainer = train(folder, documents(7), eval_rows=eval_rows, gradient_accumulation_steps=2)
-    metrics = trainer.evaluate()
-    if trainer.accelerator.is_main_process:
-        torch.save(weights(trainer.accelerator.unwrap_model(trainer.model)), f"{folder}/weights.pt")
-        Path(folder, "log.json").write_text(json.dumps([*trainer.state.log_history, metrics]))
+    """On rows, on streams of them, and on precomputed states: an uneven last step in training and evaluation each."""
+    states = Path(folder, "states")
+    sets = documents(7), documents(5, seed=1)
+    kinds = {
+        "rows": (*sets, None),
+        "stream": (*(Dataset.from_list(rows).to_iterable_dataset() for rows in sets), None),
+        "precomputed": (*(load_from_disk(str(states / "rows" / split)) for split in ("train", "test")), str(states)),
+    }
+    for kind, (rows, eval_rows, target) in kinds.items():
+        trainer = train(folder, rows, eval_rows=eval_rows, target=target, gradient_accumulation_steps=2)
+        metrics = trainer.evaluate()
+        if trainer.accelerator.is_main_process:
+            torch.save(weights(trainer.accelerator.unwrap_model(trainer.model)), f"{folder}/{kind}.pt")
+            Path(folder, f"{kind}.json").write_text(json.dumps([*trainer.state.log_history, metrics]))

@@ -27,10 +27,10 @@ def row_of(trees):
     return {key: value.cuda() for key, value in concatenate_trees(trees, pad_token_id=0).items()}
 
 
-def model_of(name, dtype=torch.float32, window=None):
+def model_of(name, dtype=torch.float32, window=None, head_dim=HEAD_DIM):
     torch.manual_seed(0)
     config = copy.deepcopy(CONFIGS[name])
-    config.head_dim = HEAD_DIM
+    config.head_dim = head_dim
     config.max_position_embeddings = 4096
     if window is not None:
         config.sliding_window = window
@@ -60,7 +60,9 @@ def attend(backend, dtype, heads, head_dim, window, softcap=None, sinks=None, au
     q, k, v = (x.to(d).requires_grad_() for x, d in zip((q, k, v), dtypes, strict=True))
     sinks = None if sinks is None else torch.linspace(-1, 3, heads[0], device="cuda", dtype=dtype).requires_grad_()
     context = TreeContext(row["prefix_tree"], attn_backend=backend)
-    mask = context.mask(window, flex=backend == "flex")
+    mask = context.mask(window, flex=backend != "sdpa")
+    if backend == "flash":
+        mask.backend = backend
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
         output, _ = prefix_tree_attention(
             Layer(), q, k, v, mask, prefix_tree=context, softcap=softcap, s_aux=sinks, scaling=head_dim**-0.5

@@ -8,6 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import hf_prefix_tree.attention.kernels as kernels
+import hf_prefix_tree.attention.mask as mask_module
 from hf_prefix_tree.attention.mask import dense_mask, tree_block_mask
 from hf_prefix_tree.batch import concatenate_trees
 from hf_prefix_tree.tree import Branch, fold
@@ -57,3 +58,40 @@ def test_hitting_the_recompile_limit_raises(monkeypatch):
             else:
                 with pytest.raises(Exception, match=r"recompile_limit"):
                     kernels.attend_flex(query, query, query, mask, scale=0.2)
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_flash_is_one_graph_whatever_the_length():
+    for length in (300, 500, 1100):
+        row = concatenate_trees([fold([Branch(np.arange(length) % 90, np.ones(length))])], pad_token_id=0)
+        tree = row["prefix_tree"]
+        query, key, value = (torch.randn(1, heads, tree.shape[-1], 32) for heads in (4, 2, 2))
+        with torch.no_grad():
+            found = kernels.attend_flash(query, key, value, tree_block_mask(tree), scale=0.2)
+            expected = kernels.attend_dense(query, key, value, dense_mask(tree), scale=0.2)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_whole_blocks_are_told_to_the_kernel(monkeypatch):
+    """Without it, a kernel that is compiled for all lengths checks the bounds of every load."""
+    told = []
+    flex_attention = kernels.flex_attention
+    monkeypatch.setattr(
+        kernels,
+        "flex_attention",
+        lambda *args, **kwargs: told.append(kwargs["kernel_options"]) or flex_attention(*args, **kwargs),
+    )
+    monkeypatch.setattr(kernels, "_call_compiled", lambda function, *args: function(*args))
+    for most, size in ((4096, 128), (2, 256)):
+        monkeypatch.setattr(mask_module, "_MOST_BLOCKS", most)
+        row = concatenate_trees([fold([Branch(np.arange(380) % 90, np.ones(380))])], pad_token_id=0)
+        tree = row["prefix_tree"]  # 3 blocks of 128, or one and a half of 256
+        mask = tree_block_mask(tree)
+        assert (size, size) == mask.BLOCK_SIZE
+        query = torch.randn(1, 2, 384, 32)
+        with torch.no_grad():
+            found = kernels.attend_flex(query, query, query, mask)
+        torch.testing.assert_close(found, kernels.attend_dense(query, query, query, dense_mask(tree)))
+    assert [options["IS_DIVISIBLE"] for options in told] == [True, False]

@@ -105,6 +105,27 @@ def test_positions_are_those_of_the_branches(qwen, forest):
     assert differ
 
 
+def test_images_that_follow_one_another_in_the_row_only(qwen):
+    token = qwen.config.image_token_id
+    pictures = [torch.full((16, 96), value) for value in (0.1, 0.2)]
+    branches = [
+        {"input_ids": [5, *[token] * 4], "weights": [0.0] * 5, "pixel_values": picture, "image_grid_thw": GRID}
+        for picture in pictures
+    ]
+    tree, images = fold_images(branches, image_token_id=token)
+    assert tree.input_ids.tolist() == [5, *[token] * 8]
+    row = concatenate_trees([tree], pad_token_id=0, pad_to_multiple_of=1)
+    placed = place_images(qwen, row["prefix_tree"], row["input_ids"], images["image_grid_thw"])
+    assert placed["position_ids"][:, 0].tolist() == [
+        [0, *[1, 1, 1, 1] * 2],
+        [0, *[1, 1, 2, 2] * 2],
+        [0, *[1, 2, 1, 2] * 2],
+    ]
+    one = {"pixel_values": torch.zeros(32, 96), "image_grid_thw": torch.tensor([[1, 4, 8]])}
+    with pytest.raises(ValueError, match=r"describes 1 images of 8 tokens, but `input_ids` has 2 images of 8 tokens"):
+        qwen(**row, **one)
+
+
 def test_rows_of_a_batch_have_their_own_images(qwen, forest):
     trees, images, counts = forest.trees[:2], [], []
     for tree in trees:

@@ -1,11 +1,17 @@
 """The dense mask against its definition by paths, and the directly built block mask against FlexAttention's own "
 "builder."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from models import random_forest
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import hf_prefix_tree.attention.mask as mask_module
 from hf_prefix_tree.attention.mask import dense_mask, tree_block_mask
 from hf_prefix_tree.batch import concatenate_trees
 
@@ -74,3 +80,89 @@ def test_windowed_block_mask_hides_blocks_out_of_reach():
 def test_block_mask_needs_whole_blocks():
     with pytest.raises(ValueError, match=r"rows of 100 tokens.*multiple of 128.*DataCollatorForPrefixTree"):
         tree_block_mask(torch.zeros(1, 3, 100, dtype=torch.int32))
+
+
+def listed(counts, indices):
+    return [
+        [own[:count].tolist() for own, count in zip(*row, strict=True)]
+        for row in zip(indices[:, 0], counts[:, 0], strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kind", [{}, {"window": 130}, {"chunk": 200}])
+def test_the_backwards_lists_are_those_of_flexattention(kind):
+    mask = tree_block_mask(rows(3, 3, 1280, num_branches=60, max_length=400), **kind)
+    own = [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
+    stock = BlockMask.from_kv_blocks(*own, BLOCK_SIZE=128, mask_mod=mask.mask_mod)
+    for name in ("q", "full_q"):
+        found, expected = (
+            listed(getattr(m, f"{name}_num_blocks"), getattr(m, f"{name}_indices")) for m in (mask, stock)
+        )
+        assert found == expected and (kind or any(any(row) for row in found))
+    assert all(x.dtype == torch.int32 for x in (*own, mask.q_indices, mask.full_q_indices, mask.q_num_blocks))
+
+
+@pytest.mark.parametrize("kind", [{}, {"window": 700}, {"chunk": 1024}])
+@pytest.mark.parametrize("length", [2048, 2176])  # whole blocks of 256, and half of one at the end
+def test_long_rows_have_larger_blocks(length, kind, monkeypatch):
+    monkeypatch.setattr(mask_module, "_MOST_BLOCKS", 10)
+    monkeypatch.setattr(mask_module, "_LISTED_AT_ONCE", 3 * 9)  # some rows of blocks at a time
+    tree = rows(5, 2, length, num_branches=60, max_length=700)
+    assert tree.shape[2] == length
+    mask, dense = tree_block_mask(tree, **kind), dense_mask(tree, **kind)
+    assert mask.BLOCK_SIZE == (256, 256) and mask.seq_lengths == (length, length)
+    stock = create_block_mask(lambda b, h, q, k: dense[b, 0, q, k], 1, None, length, length, "cpu", 256)
+    names = ("kv_num_blocks", "kv_indices"), ("full_kv_num_blocks", "full_kv_indices")
+    (partial, full), (stock_partial, stock_full) = (
+        [listed(*(getattr(m, name) for name in pair))[0] for pair in names] for m in (mask, stock)
+    )
+    for query, blocks in enumerate(zip(partial, full, stock_partial, stock_full, strict=True)):
+        own_partial, own_full, expected_partial, expected_full = map(set, blocks)
+        if kind:
+            assert own_full <= expected_full and expected_partial | expected_full <= own_partial | own_full
+        elif 256 * (query + 1) <= length:
+            assert (own_partial, own_full) == (expected_partial, expected_full)
+        else:  # FlexAttention calls no block full that reaches beyond the row
+            assert own_partial | own_full == expected_partial and not expected_full
+    blocks = torch.zeros(-(-length // 256), -(-length // 256), dtype=torch.bool)
+    for query, keys in enumerate(full):
+        blocks[query, keys] = True
+    covered = blocks.repeat_interleave(256, 0).repeat_interleave(256, 1)[:length, :length]
+    assert blocks.any() and dense[0, 0][covered].all()
+
+
+class PeakMemory(TorchDispatchMode):
+    """Counts the bytes of all live tensors that operations return, without computing any: on the meta device."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.peak, self.storages = 0, 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.storages:
+                    self.storages.add(storage._cdata)
+                    self.live += storage.nbytes()
+                    weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def free(self, storage, size):
+        self.storages.discard(storage)
+        self.live -= size
+
+
+@pytest.mark.parametrize("kind", [{}, {"window": 4096}, {"chunk": 4096}])
+def test_a_million_tokens_fit_into_a_gibibyte(kind):
+    tree = torch.empty(1, 3, 2**20, dtype=torch.int32, device="meta")
+    with PeakMemory() as memory:
+        mask = tree_block_mask(tree, **kind)
+    lists = [mask.kv_indices, mask.full_kv_indices, mask.q_indices, mask.full_q_indices]
+    own = sum(x.untyped_storage().nbytes() for x in lists)
+    assert own == 4 * 4 * (2**20 // 256) ** 2 <= memory.peak < 0.6 * 2**30
+    del mask, lists
+    gc.collect()
+    assert memory.live <= tree.untyped_storage().nbytes()  # the count is of what lives

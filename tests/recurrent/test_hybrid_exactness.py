@@ -17,7 +17,7 @@ from hf_prefix_tree.tree import Branch, fold
 TOLERANCE = 1e-9
 SLOW = pytest.mark.slow  # the reference of Kimi delta attention loops over the tokens of a chunk in Python
 KDA = ("kimi_linear", "bailing_hybrid")
-WAYS = {"forked": 0, "linked": 10**9}  # a call costs nothing, or more than any number of tokens
+WAYS = {"forked": lambda segments: True, "linked": lambda segments: segments.num_levels < 2}
 
 
 def edge_cases():
@@ -44,7 +44,7 @@ def test_every_family_equals_independent_branches(model_type):
 @pytest.mark.parametrize("way", WAYS)
 def test_forking_and_linking_are_exact(monkeypatch, kind, way):
     model = prepare_model(make_hybrid(KINDS[kind])).train()
-    monkeypatch.setattr(scan, "CALL_TOKENS", WAYS[way])
+    monkeypatch.setattr(scan, "forking_is_cheaper", WAYS[way])
     for trees in (edge_cases(), random_forest(0, num_trees=3, num_branches=4)):
         with keep_double():
             found = errors(model, trees)
@@ -68,8 +68,8 @@ def test_long_segments_of_unequal_length(monkeypatch, kind):
         paths.append(np.concatenate([trunk[:length], rng.integers(3, 97, end)]))
     trees = [fold([Branch(path, rng.uniform(0, 1, len(path))) for path in paths])]
     model = prepare_model(make_hybrid(KINDS[kind])).train()
-    for call_tokens in WAYS.values():
-        monkeypatch.setattr(scan, "CALL_TOKENS", call_tokens)
+    for way in WAYS.values():
+        monkeypatch.setattr(scan, "forking_is_cheaper", way)
         with keep_double():
             found = errors(model, trees)
         assert max(found) < TOLERANCE, found
@@ -80,7 +80,7 @@ def test_long_segments_of_unequal_length(monkeypatch, kind):
 def test_rows_of_a_batch_are_independent(monkeypatch, kind, way):
     served_here(KINDS[kind])
     model = prepare_model(make_hybrid(KINDS[kind])).train()
-    monkeypatch.setattr(scan, "CALL_TOKENS", WAYS[way])
+    monkeypatch.setattr(scan, "forking_is_cheaper", WAYS[way])
     trees = random_forest(4, num_trees=2)
     rows = [concatenate_trees([tree], pad_token_id=0) for tree in trees]
     rows.insert(1, concatenate_trees([], pad_token_id=0))  # a row of padding between them
@@ -176,7 +176,7 @@ CONTROLS = {
 def test_without_the_hand_over_the_comparison_fails(monkeypatch, control, way):
     kind = "mamba2" if "mamba2" in control else "delta"
     model = prepare_model(make_hybrid(KINDS[kind])).train()
-    monkeypatch.setattr(scan, "CALL_TOKENS", WAYS[way])
+    monkeypatch.setattr(scan, "forking_is_cheaper", WAYS[way])
     CONTROLS[control](monkeypatch)
     with keep_double():
         loss_error, logits_error, gradient_error = errors(model, random_forest(3, num_trees=2))

@@ -7,6 +7,7 @@ from models import random_forest
 
 from hf_prefix_tree.attention.context import TreeContext
 from hf_prefix_tree.batch import concatenate_trees
+from hf_prefix_tree.recurrent import scan
 from hf_prefix_tree.recurrent.convolution import convolve_on_tree
 from hf_prefix_tree.recurrent.scan import Recurrence, fork, forking_is_cheaper, link
 from hf_prefix_tree.recurrent.segments import Segments
@@ -84,7 +85,7 @@ def sums(segments, padded):
     values = torch.arange(1.0, segments.num_tokens + 1, dtype=torch.float64)[:, None]
     calls = []
 
-    def scan(batch, state):
+    def run(batch, state):
         calls.append(batch.tokens.numel())
         taken = batch.take(values)
         if padded:
@@ -109,9 +110,9 @@ def sums(segments, padded):
         if lengths is None:
             lengths = batch.bounds.diff() if batch.bounds is not None else torch.tensor([batch.tokens.shape[1]])
             lengths = lengths.expand(len(batch.tokens)) if batch.bounds is None else lengths
-        return scan(batch, None)[1], (0.5 ** lengths.double())[:, None]
+        return run(batch, None)[1], (0.5 ** lengths.double())[:, None]
 
-    return Recurrence(scan, affine, torch.mul, padded), values, calls
+    return Recurrence(run, affine, torch.mul, padded), values, calls
 
 
 @pytest.mark.parametrize("padded", [True, False])
@@ -132,11 +133,16 @@ def test_scans_follow_the_paths(padded, way, seed):
     assert len(calls) == (segments.num_levels if way is fork else 2)
 
 
-def test_the_cheaper_way():
+def test_the_cheaper_way(monkeypatch):
     def segments(*paths):
         return Segments(context_of([fold([Branch(np.array(path), np.ones(len(path))) for path in paths])]))
 
     rollouts = segments(*([*range(50), 60 + i] for i in range(5)))
-    assert rollouts.num_levels == 2 and forking_is_cheaper(rollouts)
+    assert rollouts.num_levels == 2 and forking_is_cheaper(rollouts)  # linking could save no call
     caterpillar = segments(*([*range(10 * i), 90 - i] for i in range(1, 6)))
-    assert caterpillar.num_levels == 5 and not forking_is_cheaper(caterpillar)
+    assert caterpillar.num_levels == 5 and caterpillar.length[caterpillar.is_parent].sum() == 40
+    assert not forking_is_cheaper(caterpillar)
+    monkeypatch.setattr(scan, "CALL_TOKENS_CPU", 26)  # 3 calls of 26 against 40 tokens twice
+    assert forking_is_cheaper(caterpillar)
+    monkeypatch.setattr(scan, "CALL_TOKENS_CPU", 27)
+    assert not forking_is_cheaper(caterpillar)

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, DistributedType
@@ -20,8 +22,12 @@ from transformers import AutoModelForCausalLM
 from hf_prefix_tree import TreeSFTTrainer
 from hf_prefix_tree.tree import Branch, fold
 
-STEP_ROWS = 4  # rows of an optimizer step, over all ranks
 FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}}
+
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None or os.environ.get("DS_ACCELERATOR") != "cpu",
+    reason="needs deepspeed, and DS_ACCELERATOR=cpu in the environment",
+)
 
 
 def zero(stage):
@@ -29,6 +35,7 @@ def zero(stage):
     deepspeed = {
         "zero_optimization": optimization,
         "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,  # Accelerate would clip at 1
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
     }
@@ -83,7 +90,7 @@ def make_trainer(folder, options, ranks=1):
         args=config(
             folder,
             dataset_kwargs={"skip_prepare_dataset": True},
-            gradient_accumulation_steps=STEP_ROWS // ranks,
+            gradient_accumulation_steps=options.pop("step_rows", 4) // ranks,
             eval_strategy="steps",
             eval_steps=5,
             **options,

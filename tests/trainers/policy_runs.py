@@ -131,17 +131,19 @@ def build(
     kind: str,
     *,
     model: Any = None,
+    model_name: str = "qwen3",
     rollout_func: Any = None,
     peft_config: Any = None,
     num_prompts: int = 16,
     prompt_lengths: tuple[int, int] = (10, 20),
     eval_rows: int = 0,
     trainer_class: Any = None,
+    reward_funcs: Any = reward,
     **options: Any,
 ) -> Any:
     """A trainer of a tiny model, which is saved as well, because TRL loads the reference model from a folder."""
     if model is None:
-        model = make_model()
+        model = make_model(model_name)
     if not (folder / "model").exists():
         model.save_pretrained(folder / "model")
     model.config._name_or_path = str(folder / "model")
@@ -167,7 +169,7 @@ def build(
     extra = {} if rollout_func is None else {"rollout_func": rollout_func}
     return trainer_class(
         model=model,
-        reward_funcs=reward,
+        reward_funcs=reward_funcs,
         args=config_class(str(folder / kind), **{**defaults, **options}),
         train_dataset=prompts(num_prompts, prompt_lengths),
         eval_dataset=prompts(eval_rows, prompt_lengths, seed=1) if eval_rows else None,

@@ -118,6 +118,7 @@ def imbalance(rows, ranks, accumulation, strategy="random", dealt=True):
     return most / mean - 1
 
 
+@pytest.mark.slow
 def test_real_conversations_on_four_ranks(shared_data, qwen3_tokenizer):
     """Airline dialogues, one tree each, packed into rows of at most 16,384 tokens, 4 rows for a rank's step."""
     tools = json.loads(shared_data("data/tau_bench_airline.tools.json").read_text())

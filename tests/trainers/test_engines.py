@@ -8,29 +8,23 @@ is not full.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import types
 
 import pytest
 import torch
-from engine_worker import FSDP2, make_trainer, train_engine, zero
+from engine_worker import FSDP2, make_trainer, needs_deepspeed, train_engine, zero
 from peft import PeftModel
 from processes import run_ranks
 from runs import config, distance, make_model, make_trees, tokenizer, tree_dataset, weights
 
 from hf_prefix_tree import TreeSFTTrainer
 
-needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None or os.environ.get("DS_ACCELERATOR") != "cpu",
-    reason="needs deepspeed, and DS_ACCELERATOR=cpu in the environment",
-)
 SAME = ("loss", "loss/sum", "loss/token_count", "grad_norm", "tree/branches", "tree/tokens", "tree/pair_ratio")
 
 
 def read(folder):
-    return torch.load(folder / "weights.pt"), json.loads((folder / "log.json").read_text())
+    return torch.load(folder / "weights.pt", map_location="cpu"), json.loads((folder / "log.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +59,11 @@ def check(folder, expected, engine, rel=1e-5, apart=1e-5, start=None):
     assert steps == 10
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_ddp(tmp_path, one_process, ranks):
-    run_ranks(train_engine, tmp_path, {}, ranks, ranks=ranks)
-    check(tmp_path, one_process(), "MULTI_CPU")
+    options = {"step_rows": 8} if ranks == 8 else {}
+    run_ranks(train_engine, tmp_path, options, ranks, ranks=ranks)
+    check(tmp_path, one_process(**options), "MULTI_CPU")
 
 
 def test_fsdp2(tmp_path, one_process):
@@ -101,7 +96,9 @@ def test_tensor_parallelism(tmp_path, one_process):
     check(tmp_path, one_process(), "MULTI_CPU")
 
 
-@pytest.mark.parametrize("engine", [{}, FSDP2], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "engine", [{}, FSDP2, pytest.param(zero(3), marks=needs_deepspeed)], ids=["ddp", "fsdp2", "zero3"]
+)
 def test_adapters_are_saved_ready_to_merge(tmp_path, one_process, engine):
     run_ranks(train_engine, tmp_path, {**engine, "lora": True}, 2, ranks=2)
     expected, _ = one_process(lora=True)

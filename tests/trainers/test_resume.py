@@ -8,11 +8,13 @@ import signal
 
 import pytest
 import torch
-from engine_worker import FSDP2, train_and_die, train_saving
+from engine_worker import FSDP2, needs_deepspeed, train_and_die, train_saving, zero
 from processes import run_ranks
 
 
-@pytest.mark.parametrize("engine", [{}, FSDP2], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "engine", [{}, FSDP2, pytest.param(zero(3), marks=needs_deepspeed)], ids=["ddp", "fsdp2", "zero3"]
+)
 def test_killed_in_a_step(tmp_path, engine):
     broken, whole = tmp_path / "broken", tmp_path / "whole"
     codes = run_ranks(train_and_die, broken, engine, 2, ranks=2, may_die=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
 import torch
 from peft import LoraConfig
 from policy_runs import CountedTokens, assert_same_training, build, rollouts, run
+
+from hf_prefix_tree.tree import Branch, fold
 
 
 def both(folder, steps=5, rollout=None, **options):
@@ -29,7 +32,7 @@ CLIPPED = {"num_iterations": 2, "epsilon": 0.001, "learning_rate": 3e-3}
     [
         {"loss_type": "dapo"},
         {"loss_type": "grpo", "beta": 0.1, **CLIPPED},
-        {"loss_type": "dr_grpo", "importance_sampling_level": "sequence", **CLIPPED},
+        {"loss_type": "dr_grpo", "importance_sampling_level": "sequence", "off_policy_mask_threshold": 0.0, **CLIPPED},
         {"loss_type": "bnpo", **CLIPPED},
     ],
     ids=lambda options: options["loss_type"],
@@ -63,8 +66,9 @@ def test_windows_that_do_not_match_generations(tmp_path, batch_size, accumulatio
 
 
 def test_generated_completions(tmp_path):
-    """TRL generates, also with the prepared model; completions end early."""
-    stock, _ = both(tmp_path, steps=3, learning_rate=3e-3, max_completion_length=24, temperature=0.9, beta=0.05)
+    """TRL generates, also with the prepared model; some completions end early, the others are masked out."""
+    options = {"max_completion_length": 24, "temperature": 0.9, "beta": 0.05, "mask_truncated_completions": True}
+    stock, _ = both(tmp_path, steps=3, learning_rate=3e-3, **options)
     assert any(0 < entry["completions/clipped_ratio"] < 1 for entry in stock.logs)
 
 
@@ -82,6 +86,45 @@ def test_environment_tokens_and_deep_sharing(tmp_path):
     stock, tree = both(tmp_path, rollout={"deep": True, "environment": True}, loss_type="grpo", beta=0.1, **CLIPPED)
     # of completions of up to 8 tokens, half share 4
     assert sum(tree.tokens.trained) < 0.6 * sum(stock.tokens.trained)
+
+
+def test_search_tree(tmp_path, shared_data):
+    """The last steps of real search trees: they share all the steps before, and each has a value of its own."""
+    puzzles = [json.loads(line) for line in shared_data("data/game24_search_tree.jsonl").read_text().splitlines()]
+    found = []  # prompt, completions and rewards of each group, a token per character
+    for puzzle in puzzles:
+        leaves = [node for node in puzzle["nodes"] if node["step"] == 2][:8]
+        texts = [puzzle["input"], *(node["text"] for node in leaves)]
+        prompt, *completions = ([ord(character) % 60 + 3 for character in text] for text in texts)
+        if len(completions) == 8:
+            found.append((prompt, completions, [node["value"] for node in leaves]))
+    groups = iter([])
+
+    def generate(prompts, trainer):
+        own = [next(groups) for _ in range(len(prompts) // 8)]
+        completions = [ids for _, several, _ in own for ids in several]
+        return {
+            "prompt_ids": [prompt for prompt, several, _ in own for _ in several],
+            "completion_ids": completions,
+            "logprobs": [[0.0] * len(ids) for ids in completions],
+            "value": [value for _, _, values in own for value in values],
+        }
+
+    runs = []
+    for kind in ("stock", "tree"):
+        groups = iter(found)
+        options = {"loss_type": "grpo", "max_steps": 3, "max_completion_length": 128, "optim": "sgd"}
+        options |= {"learning_rate": 0.5, "beta": 0.1, "reward_funcs": lambda value, **kwargs: value}
+        runs.append(run(tmp_path, "grpo", kind, rollout_func=generate, **options))
+    stock, tree = runs
+    assert_same_training(tree, stock, steps=3)
+    assert any(entry["reward_std"] > 0 for entry in stock.logs)
+    folded = [
+        len(fold([Branch(prompt + own, [1] * len(prompt + own)) for prompt, several, _ in pair for own in several]))
+        for pair in (found[:2], found[2:4], found[4:6])
+    ]
+    assert tree.tokens.trained == tree.tokens.forward == folded
+    assert sum(folded) < 0.5 * sum(stock.tokens.trained)
 
 
 def test_lora(tmp_path):
@@ -158,6 +201,7 @@ def test_max_row_tokens(tmp_path):
         ({"loss_type": "bnpo"}, "bnpo"),
         ({"entropy_coef": 0.1}, "entropy bonus"),
         ({"top_entropy_quantile": 0.5}, "top_entropy_quantile=0.5"),
+        ({"router_aux_loss_coef": 0.1, "model_name": "qwen3_moe"}, "router_aux_loss_coef=0"),
     ],
 )
 def test_micro_batches_that_stay_are_said_once(tmp_path, caplog, options, reason):

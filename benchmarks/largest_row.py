@@ -1,0 +1,141 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""The largest packed row that a GPU trains, by model size and memory option: what to set `max_packed_tokens` to.
+
+    python -m benchmarks.largest_row --only 0.6b 4b 8b --output largest_row_h100.csv
+
+A step is a forward and a backward of one row of caterpillars, with weights, gradients and AdamW's state in place
+(`lora`, `qlora`: those of the adapter). Peak memory is a line in the row's length: measured at two lengths, and the
+length that fills the GPU is tried, and cut by 5 % until it fits. `peak_gib` is that of the largest row.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from trl.models.activation_offloading import get_act_offloading_ctx_manager
+from trl.trainer.utils import add_fused_lm_head
+
+from benchmarks.common import Row, default_device, make_parser, peak_gib, progress, report
+from benchmarks.scaling import SHAPES, shape_config
+from hf_prefix_tree import prepare_model
+from hf_prefix_tree.batch import BLOCK_SIZE, concatenate_trees
+from hf_prefix_tree.synthetic import caterpillar
+
+OPTIONS = ("plain", "checkpointing", "offloading", "lora", "qlora")
+COLUMNS = ["shape", "option", "largest_row", "peak_gib", "gib_fixed", "kib_per_token", "failure"]
+
+
+def make_row(tokens: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """A row of at most so many tokens, of dialogues of about 8,000 tokens, the last one as long as there is room."""
+    trees, left, seed = [], tokens, 0
+    while left >= 700:
+        turns = max(1, min(20, (left - 550) // 600))
+        tree = caterpillar(turns, seed)
+        seed += 1
+        if len(tree) <= left:
+            trees.append(tree)
+            left -= len(tree)
+        elif turns == 1:
+            break
+    row = concatenate_trees(trees, pad_token_id=0)
+    missing = tokens // BLOCK_SIZE * BLOCK_SIZE - row["input_ids"].shape[1]
+    if missing > 0:
+        row = concatenate_trees(trees, pad_token_id=0, pad_to_multiple_of=tokens // BLOCK_SIZE * BLOCK_SIZE)
+    return {name: value.to(device) for name, value in row.items()}
+
+
+def make_model(shape: str, option: str, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
+    config = copy.deepcopy(shape_config(shape))
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="prefix_tree")
+    if option == "qlora":
+        model.save_pretrained(folder := tempfile.mkdtemp())
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+        quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=quantization, attn_implementation="prefix_tree", device_map={"": device}
+        )
+    add_fused_lm_head(model)
+    if option in ("lora", "qlora"):
+        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+        model.enable_input_require_grads()
+    prepare_model(model)
+    if option != "plain":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def measure_option(shape: str, option: str, args: Any, device: torch.device) -> Row:
+    row: Row = {"shape": shape, "option": option}
+    dtype = torch.float32 if args.quick else torch.bfloat16
+    try:
+        model = make_model(shape, option, device, dtype)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
+        offload = option == "offloading" and device.type == "cuda"
+
+        def step(tokens: int) -> float:
+            batch = make_row(tokens, device)
+
+            def run() -> None:
+                with get_act_offloading_ctx_manager(model) if offload else nullcontext():
+                    model(**batch, fused_lm_head=True).log_probs.mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+            run()  # the optimizer's state, and compiled kernels
+            return peak_gib(run, device) or 0.0
+
+        short, long = (256, 512) if args.quick else (4096, 8192)
+        peaks = step(short), step(long)
+        slope = (peaks[1] - peaks[0]) / (long - short)
+        row |= {"gib_fixed": peaks[0] - slope * short, "kib_per_token": slope * 2**20}
+        if device.type != "cuda":
+            return row
+        total = torch.cuda.get_device_properties(device).total_memory / 2**30
+        tokens = int((0.96 * total - row["gib_fixed"]) / slope)
+    except torch.cuda.OutOfMemoryError:
+        return row | {"failure": "out of memory"}
+    while tokens > long:
+        tokens = min(tokens, args.most) // BLOCK_SIZE * BLOCK_SIZE
+        try:
+            return row | {"peak_gib": step(tokens), "largest_row": tokens}
+        except torch.cuda.OutOfMemoryError:
+            optimizer.zero_grad()
+            gc.collect()
+            torch.cuda.empty_cache()
+            tokens = int(0.95 * tokens)
+    return row | {"largest_row": long, "peak_gib": peaks[1]}
+
+
+def main(argv: Sequence[str] | None = None) -> list[Row]:
+    parser = make_parser(__doc__, SHAPES)
+    parser.add_argument(
+        "--options", nargs="+", choices=OPTIONS, default=["plain", "checkpointing", "offloading", "lora"]
+    )
+    parser.add_argument("--most", type=int, default=262_144, help="longest row to try, in tokens")
+    args = parser.parse_args(argv)
+    device = default_device(args.quick)
+    rows: list[Row] = []
+    for shape in ["quick"] if args.quick else args.only:
+        for option in args.options:
+            progress(rows, measure_option(shape, option, args, device))
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    return report(rows, COLUMNS, device, args)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

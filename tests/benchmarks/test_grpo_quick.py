@@ -1,0 +1,41 @@
+"""The GRPO benchmark runs end to end on a CPU: both sides take the same step, the tree one from fewer tokens."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from benchmarks import grpo
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    output = tmp_path_factory.mktemp("grpo") / "grpo.csv"
+    found = grpo.main(["--quick", "--seconds", "0", "--only", "4k+16x512", "reuse-1.1", "--output", str(output)])
+    with output.open() as file:
+        written = list(csv.DictReader(file))
+    assert len(written) == len(found) == 4 and written[0].keys() >= {*grpo.COLUMNS} - {"failure", "memory_ratio"}
+    return {(row["shape"], row["method"]): row for row in found}
+
+
+@pytest.mark.parametrize(
+    ("shape", "tree", "stock"), [("4k+16x512", 64 + 4 * 8, 4 * 72), ("reuse-1.1", 3 + 64, 4 * 19)]
+)
+def test_tokens_and_gradients(rows, shape, tree, stock):
+    assert (rows[shape, "tree"]["tokens"], rows[shape, "stock"]["tokens"]) == (tree, stock)
+    assert rows[shape, "tree"]["reuse"] == rows[shape, "stock"]["reuse"] == pytest.approx(stock / tree)
+    assert rows[shape, "tree"]["grad_norm"] == pytest.approx(rows[shape, "stock"]["grad_norm"], rel=1e-5)
+    assert rows[shape, "tree"]["grad_norm"] > 0.1
+    assert rows[shape, "tree"]["speedup"] == rows[shape, "stock"]["ms"] / rows[shape, "tree"]["ms"]
+
+
+def test_micro_batches_of_the_stock_side(rows):
+    assert [rows["4k+16x512", method]["forwards"] for method in ("tree", "stock")] == [1, 2]
+
+
+def test_shapes():
+    assert grpo.SHAPES["4k+16x512"].reuse == 16 * 4608 / (4096 + 16 * 512)
+    assert grpo.SHAPES["reuse-1.1"].reuse == pytest.approx(1.1, abs=0.005)
+    for group in (*grpo.SHAPES.values(), *grpo.QUICK.values()):
+        assert group.completions % group.batch_size == 0

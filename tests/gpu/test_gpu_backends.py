@@ -1,0 +1,138 @@
+"""FLASH against Triton and the dense reference, what `auto` takes, and compiled layers.
+
+Needs a GPU, for FLASH a Hopper one with `flash-attn-4`.
+"""
+
+import numpy as np
+import pytest
+import torch
+from models import VOCAB, gradients
+from test_flex import attend, error, model_of, row_of
+
+import hf_prefix_tree.attention.backend as backend
+from hf_prefix_tree import prepare_model
+from hf_prefix_tree.attention.backend import AttentionCall, choose_backend
+from hf_prefix_tree.attention.mask import tree_block_mask
+from hf_prefix_tree.tree import Branch, fold
+
+pytestmark = pytest.mark.gpu
+
+
+def call_of(length, head_dim=128, dtype=torch.bfloat16, **kwargs):
+    return AttentionCall(torch.device("cuda", 0), dtype, length, 4, 2, head_dim, head_dim, **kwargs)
+
+
+def needs_flash(head_dim=128):
+    reason = backend._why_not_flash(call_of(8192, head_dim))
+    if reason is not None:
+        pytest.skip(f"no FLASH here: {reason}")
+
+
+def tree_of(blocks):
+    """One long trunk with a leaf: the row of a caterpillar with few turns."""
+    trunk = np.arange(blocks * 128 - 40) % 90 + 3
+    leaf = np.concatenate([trunk[:500], np.arange(40) % 7 + 91])
+    row = row_of([fold([Branch(ids, np.ones(len(ids))) for ids in (trunk, leaf)])])
+    assert row["input_ids"].shape[1] == blocks * 128
+    return row
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("heads", [(4, 2), (4, 4), (6, 2)])
+@pytest.mark.parametrize("window", [None, 50])
+def test_flash_is_as_close_to_float64_as_the_dense_mask_is(head_dim, heads, window):
+    needs_flash(head_dim)
+    case = {"heads": heads, "head_dim": head_dim, "window": window}
+    exact = attend("sdpa", torch.float64, **case)
+    dense = error(attend("sdpa", torch.bfloat16, **case), exact)
+    assert error(attend("flash", torch.bfloat16, **case), exact) < max(2 * dense, 1e-2)
+    for _ in range(20):  # a race would show in some launches only
+        assert error(attend("flash", torch.bfloat16, **case), exact) < max(2 * dense, 1e-2)
+
+
+def test_flash_at_several_lengths_is_one_graph():
+    needs_flash()
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    for seed in range(4):
+        attend("flash", torch.bfloat16, (4, 2), 128, None, seed=seed)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+def test_auto_takes_flash_and_what_is_forced_is_taken():
+    needs_flash()
+    row = tree_of(64)["prefix_tree"]
+    build = lambda: tree_block_mask(row)  # noqa: E731
+    assert choose_backend("auto", call_of(64 * 128), build) == "flash"
+    assert choose_backend("flash", call_of(64 * 128), build) == "flash"
+    assert choose_backend("flex", call_of(64 * 128), build) == "flex"
+    assert choose_backend("auto", call_of(64 * 128, dtype=torch.float32), build) == "flex"
+    with pytest.raises(ValueError, match=r"`attn_backend='flash'` cannot serve this call"):
+        choose_backend("flash", call_of(64 * 128, head_dim=96), build)
+
+
+def test_the_comparison_notices_wrong_gradients(monkeypatch):
+    row = tree_of(8)["prefix_tree"]
+    scaled = lambda q, k, v, mask: backend.attend_flex(q, k, v.detach() + (v - v.detach()) * 1.1, mask)  # noqa: E731
+    monkeypatch.setattr(backend, "attend_flash", scaled)
+    assert "value gradient" in backend._difference_to_triton(call_of(1024), tree_block_mask(row))
+    monkeypatch.setattr(backend, "attend_flash", backend.attend_flex)
+    assert backend._difference_to_triton(call_of(1024), tree_block_mask(row)) is None
+
+
+def test_the_mask_waits_for_nothing():
+    row = tree_of(64)["prefix_tree"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for kind in ({}, {"window": 100}, {"chunk": 256}):
+            tree_block_mask(row, **kind)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_rows_with_blocks_of_256(monkeypatch):
+    import hf_prefix_tree.attention.mask as mask_module
+
+    case = {"heads": (4, 2), "head_dim": 64, "window": None}
+    exact = attend("sdpa", torch.float64, **case)
+    small = error(attend("flex", torch.bfloat16, **case), exact)
+    monkeypatch.setattr(mask_module, "_MOST_BLOCKS", 4)
+    assert error(attend("flex", torch.bfloat16, **case), exact) < 2 * small
+
+
+@pytest.mark.parametrize("attn_backend", ["flex", "flash"])
+@pytest.mark.parametrize("checkpointing", [None, True, False])
+def test_compiled_layers(attn_backend, checkpointing):
+    from torch._dynamo.utils import counters
+
+    if attn_backend == "flash":
+        needs_flash(64)
+    rng = np.random.default_rng(0)
+    trunk = rng.integers(3, VOCAB, size=3000)
+    rows = []
+    for length in (700, 1500, 2900):
+        branches = [trunk[:length], np.concatenate([trunk[: length // 2], rng.integers(3, VOCAB, size=60)])]
+        rows.append(row_of([fold([Branch(ids, np.ones(len(ids))) for ids in branches])]))
+    found, graphs = [], 0
+    # eager rounds each operation to bf16, compiled code whole chains of them
+    dtype, tolerance = (torch.bfloat16, 6e-2) if attn_backend == "flash" else (torch.float32, 2e-3)
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model = model_of("llama", dtype=dtype, head_dim=64)
+        model = prepare_model(model, attn_backend=attn_backend, compile_layers=compiled).train()
+        if checkpointing is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+            model.enable_input_require_grads()
+        counters.clear()
+        for row in rows:
+            loss = model(**row).loss
+            loss.backward()
+        graphs = counters["stats"]["unique_graphs"]
+        found.append({"loss": loss.detach(), **gradients(model)})
+        del model
+    assert graphs <= 2 and not counters["graph_break"]
+    for name, expected in found[0].items():
+        assert (found[1][name] - expected).float().norm() <= tolerance * expected.float().norm() + 1e-6, name

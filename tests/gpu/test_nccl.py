@@ -1,0 +1,87 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""The engines over NCCL against one GPU, as tests/trainers/test_engines.py compares them over gloo."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "trainers"))
+
+from engine_worker import FSDP2, train_and_die, train_engine, train_saving, zero
+from processes import run_ranks
+from runs import make_model
+from test_engines import check, read
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least 2 CUDA GPUs"),
+]
+# The tiny models' heads are too small for FlexAttention.
+ON_GPU = {"use_cpu": False, "attn_backend": "sdpa"}
+CHECKPOINTING = {"fsdp_config": {**FSDP2["fsdp_config"], "activation_checkpointing": True}}
+ENGINES = {
+    "ddp": ({}, "MULTI_GPU"),
+    "ddp-offloading": ({"activation_offloading": True, "gradient_checkpointing": True}, "MULTI_GPU"),
+    "fsdp2": (FSDP2, "FSDP"),
+    "fsdp2-checkpointing": ({**FSDP2, **CHECKPOINTING}, "FSDP"),
+    "zero2": (zero(2), "DEEPSPEED"),
+    "zero3": (zero(3), "DEEPSPEED"),
+}
+
+
+def run(folder, options, ranks):
+    run_ranks(train_engine, folder, {**options, **ON_GPU}, ranks, ranks=ranks, gpus=True, timeout=180)
+
+
+@pytest.fixture(scope="module")
+def one_gpu(tmp_path_factory):
+    folders = {}
+
+    def get(bf16=False):
+        if bf16 not in folders:
+            folders[bf16] = tmp_path_factory.mktemp("one")
+            run(folders[bf16], {"bf16": bf16}, 1)
+        return read(folders[bf16])
+
+    return get
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engines_equal_one_gpu(tmp_path, one_gpu, engine, ranks):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA GPUs")
+    if engine.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("needs deepspeed")
+    options, name = ENGINES[engine]
+    run(tmp_path, options, ranks)
+    check(tmp_path, one_gpu(), name, rel=2e-5, apart=5e-5)
+
+
+def test_fsdp2_in_bf16_casts_no_weight(tmp_path, one_gpu):
+    run(tmp_path, {**FSDP2, "bf16": True}, 2)
+    check(tmp_path, one_gpu(bf16=True), "FSDP", rel=2e-2, apart=0.1)
+
+
+def test_tensor_parallelism(tmp_path, one_gpu):
+    make_model().save_pretrained(tmp_path / "model")
+    run(tmp_path, {"tp": str(tmp_path / "model")}, 2)
+    check(tmp_path, one_gpu(), "MULTI_GPU", rel=2e-5, apart=5e-5)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_killed_in_a_step(tmp_path, engine):
+    options = {**ENGINES[engine][0], **ON_GPU, "ddp_timeout": 20}
+    broken, whole = tmp_path / "broken", tmp_path / "whole"
+    run_ranks(train_and_die, broken, options, 2, ranks=2, may_die=True, gpus=True, timeout=90)
+    assert (broken / "checkpoint-2").is_dir() and not (broken / "checkpoint-4").exists()
+    run_ranks(train_saving, broken, options, 2, True, ranks=2, gpus=True)
+    run_ranks(train_saving, whole, options, 2, False, ranks=2, gpus=True)
+    expected, got = (torch.load(folder / "weights.pt", map_location="cpu") for folder in (whole, broken))
+    for name, value in expected.items():
+        assert torch.allclose(got[name], value, rtol=1e-5, atol=1e-6), name

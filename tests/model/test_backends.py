@@ -1,0 +1,228 @@
+"""Which backend a call gets, with which reason, without a GPU: devices are named, FLASH is stood in for."""
+
+import logging
+
+import pytest
+import torch
+from models import CONFIGS, make_model, random_forest
+from packaging.version import Version
+from transformers import DeepseekV3Config, Gemma2Config, Qwen3Config
+
+import hf_prefix_tree.attention.backend as backend
+from hf_prefix_tree import prepare_model
+from hf_prefix_tree.attention.backend import AttentionCall, choose_backend
+from hf_prefix_tree.attention.context import TreeContext
+from hf_prefix_tree.attention.interface import prefix_tree_attention
+from hf_prefix_tree.attention.kernels import attend_dense
+from hf_prefix_tree.attention.mask import dense_mask, tree_block_mask
+from hf_prefix_tree.batch import concatenate_trees
+
+GPU = torch.device("cuda", 0)
+CALL = AttentionCall(GPU, torch.bfloat16, 64 * 128, 16, 8, 128, 128)
+
+
+def chain(blocks):
+    """A row of one branch: every block before the diagonal is full."""
+    length = blocks * 128
+    tree = torch.stack([torch.full((length,), length), torch.arange(length), torch.arange(-1, length - 1)])
+    return tree_block_mask(tree[None].int())
+
+
+def strangers(blocks):
+    """A row of tokens that see themselves only: every block is on the diagonal."""
+    length = blocks * 128
+    tree = torch.stack([torch.arange(1, length + 1), torch.zeros(length), torch.full((length,), -1)])
+    return tree_block_mask(tree[None].int())
+
+
+def never():
+    raise AssertionError("the mask was looked at")
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    """A Hopper GPU with a good build of flash-attn-4, which was checked already."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(backend, "_flash_version", lambda: Version("4.0.0b36"))
+    monkeypatch.setattr(backend, "_checked", {(GPU, torch.bfloat16, 2, 128, 128): None})
+    monkeypatch.setattr(backend, "_sparse", {})
+    backend._log_once.cache_clear()
+
+
+def test_the_choice_is_logged_once_with_its_reason(caplog):
+    caplog.set_level(logging.INFO, logger="hf_prefix_tree")
+    for _ in range(3):
+        assert choose_backend("auto", CALL, lambda: chain(64)) == "flash"
+        assert choose_backend("sdpa", CALL, never) == "sdpa"
+    assert [record.getMessage() for record in caplog.records] == [
+        "Tree attention on cuda: flash, as flash-attn-4 4.0.0b36 agrees with Triton on these shapes.",
+        "Tree attention on cuda: sdpa, as it was asked for.",
+    ]
+
+
+NOT_FLEX = [
+    ({"device": torch.device("cpu")}, "no backward on cpu"),
+    ({"dtype": torch.float64}, "does not take torch.float64"),
+    ({"head_dim": 8}, "at least 16, got 8"),
+    ({"length": 8191}, "no multiple of 128"),
+]
+NOT_FLASH = [
+    ({"dtype": torch.float32}, "does not take torch.float32"),
+    ({"head_dim": 192, "value_dim": 128}, "head sizes 192 and 128"),
+    ({"head_dim": 256, "value_dim": 256}, "head sizes 256 and 256"),
+    ({"head_dim": 96, "value_dim": 96}, "head sizes 96 and 96"),
+    ({"sinks": True}, "gradients through the log-sum-exp"),
+    ({"softcap": True}, "softcap"),
+    ({"length": 4097 * 128}, "blocks of 128 only"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), NOT_FLEX)
+def test_where_flexattention_cannot_train(changes, reason):
+    call = CALL._replace(**changes)
+    assert choose_backend("auto", call, never) == "sdpa"
+    for requested in ("flex", "flash"):
+        with pytest.raises(ValueError, match=rf"`attn_backend='{requested}'` cannot serve this call: .*{reason}"):
+            choose_backend(requested, call, never)
+
+
+@pytest.mark.parametrize(("changes", "reason"), NOT_FLASH)
+def test_where_flash_does_not_serve(changes, reason):
+    call = CALL._replace(**changes)
+    assert choose_backend("auto", call, never) == "flex"
+    assert choose_backend("flex", call, never) == "flex"
+    with pytest.raises(ValueError, match=rf"`attn_backend='flash'` cannot serve this call: .*{reason}.*'flex'"):
+        choose_backend("flash", call, never)
+
+
+def test_versions_devices_and_modes_that_flash_does_not_serve(monkeypatch):
+    def refused(reason):
+        assert choose_backend("auto", CALL, never) == "flex"
+        with pytest.raises(ValueError, match=reason):
+            choose_backend("flash", CALL, never)
+
+    for capability in ((8, 0), (10, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        refused(rf"this is {capability[0]}\.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    torch.use_deterministic_algorithms(True)
+    try:
+        refused("not deterministic")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with torch.inference_mode():
+        refused("inference mode")
+    monkeypatch.setattr(backend, "_flash_version", lambda: Version("4.0.0b13"))
+    refused("4.0.0b13 is older")
+    monkeypatch.setattr(backend, "_flash_version", lambda: None)
+    refused("not installed")
+
+
+def test_a_single_block_and_an_architecture_that_cannot():
+    assert choose_backend("auto", CALL._replace(length=128), never) == "sdpa"
+    assert choose_backend("flex", CALL._replace(length=128), never) == "flex"
+    assert choose_backend("auto", CALL, never, "it takes a dense mask") == "sdpa"
+    with pytest.raises(ValueError, match="it takes a dense mask"):
+        choose_backend("flex", CALL, never, "it takes a dense mask")
+
+
+def test_short_and_sparse_rows_go_to_triton_unless_forced():
+    assert choose_backend("auto", CALL._replace(length=47 * 128), never) == "flex"
+    looked = []
+    look = lambda: looked.append(1) or strangers(64)  # noqa: E731
+    for length in (64, 64, 100):
+        assert choose_backend("auto", CALL._replace(length=length * 128), look) == "flex"
+    assert len(looked) == 1  # the device is waited for once for each power of two
+    assert choose_backend("auto", CALL._replace(length=130 * 128), lambda: chain(130)) == "flash"
+    assert choose_backend("auto", CALL._replace(window=100), lambda: chain(64)) == "flash"  # another kind of mask
+    assert choose_backend("flash", CALL, never) == "flash"
+
+
+def dense_standin(change=lambda q, k, v: (q, k, v)):
+    def attend(query, key, value, mask):
+        length = query.shape[2]
+        index = torch.arange(length)
+        visible = mask.mask_mod(torch.zeros(1, dtype=torch.int64), 0, index[:, None], index[None])
+        return attend_dense(*change(query, key, value), visible[None, None])
+
+    return attend
+
+
+def scaled_gradient(query, key, value):
+    return query, key, value.detach() + (value - value.detach()) * 1.1
+
+
+def failing(*args):
+    raise NotImplementedError("head size\nof this kind")
+
+
+@pytest.mark.parametrize(
+    ("flash", "reason"),
+    [
+        (dense_standin(), None),
+        (dense_standin(scaled_gradient), r"differs from Triton by value gradient 1.0e-01 \(relative\)"),
+        (dense_standin(lambda q, k, v: (q * torch.nan, k, v)), r"output nan, query gradient nan"),
+        (failing, r"failed with NotImplementedError: head size\."),
+    ],
+)
+def test_flash_is_compared_with_triton_once(flash, reason, monkeypatch):
+    monkeypatch.setattr(backend, "_checked", {})
+    monkeypatch.setattr(backend, "attend_flex", dense_standin())
+    calls = []
+    monkeypatch.setattr(backend, "attend_flash", lambda *args: calls.append(args[0].shape) or flash(*args))
+    call = CALL._replace(device=torch.device("cpu"), dtype=torch.float32, length=4 * 128)
+    state = torch.get_rng_state()
+    with torch.no_grad():  # as in evaluation: the backward is compared all the same
+        if reason is None:
+            assert backend._agrees_with_triton(call, lambda: chain(4)) is None
+        else:
+            with pytest.warns(UserWarning, match=f"FLASH backend is not used: .*{reason}"):
+                found = backend._agrees_with_triton(call, lambda: chain(4))
+            assert backend._agrees_with_triton(call, never) == found  # no second warning, no second run
+    assert calls == [(1, 16, 512, 128)]
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_failed_comparison_is_flex_under_auto_and_an_error_when_forced(monkeypatch):
+    monkeypatch.setattr(backend, "_checked", {(GPU, torch.bfloat16, 2, 128, 128): "it differs"})
+    assert choose_backend("auto", CALL, lambda: chain(64)) == "flex"
+    with pytest.raises(ValueError, match=r"`attn_backend='flash'` cannot serve this call: no FLASH: it differs"):
+        choose_backend("flash", CALL, never)
+
+
+def test_the_call_of_a_config():
+    sizes = lambda config: AttentionCall.of(config, GPU, torch.bfloat16, 1024)[3:8]  # noqa: E731
+    assert sizes(Qwen3Config(num_attention_heads=16, num_key_value_heads=8, head_dim=128)) == (16, 8, 128, 128, False)
+    assert sizes(CONFIGS["llama"]) == (4, 2, 8, 8, False)
+    assert sizes(Gemma2Config(num_attention_heads=8, num_key_value_heads=4, head_dim=256))[2:] == (256, 256, True)
+    latent = DeepseekV3Config(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    assert sizes(latent)[2:] == (192, 128, False)
+
+
+def test_sinks_are_known_before_the_call(monkeypatch):
+    seen = []
+    choose = backend.choose_backend
+    import hf_prefix_tree.attention.interface as interface
+
+    monkeypatch.setattr(interface, "choose_backend", lambda *args: seen.append(args[1]) or choose(*args))
+    row = concatenate_trees(random_forest(0), pad_token_id=0)
+    for name in ("gpt_oss", "gemma3"):
+        model = prepare_model(make_model(name))
+        seen.clear()
+        model(**row)
+        assert {(call.sinks, call.window) for call in seen} == {(name == "gpt_oss", None), (name == "gpt_oss", 6)}
+
+
+def test_flash_gets_no_call_that_it_does_not_serve():
+    tree = concatenate_trees(random_forest(0), pad_token_id=0)["prefix_tree"]
+    context = TreeContext(tree)
+    mask = context.mask(flex=True)
+    mask.backend = "flash"
+    query = torch.randn(1, 2, tree.shape[2], 16)
+    for options in ({"softcap": 5.0}, {"s_aux": torch.zeros(2)}):
+        with pytest.raises(ValueError, match="Use `attn_backend='flex'`"):
+            prefix_tree_attention(torch.nn.Module(), query, query, query, mask, prefix_tree=context, **options)
+    assert torch.equal(
+        mask.mask_mod(torch.tensor(0), 0, torch.arange(128)[:, None], torch.arange(128)[None]),
+        dense_mask(tree)[0, 0, :128, :128],
+    )
