@@ -29,27 +29,23 @@ from benchmarks.scaling import SHAPES, shape_config
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.batch import BLOCK_SIZE, concatenate_trees
 from hf_prefix_tree.synthetic import caterpillar
+from hf_prefix_tree.tree import PrefixTree
 
 OPTIONS = ("plain", "checkpointing", "offloading", "lora", "qlora")
 COLUMNS = ["shape", "option", "largest_row", "peak_gib", "gib_fixed", "kib_per_token", "failure"]
 
 
 def make_row(tokens: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """A row of at most so many tokens, of dialogues of about 8,000 tokens, the last one as long as there is room."""
-    trees, left, seed = [], tokens, 0
-    while left >= 700:
-        turns = max(1, min(20, (left - 550) // 600))
-        tree = caterpillar(turns, seed)
-        seed += 1
-        if len(tree) <= left:
-            trees.append(tree)
-            left -= len(tree)
-        elif turns == 1:
+    """A row of so many tokens: dialogues of about 8,000, shorter ones in what is left, and some padding."""
+    trees: list[PrefixTree] = []
+    left = tokens = tokens // BLOCK_SIZE * BLOCK_SIZE
+    while (turns := min(20, (left - 900) // 400)) >= 1:
+        tree = caterpillar(turns, seed=len(trees), vocab_size=512)
+        if len(tree) > left:
             break
-    row = concatenate_trees(trees, pad_token_id=0)
-    missing = tokens // BLOCK_SIZE * BLOCK_SIZE - row["input_ids"].shape[1]
-    if missing > 0:
-        row = concatenate_trees(trees, pad_token_id=0, pad_to_multiple_of=tokens // BLOCK_SIZE * BLOCK_SIZE)
+        trees.append(tree)
+        left -= len(tree)
+    row = concatenate_trees(trees, pad_token_id=0, pad_to_multiple_of=tokens)
     return {name: value.to(device) for name, value in row.items()}
 
 
@@ -97,7 +93,7 @@ def measure_option(shape: str, option: str, args: Any, device: torch.device) -> 
             run()  # the optimizer's state, and compiled kernels
             return peak_gib(run, device) or 0.0
 
-        short, long = (256, 512) if args.quick else (4096, 8192)
+        short, long = (1536, 3072) if args.quick else (4096, 8192)
         peaks = step(short), step(long)
         slope = (peaks[1] - peaks[0]) / (long - short)
         row |= {"gib_fixed": peaks[0] - slope * short, "kib_per_token": slope * 2**20}

@@ -105,8 +105,7 @@ class DataCollatorForDiffusionLM:
     return_tensors: str = "pt"
 
     def __post_init__(self) -> None:
-        if self.return_tensors not in ("pt", "np"):
-            raise ValueError(f"`return_tensors` must be 'pt' or 'np', got {self.return_tensors!r}.")
+        _check_return_tensors(self.return_tensors)
         for name in ("pad_token_id", "eos_token_id"):
             if getattr(self, name) is None:
                 setattr(self, name, _id_of(self.processing_class, name))
@@ -131,6 +130,8 @@ class DataCollatorForDiffusionLM:
         return block_pad_token_id
 
     def __call__(self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
+        return_tensors = return_tensors or self.return_tensors
+        _check_return_tensors(return_tensors)
         if not features:
             raise ValueError("`features` is empty; pass at least one sample.")
         samples = [_sample(feature, index) for index, feature in enumerate(features)]
@@ -156,7 +157,7 @@ class DataCollatorForDiffusionLM:
             if len(indices) < len(features):
                 raise ValueError(f"Some features have a `{SAMPLE_INDEX}` and others don't: give every one its own.")
             batch[SAMPLE_INDEX] = np.array(indices, dtype=np.int64)
-        if (return_tensors or self.return_tensors) == "np":
+        if return_tensors == "np":
             return batch
         return {name: torch.from_numpy(value) for name, value in batch.items()}
 
@@ -192,8 +193,8 @@ class DLLMCollator(DataCollatorForDiffusionLM):
     """
     [`DataCollatorForDiffusionLM`] under the name, with the defaults and exactly the keys of NeMo Automodel's collator.
 
-    `loss_mask` and `attention_mask` must be there. The batch has `input_ids`, `loss_mask`, `attention_mask` and
-    `input_lengths`.
+    `loss_mask` and `attention_mask` must be there, other columns are ignored, `labels` too. The batch has `input_ids`,
+    `loss_mask`, `attention_mask` and `input_lengths`.
 
     Args:
         pad_token_id (`int`, *optional*, defaults to `0`):
@@ -205,12 +206,18 @@ class DLLMCollator(DataCollatorForDiffusionLM):
     pad_token_id: int | None = 0
 
     def __call__(self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
+        names = ("input_ids", "loss_mask", "attention_mask")
         for index, feature in enumerate(features):
-            for name in ("input_ids", "loss_mask", "attention_mask"):
+            for name in names:
                 if feature.get(name) is None:
                     raise ValueError(f"`features[{index}]` has the keys {sorted(feature)} and no `{name}`.")
-        batch = super().__call__(features, return_tensors)
-        return {name: batch[name] for name in ("input_ids", "loss_mask", "attention_mask", "input_lengths")}
+        batch = super().__call__([{name: feature[name] for name in names} for feature in features], return_tensors)
+        return {name: batch[name] for name in (*names, "input_lengths")}
+
+
+def _check_return_tensors(return_tensors: str) -> None:
+    if return_tensors not in ("pt", "np"):
+        raise ValueError(f"`return_tensors` must be 'pt' or 'np', got {return_tensors!r}.")
 
 
 def _id_of(processing_class: Any, name: str) -> int | None:
@@ -222,9 +229,10 @@ def _sample(feature: Mapping[str, Any], index: int) -> _Sample:
     if feature.get("input_ids") is None:
         raise ValueError(f"`features[{index}]` has the keys {sorted(feature)} and no `input_ids`.")
     ids = _array(feature["input_ids"], "input_ids", index)
-    if len(feature.get("seq_lengths") or ()) > 1:
+    seq_lengths = feature.get("seq_lengths")
+    if seq_lengths is not None and len(seq_lengths) > 1:
         raise ValueError(
-            f"`features[{index}]` packs {len(feature['seq_lengths'])} samples (`seq_lengths`): a diffusion model "
+            f"`features[{index}]` packs {len(seq_lengths)} samples (`seq_lengths`): a diffusion model "
             "would see across them; pass `packing=False`."
         )
     attended = _mask(feature, "attention_mask", len(ids), index)

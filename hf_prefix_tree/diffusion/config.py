@@ -9,6 +9,7 @@ from typing import Any
 from trl import SFTConfig
 
 OBJECTIVES = ("mdlm", "block", "hybrid")
+CORRUPTIONS = ("uniform", "blockwise", "random", "all_masked")
 
 # Inherited options that are refused: the values that pass, and why.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -50,12 +51,14 @@ class DiffusionSFTConfig(SFTConfig):
             Blocks begin where the response does, and attend to their EOS fill, as in generation. With `False` they
             begin with the row and don't, as in [`DataCollatorForDiffusionLM`].
         supervise_padding (`bool`, *optional*, defaults to `False`):
-            See [`DataCollatorForDiffusionLM`].
+            See [`DataCollatorForDiffusionLM`]. The loss then depends on which samples share a batch, which pads them.
         mask_token_id (`int`, *optional*):
-            The token that hides others. Defaults to the tokenizer's `mask_token_id`.
+            The token that hides others, which the data must not hold. Defaults to the tokenizer's `mask_token_id`.
         corruption (`str`, *optional*, defaults to `"uniform"`):
-            Noise in training: `"uniform"` hides each token of a sequence or block with its probability, `"blockwise"`
-            an exact number, later ones more often.
+            Noise of a sequence or block. `"uniform"` hides each token with the same probability, `"blockwise"` an exact
+            number, later ones more often, `"all_masked"` every token, for models that write a block in one step.
+            `"random"` replaces tokens by others of the vocabulary instead, for models without a mask token, which
+            [`diffusion_generate`] can't sample from. The last two have p = 1: no token is weighted.
         half_life (`float`, *optional*, defaults to `0.25`):
             For `"blockwise"`: share of the tokens after which the weight doubles.
         noise_eps (`float`, *optional*, defaults to `1e-3`):
@@ -90,7 +93,7 @@ class DiffusionSFTConfig(SFTConfig):
         default=None, metadata={"help": "The token that hides others. Defaults to the tokenizer's mask token."}
     )
     corruption: str = field(
-        default="uniform", metadata={"help": "Noise in training.", "choices": ["uniform", "blockwise"]}
+        default="uniform", metadata={"help": "Noise in training.", "choices": list(CORRUPTIONS)}
     )
     half_life: float = field(
         default=0.25, metadata={"help": "For 'blockwise': share of the tokens after which the weight doubles."}

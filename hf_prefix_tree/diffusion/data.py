@@ -7,6 +7,7 @@ model that looks both ways. Cost: that of rendering, see `hf_prefix_tree.convers
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ from hf_prefix_tree.datasets.rows import MESSAGE_KINDS, RowOptions, row_branches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 COLUMNS = ("input_ids", "attention_mask", *SUPERVISION, SAMPLE_INDEX)
 # Fills an uneven last step of distributed training: no token, so it counts nowhere.
@@ -82,7 +85,7 @@ def prepare_diffusion_rows(
             f"`dataset` has `input_ids` and none of {', '.join(SUPERVISION)}: add a `loss_mask` (all ones to "
             "supervise every token)."
         )
-    if SAMPLE_INDEX in columns:
+    elif SAMPLE_INDEX in columns:
         return dataset
     if hasattr(dataset, "__len__"):
         return dataset.add_column(SAMPLE_INDEX, np.arange(len(dataset)))
@@ -119,10 +122,13 @@ def _with_index(row: Mapping[str, Any], index: int) -> dict[str, int]:
 def _samples(batch: Mapping[str, list[Any]], options: RowOptions) -> dict[str, list[list[int]]]:
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     samples: dict[str, list[list[int]]] = {"input_ids": [], "loss_mask": []}
+    counts: Counter[str] = Counter()
     for row in rows:
-        for branch in row_branches(row, options, Counter()):
+        for branch in row_branches(row, options, counts):
             # What the template writes after the turn would stand, clean, where the response ends.
             end = int(np.flatnonzero(branch.weights)[-1]) + 1
             samples["input_ids"].append(branch.input_ids[:end].tolist())
             samples["loss_mask"].append((branch.weights[:end] > 0).astype(int).tolist())
+    if any(counts.values()):
+        logger.warning("Of %d rows: %s.", len(rows), "; ".join(f"{counts[k]} {LOSSES[k]}" for k in counts if counts[k]))
     return samples

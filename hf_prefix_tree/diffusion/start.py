@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""What [`DiffusionSFTTrainer`] settles before it trains: the collator, and the token that hides others."""
+"""What [`DiffusionSFTTrainer`] settles before it trains: the collator, the token that hides others, the engine."""
 
 from __future__ import annotations
 
@@ -38,8 +38,13 @@ def check_collator(collator: object, args: DiffusionSFTConfig) -> None:
 
 def find_mask_token_id(
     args: DiffusionSFTConfig, tokenizer: Any, model: Any, collator: DataCollatorForDiffusionLM
-) -> int:
-    """The id that hides others; raises `ValueError` where there is none, or it has another meaning."""
+) -> int | None:
+    """
+    The id that hides others; raises `ValueError` where there is none, or it has another meaning. `None` for
+    `corruption="random"`, which hides nothing.
+    """
+    if args.corruption == "random":
+        return None
     mask_token_id = args.mask_token_id
     if mask_token_id is None:
         mask_token_id = getattr(tokenizer, "mask_token_id", None)
@@ -55,8 +60,28 @@ def find_mask_token_id(
             f"`mask_token_id` is {mask_token_id}, but the model has {size} embeddings: call "
             "`model.resize_token_embeddings(len(tokenizer))` first."
         )
-    if mask_token_id == collator.block_pad_token_id:
-        raise ValueError(
-            f"`mask_token_id` is {mask_token_id}, which also ends a response: pass a token that your data never holds."
-        )
+    for supervised, token_id, what in (
+        (True, collator.block_pad_token_id, "also ends a response"),
+        (collator.supervise_padding, collator.pad_token_id, "also pads, which `supervise_padding` teaches"),
+    ):
+        if supervised and mask_token_id == token_id:
+            raise ValueError(
+                f"`mask_token_id` is {mask_token_id}, which {what}: pass a token that your data never holds."
+            )
     return mask_token_id
+
+
+def refuse_engines(args: DiffusionSFTConfig, accelerator: Any, tp_size: int) -> None:
+    """Raises `ValueError` for engines that drop the mask, split its inputs, or would count gradients twice."""
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
+        raise ValueError(
+            "`parallelism_config` splits the sequence over devices (context or sequence parallelism), which drops the "
+            "mask. Set `cp_size=1` and `sp_size=1`."
+        )
+    if tp_size > 1:
+        raise ValueError(f"Tensor parallelism ({tp_size} devices) is not supported. Use DDP or FSDP2.")
+    if accelerator.distributed_type == "MEGATRON_LM":
+        raise ValueError("Megatron-LM replaces the model and its attention, which drops the mask. Use DDP or FSDP2.")
+    if args.n_gpu > 1:
+        raise ValueError("`nn.DataParallel` is not supported: start one process per GPU with `accelerate launch`.")

@@ -7,9 +7,7 @@ dataset becomes, the loss and what it is divided by, and evaluation.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import default_data_collator
@@ -17,19 +15,17 @@ from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 from trl.trainer.utils import global_then_local_main_first
 
-from hf_prefix_tree.collators.diffusion import SAMPLE_INDEX, DataCollatorForDiffusionLM
+from hf_prefix_tree.collators.diffusion import DataCollatorForDiffusionLM
 from hf_prefix_tree.diffusion.config import DiffusionSFTConfig
-from hf_prefix_tree.diffusion.corruption import Noised, corrupt_blockwise, corrupt_uniform
 from hf_prefix_tree.diffusion.data import COLUMNS, WithEmptyRows, prepare_diffusion_rows
-from hf_prefix_tree.diffusion.draws import noise_seeds
+from hf_prefix_tree.diffusion.metrics import Sums, evaluation_metrics, micro_batch_sums, training_metrics
 from hf_prefix_tree.diffusion.model import prepare_diffusion_model
-from hf_prefix_tree.diffusion.objective import as_labels, objective_row, supervised_tokens, window_starts
-from hf_prefix_tree.diffusion.start import check_collator, default_collator, find_mask_token_id
+from hf_prefix_tree.diffusion.noise import EVALUATION, PassCounter, bounds_nll, draw_noise, noise_kind
+from hf_prefix_tree.diffusion.objective import as_labels, objective_row, supervised_tokens
+from hf_prefix_tree.diffusion.start import check_collator, default_collator, find_mask_token_id, refuse_engines
 from hf_prefix_tree.loss import safe_divisor
 from hf_prefix_tree.trainers.mixin import without_empty_mask
 from hf_prefix_tree.trainers.padding import PaddedDataset, PaddedStream
-
-_EVALUATION = -1  # in the place of the epoch, from which training draws its noise
 
 
 class DiffusionSFTTrainer(SFTTrainer):
@@ -52,10 +48,14 @@ class DiffusionSFTTrainer(SFTTrainer):
     of a sample depends on `seed`, its index in the dataset and the epoch: not on batches or ranks, or on where a run
     was resumed.
 
-    Logged are `loss`, `nll_bound`, `mean_token_accuracy` (of all predictions) and, for `"hybrid"`, `next_token_loss`.
+    Logged are `loss`, `mean_token_accuracy` (of all predictions), `nll_bound` and, for `"hybrid"`, `next_token_loss`.
     `nll_bound` is the weighted loss of the noised tokens per supervised token, in nats: in expectation over the noise
     an upper bound of the negative log-likelihood. Evaluation adds `perplexity = exp(nll_bound)`, over the whole set
-    and all ranks. Its noise is always `"uniform"`, and the same at every call.
+    and all ranks. Its noise is the same at every call; for `corruption="blockwise"`, under which there is no bound in
+    training, it is `"uniform"`. `"random"` noise has neither bound nor perplexity.
+
+    After training the model is still a diffusion language model: it completes prompts by [`diffusion_generate`], and
+    `generate` raises. [`~hf_prefix_tree.diffusion.model.unprepare_diffusion_model`] makes it a causal one again.
 
     Args:
         model (`str`, `PreTrainedModel` or `PeftModel`):
@@ -124,15 +124,13 @@ class DiffusionSFTTrainer(SFTTrainer):
         )
         if self._is_vision_dataset:
             raise ValueError("`train_dataset` has images, which are not supported: use a dataset of texts.")
-        parallelism = getattr(self.accelerator, "parallelism_config", None)
-        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
-            raise ValueError(
-                "`parallelism_config` splits the sequence over devices (context or sequence parallelism), which drops "
-                "the mask. Set `cp_size=1` and `sp_size=1`."
-            )
+        refuse_engines(args, self.accelerator, self.get_tp_size())
         if data_collator is None:
             self.data_collator = default_collator(args, self._tokenizer)
         self.mask_token_id = find_mask_token_id(args, self._tokenizer, self.model, self.data_collator)
+        self._vocab_size = min(len(self._tokenizer), self.model.get_input_embeddings().num_embeddings)
+        self._passes = PassCounter()
+        self.add_callback(self._passes)
         prepare_diffusion_model(self.model, attn_backend=args.attn_backend)
         # Says that the loss is normalised by `num_items_in_batch`, so that Trainer does not divide it by the
         # accumulation steps. (Trainer's `loss_is_scaled_for_ga` says the same, but not before transformers 5.19.)
@@ -161,13 +159,13 @@ class DiffusionSFTTrainer(SFTTrainer):
         """Accelerate fills an uneven last step with repeated rows, which count twice: fill it with empty ones."""
         is_training = kwargs.get("is_training", False)
         is_distributed = self.accelerator.num_processes > 1
-        rows = (1 if self.accelerator.split_batches else self.args.world_size // self._copies()) * batch_size
+        rows = (1 if self.accelerator.split_batches else self.args.world_size) * batch_size
         if isinstance(dataset, torch.utils.data.IterableDataset):
             # Trainer doesn't know where a stream ends, and would carry the gradients of an uneven last step over into
             # the next epoch's first one.
             multiple = rows * (self.args.gradient_accumulation_steps if is_training else 1)
             if is_distributed:
-                self.accelerator.dataloader_config.dispatch_batches = False  # batches of ranks differ in length
+                self._read_stream_on_every_rank()
             if is_distributed or multiple > rows:
                 dataset = PaddedStream(dataset, multiple)
         elif is_distributed and not (is_training and self.args.dataloader_drop_last) and len(dataset) % rows:
@@ -179,33 +177,26 @@ class DiffusionSFTTrainer(SFTTrainer):
         finally:
             self.data_collator = collator
 
+    def _read_stream_on_every_rank(self) -> None:
+        config = self.accelerator.dataloader_config
+        if config.dispatch_batches:
+            raise ValueError(
+                "`accelerator_config` has `dispatch_batches=True`, which concatenates the batches of all ranks, and "
+                "they differ in length. Set it to `False`."
+            )
+        config.dispatch_batches = False  # not set means `True` for streams
+
     # ---- one optimizer step ----
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        self._sums.clear()  # the last window of an earlier training may have been too short to be logged
+        return super().train(*args, **kwargs)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
         if not batch_samples:
             return None
         count = torch.stack([supervised_tokens(batch).sum() for batch in batch_samples]).sum().to(device)
-        return self.accelerator.gather(count[None]).sum() // self._copies()
-
-    def _noised(self, inputs: Mapping[str, torch.Tensor]) -> Noised:
-        if SAMPLE_INDEX not in inputs:
-            raise ValueError(
-                f"The batch has no `{SAMPLE_INDEX}`, on which the noise depends: add a column of that name, counting "
-                "from 0, or leave out `skip_prepare_dataset`."
-            )
-        args, supervised = self.args, supervised_tokens(inputs)
-        salts = (int(self.state.epoch or 0),) if self.model.training else (_EVALUATION, self._draw)
-        options: dict[str, Any] = {
-            "mask_token_id": self.mask_token_id,
-            "seeds": noise_seeds(inputs[SAMPLE_INDEX], args.seed, *salts),
-            "eps": args.noise_eps,
-        }
-        if args.objective != "mdlm":
-            options["block_size"] = args.block_size
-            options["block_start"] = window_starts(supervised) if args.response_window else None
-        if self.model.training and args.corruption == "blockwise":
-            return corrupt_blockwise(inputs["input_ids"], supervised, half_life=args.half_life, **options)
-        return corrupt_uniform(inputs["input_ids"], supervised, **options)
+        return self.accelerator.gather(count[None]).sum()
 
     def compute_loss(
         self,
@@ -214,10 +205,18 @@ class DiffusionSFTTrainer(SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        args = self.args
+        args, is_training = self.args, self.model.training
+        noised = draw_noise(
+            inputs,
+            args,
+            noise_kind(args, is_training),
+            (self._passes.epoch,) if is_training else (EVALUATION, self._draw),
+            mask_token_id=self.mask_token_id,
+            vocab_size=self._vocab_size,
+        )
         row = objective_row(
             inputs,
-            self._noised(inputs),
+            noised,
             args.objective,
             args.block_size,
             response_window=args.response_window,
@@ -230,30 +229,16 @@ class DiffusionSFTTrainer(SFTTrainer):
         nll = -outputs.log_probs[0].double()
         loss_sum = (nll * row.loss_weights).sum()
         supervised = supervised_tokens(inputs).sum()
-        self._record(nll.detach(), loss_sum.detach(), outputs.is_top1[0], row, supervised)
+        sums = micro_batch_sums(row, nll.detach(), outputs.is_top1[0], supervised)
+        self._add("train" if is_training else "eval", sums)
         count, steps = supervised, 1
-        if self.model.training and num_items_in_batch is not None:
+        if is_training and num_items_in_batch is not None:
             count, steps = num_items_in_batch, self.current_gradient_accumulation_steps
-            loss_sum = loss_sum * (self.accelerator.num_processes // self.get_tp_size())  # DDP and FSDP average ranks
+            loss_sum = loss_sum * self.accelerator.num_processes  # DDP and FSDP average over the ranks
         loss = loss_sum / safe_divisor(count, nll)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss * ~is_empty / steps
         return (loss, outputs) if return_outputs else loss
-
-    def _record(
-        self, nll: torch.Tensor, loss_sum: torch.Tensor, is_top1: torch.Tensor, row: Any, supervised: torch.Tensor
-    ) -> None:
-        sums = _Sums(
-            loss=loss_sum,
-            bound=(nll * row.bound_weights).sum(),
-            next_token=nll[row.is_next_token].sum(),
-            correct=is_top1.sum(),
-            predicted=is_top1.new_tensor(len(nll), dtype=torch.float64),
-            supervised=supervised,
-        )
-        values = torch.stack([value.double() for value in sums])
-        kind = "train" if self.model.training else "eval"
-        self._sums[kind] = self._sums[kind] + values if kind in self._sums else values
 
     # ---- evaluation and reports ----
 
@@ -262,7 +247,8 @@ class DiffusionSFTTrainer(SFTTrainer):
     ) -> tuple[torch.Tensor, None, None]:
         inputs, losses = self._prepare_inputs(inputs), []
         with torch.no_grad(), self.compute_loss_context_manager():
-            for draw in range(self.args.eval_noise_draws):
+            draws = 1 if self.args.corruption == "all_masked" else self.args.eval_noise_draws  # all of them are equal
+            for draw in range(draws):
                 self._draw = draw
                 loss = self.compute_loss(model, inputs)
                 assert isinstance(loss, torch.Tensor)
@@ -274,9 +260,7 @@ class DiffusionSFTTrainer(SFTTrainer):
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         sums = self._gathered("eval")
         if sums is not None:
-            metrics = self._metrics_of(sums)
-            metrics["loss"] = _ratio(sums.loss, sums.supervised)
-            metrics["perplexity"] = math.exp(min(metrics["nll_bound"], 700.0))  # 700: the largest that has one
+            metrics = evaluation_metrics(sums, self.args.objective, bounds_nll(noise_kind(self.args, False)))
             output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
 
@@ -284,38 +268,13 @@ class DiffusionSFTTrainer(SFTTrainer):
         # only a window's end logs "loss", on every rank; evaluations and users log too
         sums = self._gathered("train") if self.model.training and "loss" in logs else None
         if sums is not None:
-            logs |= self._metrics_of(sums)
+            logs |= training_metrics(sums, self.args.objective, bounds_nll(noise_kind(self.args, True)))
         super().log(logs, *args, **kwargs)
 
-    def _metrics_of(self, sums: _Sums) -> dict[str, float]:
-        metrics = {
-            "nll_bound": _ratio(sums.bound, sums.supervised),
-            "mean_token_accuracy": _ratio(sums.correct, sums.predicted),
-        }
-        if self.args.objective == "hybrid":
-            metrics["next_token_loss"] = _ratio(sums.next_token, sums.supervised)
-        return metrics
+    def _add(self, kind: str, values: torch.Tensor) -> None:
+        self._sums[kind] = self._sums.get(kind, 0) + values
 
-    def _gathered(self, kind: str) -> _Sums | None:
+    def _gathered(self, kind: str) -> Sums | None:
         """What was added up since last time, over all ranks; every rank must call it."""
         values = self._sums.pop(kind, None)
-        return None if values is None else _Sums(*self.accelerator.gather(values[None]).sum(dim=0))
-
-    def _copies(self) -> int:
-        """Ranks that hold the same batch."""
-        return self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
-
-
-class _Sums(NamedTuple):
-    """Scalars of some micro-batches, added up."""
-
-    loss: torch.Tensor
-    bound: torch.Tensor
-    next_token: torch.Tensor
-    correct: torch.Tensor
-    predicted: torch.Tensor
-    supervised: torch.Tensor
-
-
-def _ratio(total: torch.Tensor, count: torch.Tensor) -> float:
-    return (total / safe_divisor(count, total)).item()
+        return None if values is None else Sums(*self.accelerator.gather(values[None]).sum(dim=0))

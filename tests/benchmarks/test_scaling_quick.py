@@ -79,11 +79,11 @@ def test_it_runs(tmp_path):
     }
 
 
-@pytest.mark.parametrize("tokens", [1024, 4096, 20_000])
-def test_rows_of_a_length(tokens):
+@pytest.mark.parametrize(("tokens", "filled"), [(1536, 0.4), (4096, 0.7), (50_000, 0.95)])
+def test_rows_of_a_length(tokens, filled):
     row = largest_row.make_row(tokens, torch.device("cpu"))
     assert row["input_ids"].shape[1] == tokens // 128 * 128
-    assert row["attention_mask"].float().mean() > 0.5 if tokens < 4096 else row["attention_mask"].float().mean() > 0.9
+    assert row["attention_mask"].float().mean() > filled
 
 
 def test_the_largest_row_runs():
