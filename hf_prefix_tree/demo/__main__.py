@@ -4,8 +4,9 @@
 speed.
 
 Generates the dialogues, trains a tokenizer on them, trains a Qwen3-shaped model of a few million parameters with
-[`TreeSFTTrainer`] (`--model qwen3_5`: one with recurrent layers, shaped as Qwen3.5), then runs one step folded and the same step branch by branch. Exits with 1 where no token is
-supervised by several branches, the loss does not fall, or the two steps differ by more than float32 rounding.
+[`TreeSFTTrainer`] (`--model qwen3_5`: one with recurrent layers, shaped as Qwen3.5), then runs one step folded and the
+same step branch by branch. Exits with 1 where no token is supervised by several branches, the loss does not fall, or
+the two steps differ by more than float32 rounding.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ class DiffusionSFTConfig(SFTConfig):
         mask_token_id (`int`, *optional*):
             The token that hides others, which the data must not hold. Defaults to the tokenizer's `mask_token_id`.
         corruption (`str`, *optional*, defaults to `"uniform"`):
-            Noise of a sequence or block. `"uniform"` hides each token with the same probability, `"blockwise"` an exact
-            number, later ones more often, `"all_masked"` every token, for models that write a block in one step.
+            Noise of a sequence or block. `"uniform"` hides each token with the same probability, `"blockwise"` an
+            exact number, later ones more often, `"all_masked"` every token, for models that write a block in one step.
             `"random"` replaces tokens by others of the vocabulary instead, for models without a mask token, which
             [`diffusion_generate`] can't sample from. The last two have p = 1: no token is weighted.
         half_life (`float`, *optional*, defaults to `0.25`):
@@ -92,9 +92,7 @@ class DiffusionSFTConfig(SFTConfig):
     mask_token_id: int | None = field(
         default=None, metadata={"help": "The token that hides others. Defaults to the tokenizer's mask token."}
     )
-    corruption: str = field(
-        default="uniform", metadata={"help": "Noise in training.", "choices": list(CORRUPTIONS)}
-    )
+    corruption: str = field(default="uniform", metadata={"help": "Noise in training.", "choices": list(CORRUPTIONS)})
     half_life: float = field(
         default=0.25, metadata={"help": "For 'blockwise': share of the tokens after which the weight doubles."}
     )

@@ -17,6 +17,7 @@ import torch
 
 from hf_prefix_tree.collators.diffusion import SAMPLE_INDEX, SUPERVISION, DataCollatorForDiffusionLM
 from hf_prefix_tree.collators.prefix_tree import PADDING_FEATURE
+from hf_prefix_tree.datasets.counts import LOSSES
 from hf_prefix_tree.datasets.rows import MESSAGE_KINDS, RowOptions, row_branches, row_kind
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ def prepare_diffusion_rows(
             Processes that render.
 
     Returns:
-        A dataset of the same type. Of texts it has `input_ids`, which end with the response, and `loss_mask`.
+        A dataset of the same type. Of texts it has `input_ids`, which end with the response, and `loss_mask`; what is
+        lost on the way is logged as a warning.
 
     Raises:
         `ValueError`: If the rows are of no known kind, or malformed.
@@ -129,6 +131,7 @@ def _samples(batch: Mapping[str, list[Any]], options: RowOptions) -> dict[str, l
             end = int(np.flatnonzero(branch.weights)[-1]) + 1
             samples["input_ids"].append(branch.input_ids[:end].tolist())
             samples["loss_mask"].append((branch.weights[:end] > 0).astype(int).tolist())
-    if any(counts.values()):
-        logger.warning("Of %d rows: %s.", len(rows), "; ".join(f"{counts[k]} {LOSSES[k]}" for k in counts if counts[k]))
+    losses = "; ".join(f"{count} {LOSSES[name]}" for name, count in counts.items() if count)
+    if losses:
+        logger.warning("Of %d rows: %s.", len(rows), losses)
     return samples

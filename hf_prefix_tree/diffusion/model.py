@@ -60,9 +60,11 @@ def prepare_diffusion_model(model: torch.nn.Module, *, attn_backend: str = "auto
     token. Two keyword arguments are new: `diffusion_layout`, from [`~hf_prefix_tree.diffusion.attention.spans`], says
     who sees whom (with `position_ids`, which the two halves of an `[x_t | x_0]` row share), and `predict_positions`,
     `(M,)` indices into the flattened batch, which hidden states go to the head: `outputs.logits` is then
-    `[1, M, vocab]`. `config.is_causal` is `False`, also in a checkpoint, which must be prepared again once it is loaded:
-    as it is, it may look both ways or not, and `generate` writes nonsense. To save a causal model (of `"hybrid"`, say),
-    call [`unprepare_diffusion_model`] first.
+    `[1, M, vocab]`. `config.is_causal` is `False`.
+
+    A checkpoint keeps that, and must be prepared again once it is loaded: until then it may look both ways or not, and
+    `generate` writes nonsense. To save a causal model, after `"hybrid"` training say, call
+    [`unprepare_diffusion_model`] first.
 
     Args:
         model (`PreTrainedModel` or `PeftModel`):

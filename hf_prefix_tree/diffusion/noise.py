@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""The noise of [`DiffusionSFTTrainer`]: which kind, in which blocks, and from which seeds. Cost: see `corruption.py`."""
+"""The noise of [`DiffusionSFTTrainer`]: which kind, in which blocks, from which seeds. Cost: see `corruption.py`."""
 
 from __future__ import annotations
 

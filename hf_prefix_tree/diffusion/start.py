@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from hf_prefix_tree.batch import BLOCK_SIZE
-from hf_prefix_tree.collators.diffusion import DataCollatorForDiffusionLM
+from hf_prefix_tree.collators.diffusion import DataCollatorForDiffusionLM, DLLMCollator
 from hf_prefix_tree.diffusion.config import DiffusionSFTConfig
 
 
@@ -26,7 +26,7 @@ def default_collator(args: DiffusionSFTConfig, tokenizer: Any) -> DataCollatorFo
 
 def check_collator(collator: object, args: DiffusionSFTConfig) -> None:
     """Raises `ValueError` for a collator that is none, or that has other blocks than `args`."""
-    if not isinstance(collator, DataCollatorForDiffusionLM):
+    if not isinstance(collator, DataCollatorForDiffusionLM) or isinstance(collator, DLLMCollator):
         raise ValueError(f"`data_collator` must be a `DataCollatorForDiffusionLM`, got `{type(collator).__name__}`.")
     for name in ("block_size", "response_window"):
         if getattr(collator, name) != getattr(args, name):
@@ -71,8 +71,8 @@ def find_mask_token_id(
     return mask_token_id
 
 
-def refuse_engines(args: DiffusionSFTConfig, accelerator: Any, tp_size: int) -> None:
-    """Raises `ValueError` for engines that drop the mask, split its inputs, or would count gradients twice."""
+def refuse_engines(accelerator: Any, tp_size: int) -> None:
+    """Raises `ValueError` for engines that drop the mask or would count gradients twice (TRL refuses `nn.DataParallel`)."""
     parallelism = getattr(accelerator, "parallelism_config", None)
     if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
         raise ValueError(
@@ -83,5 +83,3 @@ def refuse_engines(args: DiffusionSFTConfig, accelerator: Any, tp_size: int) -> 
         raise ValueError(f"Tensor parallelism ({tp_size} devices) is not supported. Use DDP or FSDP2.")
     if accelerator.distributed_type == "MEGATRON_LM":
         raise ValueError("Megatron-LM replaces the model and its attention, which drops the mask. Use DDP or FSDP2.")
-    if args.n_gpu > 1:
-        raise ValueError("`nn.DataParallel` is not supported: start one process per GPU with `accelerate launch`.")

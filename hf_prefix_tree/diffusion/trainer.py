@@ -124,7 +124,7 @@ class DiffusionSFTTrainer(SFTTrainer):
         )
         if self._is_vision_dataset:
             raise ValueError("`train_dataset` has images, which are not supported: use a dataset of texts.")
-        refuse_engines(args, self.accelerator, self.get_tp_size())
+        refuse_engines(self.accelerator, self.get_tp_size())
         if data_collator is None:
             self.data_collator = default_collator(args, self._tokenizer)
         self.mask_token_id = find_mask_token_id(args, self._tokenizer, self.model, self.data_collator)

@@ -108,7 +108,8 @@ class Eagle3Target:
     def to(self, device: torch.device) -> Eagle3Target:
         """Moves it, in place."""
         if self.model is not None:
-            self.model.to(device)
+            if self.model.device != device:  # some quantized models refuse even to stay
+                self.model.to(device)
             self.embedding = self.model.get_input_embeddings().weight
             self.head = self.model.get_output_embeddings().weight
         else:

@@ -33,7 +33,9 @@ SUBSET = (
     "bloom",  # ALiBi, attention of its own
     "roberta",  # positions that count from the padding
     "bart",  # a table of positions, a loss of its own
-    "qwen3_5_text",  # refused by its layer types
+    "qwen3_5_text",  # delta rule and convolution on the tree
+    "bamba",  # Mamba2
+    "minimax",  # refused by its layer types
     "gpt_neo",  # refused by self-verification
 )
 

@@ -8,10 +8,16 @@ import torch
 from datasets import Dataset
 from models import VOCAB, make_model
 
-from hf_prefix_tree import DiffusionSFTConfig, DiffusionSFTTrainer
+from hf_prefix_tree import DataCollatorForDiffusionLM, DiffusionSFTConfig, DiffusionSFTTrainer
 from hf_prefix_tree.demo.tokenizer import train_tokenizer
+from hf_prefix_tree.diffusion.attention import spans
+from hf_prefix_tree.diffusion.corruption import corrupt_uniform
+from hf_prefix_tree.diffusion.draws import noise_seeds
+from hf_prefix_tree.diffusion.loss import block_diffusion_loss, hybrid_loss, mdlm_loss
 
 MASK, SIZE = VOCAB - 1, 4
+OBJECTIVES = ("mdlm", "block", "hybrid")
+EVALUATION = -1
 OPTIONS = {
     "block_size": SIZE,
     "mask_token_id": MASK,
@@ -73,6 +79,42 @@ def train(folder, rows, **kwargs):
     trainer = trainer_of(folder, rows, **kwargs)
     trainer.train()
     return trainer
+
+
+def logs_of(trainer):
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def collated(rows, response_window=True):
+    collator = DataCollatorForDiffusionLM(0, 2, block_size=SIZE, response_window=response_window)
+    return collator([{**row, "sample_index": index} for index, row in enumerate(rows)])
+
+
+def losses_of(model, batch, objective, salts, corrupt=corrupt_uniform, response_window=True, alpha=1.0):
+    """The objective and the NLL bound from all logits: the losses of the notes, nothing left out before the head."""
+    ids, mask = batch["input_ids"], batch["loss_mask"]
+    length = ids.shape[1]
+    starts = mask.argmax(dim=1) if response_window else torch.zeros(len(ids), dtype=torch.int64)
+    blocks = {} if objective == "mdlm" else {"block_size": SIZE, "block_start": starts}
+    seeds = noise_seeds(batch["sample_index"], 42, *salts)
+    noised = corrupt(ids, mask, mask_token_id=MASK, seeds=seeds, **blocks)
+    positions = torch.arange(length).expand_as(ids)
+    with torch.no_grad():
+        if objective == "mdlm":
+            logits = model(noised.input_ids, attention_mask=batch["attention_mask"]).logits
+            bound = mdlm_loss(logits, ids, noised.is_noised, noised.p, mask)
+            return bound, bound
+        layout = {"block": "block_diffusion", "hybrid": "hybrid"}[objective]
+        logits = model(
+            torch.cat([noised.input_ids, ids], dim=1),
+            position_ids=positions.repeat(1, 2),
+            diffusion_layout=spans(batch["attention_mask"], layout, SIZE, window_start=starts),
+        ).logits
+    noisy, clean = logits[:, :length], logits[:, length:]
+    bound = mdlm_loss(noisy, ids, noised.is_noised, noised.p, mask)
+    if objective == "block":
+        return block_diffusion_loss(noisy, ids, mask), bound
+    return hybrid_loss(noisy, clean, ids, noised.is_noised, noised.p, mask, alpha=alpha), bound
 
 
 def weights(model):

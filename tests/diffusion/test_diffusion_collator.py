@@ -187,6 +187,14 @@ def test_attention_mask_is_optional_and_other_columns_are_ignored():
         DLLMCollator(0, 2, 4)(features)
 
 
+def test_the_drop_in_reads_three_columns_and_no_more():
+    """Its features may hold labels for a causal model, which are shifted."""
+    features = [{**sample, "labels": [*sample["input_ids"][1:], -100], "seq_lengths": [1, 2]} for sample in SAMPLES]
+    assert values(DLLMCollator(0, 2, 4)(features)) == values(DLLMCollator(0, 2, 4)(SAMPLES))
+    with pytest.raises(ValueError, match="pass unshifted labels"):
+        DataCollatorForDiffusionLM(0, 2, 4)([{**features[0], "seq_lengths": None}])
+
+
 @pytest.mark.parametrize("convert", [list, torch.tensor])
 def test_features_stay_what_they_were(convert):
     features = [{name: convert(column) for name, column in sample.items()} for sample in SAMPLES]
@@ -232,6 +240,10 @@ def test_return_tensors():
         assert {name: (value.tolist(), str(value.dtype)) for name, value in batch.items()} == {
             name: (value.tolist(), str(value.dtype).removeprefix("torch.")) for name, value in expected.items()
         }
+    assert torch.is_tensor(collator(SAMPLES, return_tensors="pt")["labels"])
+    for collator_class in (DataCollatorForDiffusionLM, DLLMCollator):
+        with pytest.raises(ValueError, match="`return_tensors` must be 'pt' or 'np', got 'tf'"):
+            collator_class(0)(SAMPLES, return_tensors="tf")
 
 
 def test_sample_index_is_passed_through():
@@ -311,6 +323,8 @@ GOOD = {"input_ids": [4, 5, 6], "loss_mask": [0, 1, 1]}
         ({"labels": [-100, -100, 6]}, "`loss_mask` and `labels` that disagree on 1 tokens, first at 1"),
         ({"loss_mask": None, "labels": [5, 6, -100]}, "the label 5 for the token 4 at 0: pass unshifted labels"),
         ({"seq_lengths": [2, 1]}, "packs 2 samples"),
+        ({"seq_lengths": np.array([2, 1])}, "packs 2 samples"),
+        ({"seq_lengths": torch.tensor([1, 1, 1])}, "packs 3 samples"),
     ],
 )
 def test_refused_features(change: dict[str, Any], message: str):

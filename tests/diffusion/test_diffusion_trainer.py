@@ -1,15 +1,21 @@
-"""`DiffusionSFTTrainer`: the step's normaliser, its noise, evaluation, what rows become, LoRA, two processes."""
+"""`DiffusionSFTTrainer`: the step's normaliser, evaluation, what rows become, LoRA, two processes."""
 
 import json
 import math
+import types
 
 import pytest
 import torch
 from datasets import Dataset
 from diffusion_runs import (
+    EVALUATION,
     MASK,
+    OBJECTIVES,
     SIZE,
+    collated,
     distance,
+    logs_of,
+    losses_of,
     rows_of_ids,
     small_model,
     tokenizer,
@@ -21,53 +27,18 @@ from diffusion_runs import (
 from models import make_model
 from peft import LoraConfig
 from processes import run_ranks
+from transformers import AutoModelForCausalLM
 
-from hf_prefix_tree import DataCollatorForDiffusionLM, DiffusionSFTConfig, DiffusionSFTTrainer
-from hf_prefix_tree.diffusion.attention import spans
-from hf_prefix_tree.diffusion.corruption import corrupt_blockwise, corrupt_uniform
-from hf_prefix_tree.diffusion.draws import noise_seeds
-from hf_prefix_tree.diffusion.loss import block_diffusion_loss, hybrid_loss, mdlm_loss
-from hf_prefix_tree.diffusion.model import prepare_diffusion_model
-
-OBJECTIVES = ("mdlm", "block", "hybrid")
-EVALUATION = -1
-
-
-def logs_of(trainer):
-    return [entry for entry in trainer.state.log_history if "loss" in entry]
-
-
-def collated(rows, response_window=True):
-    collator = DataCollatorForDiffusionLM(0, 2, block_size=SIZE, response_window=response_window)
-    return collator([{**row, "sample_index": index} for index, row in enumerate(rows)])
-
-
-def losses_of(model, batch, objective, salts, corrupt=corrupt_uniform, response_window=True, alpha=1.0):
-    """The objective and the NLL bound from all logits: the losses of the notes, nothing left out before the head."""
-    ids, mask = batch["input_ids"], batch["loss_mask"]
-    length = ids.shape[1]
-    starts = mask.argmax(dim=1) if response_window else torch.zeros(len(ids), dtype=torch.int64)
-    blocks = {} if objective == "mdlm" else {"block_size": SIZE, "block_start": starts}
-    seeds = noise_seeds(batch["sample_index"], 42, *salts)
-    noised = corrupt(ids, mask, mask_token_id=MASK, seeds=seeds, **blocks)
-    positions = torch.arange(length).expand_as(ids)
-    with torch.no_grad():
-        if objective == "mdlm":
-            logits = model(noised.input_ids, attention_mask=batch["attention_mask"]).logits
-            bound = mdlm_loss(logits, ids, noised.is_noised, noised.p, mask)
-            return bound, bound
-        layout = {"block": "block_diffusion", "hybrid": "hybrid"}[objective]
-        logits = model(
-            torch.cat([noised.input_ids, ids], dim=1),
-            position_ids=positions.repeat(1, 2),
-            diffusion_layout=spans(batch["attention_mask"], layout, SIZE, window_start=starts),
-        ).logits
-    noisy, clean = logits[:, :length], logits[:, length:]
-    bound = mdlm_loss(noisy, ids, noised.is_noised, noised.p, mask)
-    if objective == "block":
-        return block_diffusion_loss(noisy, ids, mask), bound
-    return hybrid_loss(noisy, clean, ids, noised.is_noised, noised.p, mask, alpha=alpha), bound
-
+from hf_prefix_tree import (
+    DataCollatorForDiffusionLM,
+    DiffusionSFTConfig,
+    DiffusionSFTTrainer,
+    DLLMCollator,
+    diffusion_generate,
+)
+from hf_prefix_tree.diffusion.data import prepare_diffusion_rows
+from hf_prefix_tree.diffusion.model import prepare_diffusion_model, unprepare_diffusion_model
+from hf_prefix_tree.diffusion.start import refuse_engines
 
 # ---- one optimizer step ----
 
@@ -86,18 +57,6 @@ def test_the_logged_loss_is_that_of_the_notes(objective, tmp_path):
         assert entry["loss"] == pytest.approx(0.3 * entry["nll_bound"] + entry["next_token_loss"], rel=1e-5)
 
 
-def test_other_noise_and_blocks_from_the_row(tmp_path):
-    rows = rows_of_ids(4)
-    options = {"corruption": "blockwise", "response_window": False, "per_device_train_batch_size": 4, "max_steps": 1}
-    trainer = train(tmp_path, rows, objective="block", **options)
-    loss, bound = losses_of(
-        prepare_diffusion_model(small_model()), collated(rows, False), "block", (0,), corrupt_blockwise, False
-    )
-    (entry,) = logs_of(trainer)
-    assert entry["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert entry["nll_bound"] == pytest.approx(bound.item(), rel=1e-5)
-
-
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_accumulation_changes_nothing(objective, tmp_path):
     rows = rows_of_ids(8)
@@ -107,27 +66,6 @@ def test_accumulation_changes_nothing(objective, tmp_path):
     for first, second in zip(logs_of(one), logs_of(four), strict=True):
         for name in ("loss", "nll_bound", "mean_token_accuracy"):
             assert second[name] == pytest.approx(first[name], rel=1e-5), name
-
-
-def test_a_sample_has_other_noise_in_another_epoch_and_the_same_when_resumed(tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "per_device_train_batch_size": 2}
-    options |= {"train_sampling_strategy": "random", "optim": "adamw_torch", "learning_rate": 1e-3}
-    whole = train(tmp_path, rows_of_ids(8), **options)  # four steps an epoch
-    resumed = trainer_of(tmp_path, rows_of_ids(8), **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert distance(weights(resumed.model), weights(whole.model), weights(small_model())) < 1e-6
-    still = train(tmp_path, rows_of_ids(1), learning_rate=0.0)
-    first, second, third = (entry["nll_bound"] for entry in logs_of(still))
-    assert len({first, second, third}) == 3
-    other = train(tmp_path, rows_of_ids(1), learning_rate=0.0, seed=1)
-    assert logs_of(other)[0]["nll_bound"] != first
-
-
-def test_a_stream_trains_as_the_dataset_does(tmp_path):
-    rows = rows_of_ids(6)
-    whole = train(tmp_path, rows, per_device_train_batch_size=2)
-    stream = train(tmp_path, rows.to_iterable_dataset(), per_device_train_batch_size=2)
-    assert distance(weights(stream.model), weights(whole.model), weights(small_model())) < 1e-6
 
 
 def test_checkpointing_and_the_router_of_experts(tmp_path):
@@ -146,6 +84,72 @@ def test_checkpointing_and_the_router_of_experts(tmp_path):
     )  # fmt: skip
     assert found[0][0]["loss"] - logs_of(bare)[0]["loss"] > 0.5  # the auxiliary loss is at least 1 times its factor
     assert found[0][0]["nll_bound"] == pytest.approx(logs_of(bare)[0]["nll_bound"], rel=1e-6)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_bf16_divides_by_the_same_count(objective, tmp_path):
+    """Mixed precision casts floating tensors on their way into the model: a count in bf16 would be off."""
+    rows = rows_of_ids(60)
+    options = {"objective": objective, "per_device_train_batch_size": 30, "gradient_accumulation_steps": 2}
+    found = [logs_of(train(tmp_path, rows, max_steps=1, bf16=bf16, **options))[0] for bf16 in (False, True)]
+    assert found[1]["loss"] != found[0]["loss"]
+    for name in ("loss", "nll_bound"):
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-3), name
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_lora_under_checkpointing(use_reentrant, tmp_path):
+    found = []
+    for options in ({}, {"gradient_checkpointing": True}):
+        if options:
+            options["gradient_checkpointing_kwargs"] = {"use_reentrant": use_reentrant}
+        torch.manual_seed(0)
+        config = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        found.append(weights(train(tmp_path, rows_of_ids(3), objective="block", peft_config=config, **options).model))
+    assert found[0].keys() == found[1].keys() and len(found[0]) == 8
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_two_trainers_in_one_process_do_not_meet(tmp_path):
+    rows, more = rows_of_ids(4), rows_of_ids(3, seed=1)
+    alone = [train(tmp_path, rows, objective=objective) for objective in ("mdlm", "block")]
+    expected = [trainer.evaluate(more) for trainer in alone]
+    first, second = (trainer_of(tmp_path, rows, objective=objective) for objective in ("mdlm", "block"))
+    second.evaluate(more)
+    first.train()
+    second.train()
+    for trainer, other, metrics in zip((first, second), alone, expected, strict=True):
+        assert all(torch.equal(value, weights(other.model)[name]) for name, value in weights(trainer.model).items())
+        assert trainer.evaluate(more)["eval_loss"] == metrics["eval_loss"]
+
+
+def test_a_second_training_logs_its_own_steps(tmp_path):
+    options = {"max_steps": 3, "logging_steps": 2, "learning_rate": 0.0}
+    trainer = train(tmp_path, rows_of_ids(6), **options)
+    first = logs_of(trainer)
+    trainer.train()
+    assert [entry["nll_bound"] for entry in logs_of(trainer)] == [entry["nll_bound"] for entry in first]
+
+
+def test_after_training(tmp_path):
+    trainer = train(tmp_path, rows_of_ids(4), objective="hybrid")
+    model, ids = trainer.model.eval(), torch.tensor([[5, 6, 7, 8]])
+    with pytest.raises(ValueError, match="Use `diffusion_generate` instead of `generate`"):
+        model.generate(ids, max_new_tokens=2)
+    completed = diffusion_generate(model, ids, 4, SIZE, MASK, objective="hybrid")
+    trainer.save_model(tmp_path / "diffusion")
+    unprepare_diffusion_model(model).save_pretrained(tmp_path / "causal")
+    with torch.no_grad():
+        expected = model(ids).logits
+        for kind in ("diffusion", "causal"):
+            loaded = AutoModelForCausalLM.from_pretrained(tmp_path / kind)
+            assert weights(loaded).keys() == weights(model).keys()
+            assert torch.equal(diffusion_generate(loaded, ids, 4, SIZE, MASK, objective="hybrid"), completed)
+        assert torch.equal(loaded(ids).logits, expected)  # the last one, which is a causal model like any other
+        first, other = (loaded(torch.tensor([[5, 6, 7, last]])).logits[0, :3] for last in (8, 9))
+        assert torch.equal(first, other)
+        assert "is_causal" not in loaded.config.__dict__
+        assert loaded.generate(ids, max_new_tokens=2, do_sample=False).shape[1] > 4
 
 
 def test_lora_trains_the_adapter_alone(tmp_path):
@@ -225,6 +229,29 @@ def test_the_columns_of_trl_say_what_is_supervised(tmp_path):
         trainer_of(tmp_path, Dataset.from_list([{"prompt_ids": [3], "completions": [[4]]}]))
 
 
+def test_rows_of_texts_get_an_index_of_their_own(tmp_path, tiny_tokenizer):
+    """A row may become several samples."""
+    turns = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B."}]
+    rows = [{"messages": turns * 2, "sample_index": 7}, {"messages": turns, "sample_index": 7}]
+    for dataset in (Dataset.from_list(rows), Dataset.from_list(rows).to_iterable_dataset()):
+        found = list(prepare_diffusion_rows(dataset, tiny_tokenizer))
+        assert [sample["sample_index"] for sample in found] == [0, 1, 2]
+    rows = [{"input_ids": [5, 6], "loss_mask": [0, 1], "sample_index": index} for index in (7, 3)]
+    found = list(prepare_diffusion_rows(Dataset.from_list(rows), tiny_tokenizer))
+    assert [sample["sample_index"] for sample in found] == [7, 3]  # of tokens it stays
+
+
+def test_what_a_template_loses_is_logged(tiny_tokenizer, caplog):
+    answer = {"role": "assistant", "content": "B.", "reasoning_content": "Hm."}
+    rows = Dataset.from_list([{"messages": [{"role": "user", "content": "A?"}, answer]}])
+    bare = "{% for m in messages %}{{ m.role + m.content }}<|im_end|>{% endfor %}"
+    bare += "{% if add_generation_prompt %}assistant{% endif %}"
+    for template, message in ((bare, "1 turns whose reasoning the chat template leaves out"), (None, "")):
+        caplog.clear()
+        prepare_diffusion_rows(rows, tiny_tokenizer, chat_template_kwargs={"chat_template": template})
+        assert message in caplog.text and bool(caplog.text) == bool(message)
+
+
 # ---- what is refused ----
 
 
@@ -236,6 +263,9 @@ def test_the_mask_token(tmp_path, tiny_tokenizer):
         trainer_of(tmp_path, rows, mask_token_id=500)
     with pytest.raises(ValueError, match="`mask_token_id` is 2, which also ends a response"):
         trainer_of(tmp_path, rows, mask_token_id=2)
+    with pytest.raises(ValueError, match="`mask_token_id` is 0, which also pads, which `supervise_padding` teaches"):
+        trainer_of(tmp_path, rows, mask_token_id=0, supervise_padding=True)
+    assert trainer_of(tmp_path, rows, mask_token_id=0).mask_token_id == 0
     special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "mask_token": "!"}
     with_mask = tokenizer().__class__(tokenizer_object=tokenizer().backend_tokenizer, **special)
     trainer = trainer_of(tmp_path, rows, mask_token_id=None, processing_class=with_mask)
@@ -260,6 +290,7 @@ def test_wrong_arguments_are_refused(tmp_path):
             trainer_of(tmp_path, rows, **changes)
     for collator, message in (
         (object(), "`data_collator` must be a `DataCollatorForDiffusionLM`, got `object`"),
+        (DLLMCollator(0, 2, block_size=4, response_window=True), "`data_collator` must be a .*, got `DLLMCollator`"),
         (DataCollatorForDiffusionLM(0, 2, block_size=8, response_window=True), "`block_size=8` and `args` has 4"),
         (DataCollatorForDiffusionLM(0, 2, block_size=4), "`response_window=False` and `args` has True"),
     ):
@@ -273,6 +304,27 @@ def test_wrong_arguments_are_refused(tmp_path):
     trainer = trainer_of(tmp_path, rows, dataset_kwargs={"skip_prepare_dataset": True})
     with pytest.raises(ValueError, match="The batch has no `sample_index`"):
         trainer.train()
+
+
+def test_engines_are_refused(tmp_path):
+    accelerator = types.SimpleNamespace(parallelism_config=None, distributed_type="NO")
+    refuse_engines(accelerator, 1)
+    with pytest.raises(ValueError, match=r"Tensor parallelism \(2 devices\) is not supported"):
+        refuse_engines(accelerator, 2)
+    for cp, sp in ((True, False), (False, True)):
+        accelerator.parallelism_config = types.SimpleNamespace(cp_enabled=cp, sp_enabled=sp)
+        with pytest.raises(ValueError, match=r"drops the mask\. Set `cp_size=1` and `sp_size=1`"):
+            refuse_engines(accelerator, 1)
+    accelerator = types.SimpleNamespace(parallelism_config=None, distributed_type="MEGATRON_LM")
+    with pytest.raises(ValueError, match="Megatron-LM"):
+        refuse_engines(accelerator, 1)
+    trainer = trainer_of(tmp_path, rows_of_ids(1), accelerator_config={"dispatch_batches": True})
+    with pytest.raises(ValueError, match="`dispatch_batches=True`, which concatenates the batches of all ranks"):
+        trainer._read_stream_on_every_rank()
+    args = DiffusionSFTConfig(str(tmp_path), use_cpu=True, bf16=False)
+    args._n_gpu = 2
+    with pytest.raises(ValueError, match="DataParallel"):
+        DiffusionSFTTrainer(small_model(), args, train_dataset=rows_of_ids(2), processing_class=tokenizer())
 
 
 # ---- two processes ----

@@ -194,6 +194,11 @@ def test_dry_run(workspace, capsys):
     assert "train: " in capsys.readouterr().out
 
 
+def test_options_without_a_meaning_are_refused(workspace):
+    with pytest.raises(ValueError, match="`use_peft` has no meaning here"):
+        run("eagle3_train", [*arguments(workspace), "--use_peft"])
+
+
 def test_training_exports_and_decodes(workspace, capsys):
     trainer = run("eagle3_train", arguments(workspace, export_engine="vllm"))
     assert [entry["loss"] > 0 for entry in trainer.state.log_history if "loss" in entry] == [True, True]

@@ -184,12 +184,23 @@ def test_a_checkpoint_is_resumed(tmp_path):
         "learning_rate": 1e-3,
         "max_steps": 4,
         "save_strategy": "steps",
-        "save_steps": 2,
+        "save_steps": 3,
+        "gradient_accumulation_steps": 2,
+        "train_sampling_strategy": "random",
+        "draft_vocab_size": 49,
     }
-    whole = train(tmp_path, documents(8), **options)
-    resumed = trainer_of(tmp_path, documents(8), draft=small_draft(), **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert distance(weights(resumed.model), weights(whole.model), weights(small_draft())) < 1e-6
+    # the draft and its vocabulary are made from the data; the checkpoint is from the middle of an epoch of 7 rows
+    whole = trainer_of(tmp_path, documents(7), **options)
+    start = weights(whole.model)
+    whole.train()
+    other = documents(7, seed=3)  # would give another vocabulary: the checkpoint's counts
+    resumed = trainer_of(tmp_path, other, **options)
+    assert not torch.equal(resumed.model.draft_ids, whole.model.draft_ids)
+    resumed.train_dataset = documents(7)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert torch.equal(resumed.model.draft_ids, whole.model.draft_ids)
+    assert torch.equal(resumed.model.t2d, whole.model.t2d)
+    assert distance(weights(resumed.model), weights(whole.model), start) < 1e-6
 
 
 def test_streams_and_autocast(tmp_path, tiny_tokenizer):

@@ -166,3 +166,24 @@ def test_a_million_tokens_fit_into_a_gibibyte(kind):
     del mask, lists
     gc.collect()
     assert memory.live <= tree.untyped_storage().nbytes()  # the count is of what lives
+
+
+def chain_and_strangers(end, length):
+    """A branch of `end` tokens, and tokens that see themselves only."""
+    index = torch.arange(length)
+    subtree_end = torch.where(index < end, end, index + 1)
+    return torch.stack([subtree_end, torch.where(index < end, index, 0), index - 1])[None].int()
+
+
+@pytest.mark.parametrize(("end", "is_full"), [(255, False), (256, True)])
+def test_a_block_is_full_up_to_its_last_query(end, is_full):
+    mask = tree_block_mask(chain_and_strangers(end, 384))
+    assert listed(mask.full_kv_num_blocks, mask.full_kv_indices) == [[[], [0] if is_full else [], []]]
+    assert listed(mask.kv_num_blocks, mask.kv_indices) == [[[0], [1] if is_full else [0, 1], [2]]]
+
+
+def test_a_short_block_at_the_end_is_full_up_to_the_last_token(monkeypatch):
+    monkeypatch.setattr(mask_module, "_MOST_BLOCKS", 2)
+    mask = tree_block_mask(chain_and_strangers(384, 384))
+    assert mask.BLOCK_SIZE == (256, 256)
+    assert listed(mask.full_kv_num_blocks, mask.full_kv_indices) == [[[], [0]]]
