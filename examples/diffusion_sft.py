@@ -209,6 +209,8 @@ def report(trainer: DiffusionSFTTrainer, arguments: DiffusionScriptArguments) ->
     bounds = [entry["eval_nll_bound"] for entry in trainer.state.log_history if "eval_nll_bound" in entry]
     if bounds:
         print(f"NLL bound {bounds[-1]:.3f}, unigram entropy {unigram_entropy(trainer):.3f} nats per token.")
+    if trainer.mask_token_id is None:  # trained with `--corruption random`, which no sampler here is for
+        return
     table = Table("prompt", "reference", "completion")
     for row in complete(trainer, arguments.num_prompts, arguments.max_new_tokens):
         table.add_row(*row)

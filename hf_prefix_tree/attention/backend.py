@@ -244,7 +244,7 @@ def _difference_to_triton(call: AttentionCall, mask: BlockMask) -> str | None:
         output = attend(*leaves, mask)
         return [output, *torch.autograd.grad(output, leaves, grad)]
 
-    with torch.autocast(call.device.type, enabled=False):
+    with torch.enable_grad(), torch.autocast(call.device.type, enabled=False):
         try:
             found = run(attend_flash)
         except Exception as error:  # whatever a young kernel fails with, the reason is passed on

@@ -50,7 +50,8 @@ def diffusion_generate(
         block_size (`int`):
             Tokens of a block, as in training.
         mask_token_id (`int`):
-            The token that hides others, as in training. It is never generated.
+            The token that hides others, as in training. It is never generated. (Models that were trained with
+            `corruption="random"` have none: this is no sampler for them.)
         objective (`str`, *optional*, defaults to `"mdlm"`):
             What the model was trained with. `"mdlm"` sees all blocks from the start, as masks: let `max_new_tokens` be
             what responses had in training. `"block"` and `"hybrid"` see the blocks so far.
@@ -164,7 +165,7 @@ def _check(
     if objective not in OBJECTIVES:
         raise ValueError(f"`objective` must be one of {OBJECTIVES}, got {objective!r}.")
     size = model.get_input_embeddings().num_embeddings
-    if not 0 <= mask_token_id < size:
+    if mask_token_id is None or not 0 <= mask_token_id < size:
         raise ValueError(f"`mask_token_id` must be one of the {size} tokens of the model, got {mask_token_id}.")
 
 

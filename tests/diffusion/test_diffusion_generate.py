@@ -173,6 +173,7 @@ def test_wrong_arguments_are_refused():
         ({"temperature": -1.0}, "`temperature` must be at least 0"),
         ({"objective": "ar"}, "`objective` must be one of"),
         ({"mask_token_id": VOCAB}, "`mask_token_id` must be one of the 97 tokens of the model, got 97"),
+        ({"mask_token_id": None}, "`mask_token_id` must be one of the 97 tokens of the model, got None"),
         ({"input_ids": ids[0]}, r"`input_ids` must have the shape \(B, P\)"),
         ({"attention_mask": torch.ones(1, 2)}, "pass one number per token"),
         ({"attention_mask": torch.tensor([[1, 0, 1]])}, "zeros inside a prompt: pad on the left or on the right"),
