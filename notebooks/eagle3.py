@@ -79,7 +79,7 @@ print(f"loss of the target: {loss:.2f}")
 # ## Training the draft
 #
 # The draft reads hidden states of three target layers. Its vocabulary is smaller than the target's: the tokens that
-# occur most. Training unrolls it for four steps on its own guesses, which is what it will meet in use. The documents are
+# occur most. Training unrolls it for four steps on its own hidden states, which is what it will meet in use. The documents are
 # packed into rows. `tau` is the number of tokens that a round of the target is expected to bring.
 
 # %%

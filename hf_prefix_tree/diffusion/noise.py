@@ -100,4 +100,4 @@ class PassCounter(TrainerCallback):
         self.epoch = -1
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.epoch = int(state.epoch or 0)
+        self.epoch = max(int(state.epoch or 0), self.epoch + 1)

@@ -28,7 +28,7 @@ from hf_prefix_tree.eagle3.samples import SampleOptions
 from hf_prefix_tree.eagle3.start import check_pair, new_draft, resolve_target
 from hf_prefix_tree.eagle3.target import STATES, Eagle3Target
 from hf_prefix_tree.eagle3.token_mapping import t2d_from_ids
-from hf_prefix_tree.trainers.padding import PaddedDataset, PaddedStream
+from hf_prefix_tree.trainers.padding import fill_uneven_steps
 
 logger = logging.getLogger(__name__)
 
@@ -266,28 +266,7 @@ class Eagle3Trainer(Trainer):
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
         """Accelerate fills an uneven last step with repeats, which would count twice: fill it with empty rows."""
-        is_training = kwargs.get("is_training", False)
-        is_distributed = self.accelerator.num_processes > 1
         rows = batch_size * (1 if self.accelerator.split_batches else self._averaging_ranks())
-        if isinstance(dataset, torch.utils.data.IterableDataset):
-            # Trainer doesn't know where a stream ends, and would carry the gradients of an uneven last step over into
-            # the next epoch's first one.
-            multiple = rows * (self.args.gradient_accumulation_steps if is_training else 1)
-            if is_distributed:
-                self._read_stream_on_every_rank()
-            if is_distributed or multiple > rows:
-                dataset = PaddedStream(dataset, multiple)
-        elif is_distributed and not (is_training and self.args.dataloader_drop_last) and len(dataset) % rows:
-            if hasattr(dataset, "column_names"):
-                dataset = self._remove_unused_columns(dataset, description=description)
-            dataset = PaddedDataset(dataset, rows)
+        is_training = kwargs.get("is_training", False)
+        dataset = fill_uneven_steps(self, dataset, rows, is_training=is_training, description=description)
         return super()._get_dataloader(dataset, description, batch_size, **kwargs)
-
-    def _read_stream_on_every_rank(self) -> None:
-        config = self.accelerator.dataloader_config
-        if config.dispatch_batches:
-            raise ValueError(
-                "`accelerator_config` has `dispatch_batches=True`, which concatenates the batches of all ranks, and "
-                "their `seq_lens` differ in size. Set it to `False`."
-            )
-        config.dispatch_batches = False  # not set means `True` for streams

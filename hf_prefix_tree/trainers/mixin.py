@@ -21,7 +21,7 @@ from hf_prefix_tree.collators.prefix_tree import DataCollatorForPrefixTree
 from hf_prefix_tree.loss import safe_divisor
 from hf_prefix_tree.model import ensure_verified, prepare_model
 from hf_prefix_tree.trainers.balance import RowCounts, cost_per_count
-from hf_prefix_tree.trainers.padding import PaddedDataset, PaddedStream
+from hf_prefix_tree.trainers.padding import PaddedDataset, fill_uneven_steps
 from hf_prefix_tree.trainers.sampling import STRATEGIES, StepSampler, linked_rows, split_tree_ids
 
 if TYPE_CHECKING:
@@ -199,33 +199,15 @@ class TreeLossMixin(_Trainer):
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
         """Accelerate fills an uneven last step with repeated rows, which count twice: fill it with empty ones."""
         is_training = kwargs.get("is_training", False)
-        is_distributed = self.accelerator.num_processes > 1
-        rows = self._ranks() * batch_size
         sampler = self._step_sampler(dataset, batch_size) if is_training else None
         if sampler is not None:
             kwargs["sampler_fn"] = lambda _: sampler
             # the sampler fills every step; the dataset is as long, or Accelerate would cut the last metrics
             dataset = PaddedDataset(self._remove_unused_columns(dataset, description=description), len(sampler))
-        elif isinstance(dataset, torch.utils.data.IterableDataset):
-            # Trainer doesn't know where a stream ends, and would carry the gradients of an uneven last step over into
-            # the next epoch's first one. (It ignores `dataloader_drop_last` here.)
-            multiple = rows * (self.args.gradient_accumulation_steps if is_training else 1)
-            if is_distributed:
-                self._read_stream_on_every_rank()
-            if is_distributed or multiple > rows:
-                dataset = PaddedStream(dataset, multiple)
-        elif is_distributed and not (is_training and self.args.dataloader_drop_last) and len(dataset) % rows:
-            dataset = PaddedDataset(self._remove_unused_columns(dataset, description=description), rows)
+        else:
+            rows = self._ranks() * batch_size
+            dataset = fill_uneven_steps(self, dataset, rows, is_training=is_training, description=description)
         return super()._get_dataloader(dataset, description, batch_size, **kwargs)
-
-    def _read_stream_on_every_rank(self) -> None:
-        config = self.accelerator.dataloader_config
-        if config.dispatch_batches:
-            raise ValueError(
-                "`accelerator_config` has `dispatch_batches=True`, which concatenates the batches of all ranks, and "
-                "rows of trees differ in length. Set it to `False`."
-            )
-        config.dispatch_batches = False  # not set means `True` for streams
 
     def _step_sampler(self, dataset: Any, batch_size: int) -> StepSampler | None:
         """What lays out the steps of a training dataset; `None` where Trainer's own sampler does."""

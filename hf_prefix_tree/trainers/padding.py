@@ -7,11 +7,14 @@ Cost: none for a dataset. Of a stream every process reads all rows and keeps its
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_prefix_tree.collators.prefix_tree import PADDING_FEATURE
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 
 def rounded_up(length: int, multiple: int) -> int:
@@ -68,3 +71,41 @@ class PaddedStream(torch.utils.data.IterableDataset):
             self.dataset.set_epoch(epoch)
         elif isinstance(getattr(self.dataset, "generator", None), torch.Generator):
             self.dataset.generator.manual_seed(epoch)
+
+
+def fill_uneven_steps(trainer: Trainer, dataset: Any, rows: int, *, is_training: bool, description: str) -> Any:
+    """
+    What a trainer's `_get_dataloader` reads instead of `dataset`, so that no row is counted twice or in another epoch.
+
+    Args:
+        trainer (`Trainer`): The trainer.
+        dataset (`Dataset` or `IterableDataset`): Its training or evaluation dataset.
+        rows (`int`): Rows that all ranks take in a round.
+        is_training (`bool`), description (`str`): As `_get_dataloader` gets them.
+
+    Raises:
+        `ValueError`: For a stream on several ranks under `dispatch_batches=True`.
+    """
+    args, is_distributed = trainer.args, trainer.accelerator.num_processes > 1
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        # Trainer doesn't know where a stream ends, and would carry the gradients of an uneven last step over into the
+        # next epoch's first one. (It ignores `dataloader_drop_last` here.)
+        multiple = rows * (args.gradient_accumulation_steps if is_training else 1)
+        if is_distributed:
+            _read_on_every_rank(trainer)
+        return PaddedStream(dataset, multiple) if is_distributed or multiple > rows else dataset
+    if is_distributed and not (is_training and args.dataloader_drop_last) and len(dataset) % rows:
+        if hasattr(dataset, "column_names"):
+            dataset = trainer._remove_unused_columns(dataset, description=description)
+        return PaddedDataset(dataset, rows)
+    return dataset
+
+
+def _read_on_every_rank(trainer: Trainer) -> None:
+    config = trainer.accelerator.dataloader_config
+    if config.dispatch_batches:
+        raise ValueError(
+            "`accelerator_config` has `dispatch_batches=True`, which concatenates the batches of all ranks, and they "
+            "differ in size. Set it to `False`."
+        )
+    config.dispatch_batches = False  # not set means `True` for streams
