@@ -36,6 +36,7 @@ ROOMS = (
     "images",
     "refusals",
     "verify",
+    "compilation",
     "model",
     "conformance",
     "collators",

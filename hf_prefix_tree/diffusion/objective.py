@@ -44,7 +44,7 @@ def supervised_tokens(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     Returns:
         `torch.Tensor` of shape `(B, L)`, bool.
     """
-    return (batch["loss_mask"] != 0)
+    return (batch["loss_mask"] != 0) & (batch["input_lengths"] > 0)[:, None]
 
 
 def window_starts(supervised: torch.Tensor) -> torch.Tensor:

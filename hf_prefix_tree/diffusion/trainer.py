@@ -25,7 +25,7 @@ from hf_prefix_tree.diffusion.objective import as_labels, objective_row, supervi
 from hf_prefix_tree.diffusion.start import check_collator, default_collator, find_mask_token_id, refuse_engines
 from hf_prefix_tree.loss import safe_divisor
 from hf_prefix_tree.trainers.mixin import without_empty_mask
-from hf_prefix_tree.trainers.padding import PaddedDataset, PaddedStream
+from hf_prefix_tree.trainers.padding import fill_uneven_steps
 
 
 class DiffusionSFTTrainer(SFTTrainer):
@@ -156,35 +156,15 @@ class DiffusionSFTTrainer(SFTTrainer):
             self._signature_columns = list(COLUMNS)
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
-        """Accelerate fills an uneven last step with repeated rows, which count twice: fill it with empty ones."""
-        is_training = kwargs.get("is_training", False)
-        is_distributed = self.accelerator.num_processes > 1
         rows = (1 if self.accelerator.split_batches else self.args.world_size) * batch_size
-        if isinstance(dataset, torch.utils.data.IterableDataset):
-            # Trainer doesn't know where a stream ends, and would carry the gradients of an uneven last step over into
-            # the next epoch's first one.
-            multiple = rows * (self.args.gradient_accumulation_steps if is_training else 1)
-            if is_distributed:
-                self._read_stream_on_every_rank()
-            if is_distributed or multiple > rows:
-                dataset = PaddedStream(dataset, multiple)
-        elif is_distributed and not (is_training and self.args.dataloader_drop_last) and len(dataset) % rows:
-            dataset = PaddedDataset(self._remove_unused_columns(dataset, description=description), rows)
+        is_training = kwargs.get("is_training", False)
+        dataset = fill_uneven_steps(self, dataset, rows, is_training=is_training, description=description)
         collator = self.data_collator
         self.data_collator = WithEmptyRows(collator)
         try:
             return super()._get_dataloader(dataset, description, batch_size, **kwargs)
         finally:
             self.data_collator = collator
-
-    def _read_stream_on_every_rank(self) -> None:
-        config = self.accelerator.dataloader_config
-        if config.dispatch_batches:
-            raise ValueError(
-                "`accelerator_config` has `dispatch_batches=True`, which concatenates the batches of all ranks, and "
-                "they differ in length. Set it to `False`."
-            )
-        config.dispatch_batches = False  # not set means `True` for streams
 
     # ---- one optimizer step ----
 

@@ -318,9 +318,6 @@ def test_engines_are_refused(tmp_path):
     accelerator = types.SimpleNamespace(parallelism_config=None, distributed_type="MEGATRON_LM")
     with pytest.raises(ValueError, match="Megatron-LM"):
         refuse_engines(accelerator, 1)
-    trainer = trainer_of(tmp_path, rows_of_ids(1), accelerator_config={"dispatch_batches": True})
-    with pytest.raises(ValueError, match="`dispatch_batches=True`, which concatenates the batches of all ranks"):
-        trainer._read_stream_on_every_rank()
     args = DiffusionSFTConfig(str(tmp_path), use_cpu=True, bf16=False)
     args._n_gpu = 2
     with pytest.raises(ValueError, match="DataParallel"):
