@@ -45,7 +45,7 @@ from hf_prefix_tree.attention.context import Mask, TreeContext
 from hf_prefix_tree.attention.interface import prefix_tree_attention
 from hf_prefix_tree.attention.mask import TreeBlockMask, tree_block_mask
 from hf_prefix_tree.batch import concatenate_trees
-from hf_prefix_tree.report.flops import attention_flops
+from hf_prefix_tree.flops import attention_flops
 from hf_prefix_tree.tree import PrefixTree
 
 METHODS = ("causal", "flex", "flash", "sdpa", "flex, leaf first", "flash, leaf first", "stock, leaf first", "gather")

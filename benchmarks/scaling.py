@@ -39,7 +39,7 @@ from benchmarks.common import Row, default_device, make_parser, progress, report
 from benchmarks.flops import model_config
 from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer
 from hf_prefix_tree.baselines import per_branch
-from hf_prefix_tree.report.flops import flop_counts
+from hf_prefix_tree.flops import flop_counts
 from hf_prefix_tree.rollouts import CROSS_ENTROPY_IGNORE_IDX
 from hf_prefix_tree.synthetic import caterpillar, caterpillar_set
 from hf_prefix_tree.tree import PrefixTree

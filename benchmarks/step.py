@@ -34,7 +34,7 @@ from benchmarks.packed import IMPLEMENTATION, packed_attention
 from benchmarks.shapes import QUICK, SHAPES, build, conversation_trees
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.attention.backend import ATTN_BACKENDS
-from hf_prefix_tree.report.flops import flop_counts
+from hf_prefix_tree.flops import flop_counts
 from hf_prefix_tree.tree import PrefixTree
 
 DEFAULT_SHAPES = ("caterpillar-8k", "4k+16x512", "1k+64x64", "search")

@@ -26,6 +26,7 @@ ROOMS = (
     "rollouts",
     "baselines",
     "synthetic",
+    "flops",
     "datasets",
     "batch",
     "loss",
@@ -58,6 +59,7 @@ WITHOUT_TORCH = (
     "rollouts",
     "baselines",
     "synthetic",
+    "flops",
 )
 WITH_TRL = ("trainers", "diffusion", "eagle3", "report", "demo", "cli")
 NOT_LOADED = ("datasets", "trl")

@@ -15,7 +15,6 @@ from functools import cached_property
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from hf_prefix_tree.attention.backend import can_use_flex as can_use_flex  # its former home
 from hf_prefix_tree.attention.mask import dense_mask, tree_block_mask
 from hf_prefix_tree.batch import PREDECESSOR, Supervised
 

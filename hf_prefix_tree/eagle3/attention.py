@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from hf_prefix_tree.attention.context import can_use_flex
+from hf_prefix_tree.attention.backend import can_use_flex
 from hf_prefix_tree.attention.kernels import attention_dtype, flex_with_lse
 from hf_prefix_tree.attention.mask import dense_mask, tree_block_mask
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_prefix_tree.report.flops import activation_bytes, flop_counts
+from hf_prefix_tree.flops import activation_bytes, flop_counts
 from hf_prefix_tree.report.groups import parts_of
 from hf_prefix_tree.tree import PrefixTree
 

@@ -19,45 +19,6 @@ import numpy.typing as npt
 from hf_prefix_tree.collators.prefix_tree import DataCollatorForPrefixTree
 
 
-def cost_per_count(config: Any) -> npt.NDArray[np.float64]:
-    """
-    FLOPs, forward and backward, of one token, one supervised token and one visible pair.
-
-    Args:
-        config (`PretrainedConfig`):
-            The model's. Full attention and a gated MLP are assumed; of a mixture of experts, the experts that a token
-            is sent to count. Only the proportion matters.
-
-    Returns:
-        float64 `[3]`.
-
-    Example:
-
-    ```python
-    >>> from transformers import Qwen3Config
-    >>> cost_per_count(Qwen3Config(hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=1,
-    ...     num_key_value_heads=1, head_dim=8, vocab_size=32))
-    array([7680., 1536.,  224.])
-
-    ```
-    """
-    config = config.get_text_config()
-    heads = getattr(config, "num_attention_heads", 1)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    keys = (getattr(config, "num_key_value_heads", None) or heads) * head_dim
-    mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    if getattr(config, "num_experts_per_tok", None):
-        mlp = config.num_experts_per_tok * (getattr(config, "moe_intermediate_size", None) or mlp)
-    layers = config.num_hidden_layers
-    return np.array(
-        [
-            6.0 * layers * config.hidden_size * (2 * heads * head_dim + 2 * keys + 3 * mlp),
-            6.0 * config.hidden_size * config.vocab_size,
-            14.0 * layers * heads * head_dim,  # 2 products forward, 5 backward
-        ]
-    )
-
-
 class RowCounts:
     """
     Tokens, supervised tokens and visible pairs of dataset rows; a function for `Dataset.map(batched=True)`.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,10 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from transformers import PreTrainedModel
 
-from hf_prefix_tree.batch import BLOCK_SIZE, IGNORE_INDEX
+from hf_prefix_tree.batch import IGNORE_INDEX
 from hf_prefix_tree.model import is_prepared, prepare_model
 from hf_prefix_tree.support import backbone_of, base_causal_lm, rope_limit
-from hf_prefix_tree.trainers.folding_rows import FoldedRows, fold_rows
+from hf_prefix_tree.trainers.folding_rows import FoldedRows, fold_rows, row_multiple
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,8 @@ def fold_shared_prefixes(
     A call falls through to the ordinary one, with one logged warning per reason, when: fewer than `min_reuse` tokens
     share each computed one; it has other arguments (`pixel_values`, `position_ids`, `past_key_values`, ...); the
     attention mask has holes; a label is not the row's own token or is predicted from padding; rows are padded on the
-    left and positions are absolute (GPT-2); or the rows are longer than dynamic rotary frequencies allow.
+    left and positions are absolute (GPT-2); the rows are longer than dynamic rotary frequencies allow; or NEFTune
+    adds noise to each row. So does, in silence, a call that `torch.compile` traces as a whole.
 
     The output's `loss` is recomputed from the unfolded log-probs, and a MoE's `aux_loss` from the router logits of
     every row, so that both are those of the rows.
@@ -62,7 +64,7 @@ def fold_shared_prefixes(
             `trl.trainer.utils.add_fused_lm_head`.
         min_reuse (`float`, *optional*, defaults to `1.05`):
             Tokens of the rows, without padding, per token of the tree row, with its padding to a multiple of 128 (on
-            CPU there is none). Calls below it are not folded. 0 folds every call.
+            CPU there is none). Calls below it are not folded. 0 folds every call, `math.inf` none.
         attn_backend (`str`, *optional*):
             As for [`prepare_model`]. A model that is prepared already keeps its own by default.
 
@@ -108,6 +110,18 @@ def fold_shared_prefixes(
     return model
 
 
+def can_fold(model: torch.nn.Module, attention_mask: torch.Tensor) -> bool:
+    """
+    Whether padded rows of a model of [`fold_shared_prefixes`] are folded, if they share enough.
+
+    Args:
+        model (`torch.nn.Module`): What [`fold_shared_prefixes`] took.
+        attention_mask (`torch.Tensor` of shape `(B, L)`): 0 = padding.
+    """
+    base = base_causal_lm(extract_model_from_parallel(model, keep_torch_compile=False))
+    return getattr(base, _STATE).refusal(base, (attention_mask != 0).cpu().numpy()) is None
+
+
 class _FoldedCalls:
     """The hooks around one causal LM, and the calls that run now (a call may run another: self-verification)."""
 
@@ -129,6 +143,8 @@ class _FoldedCalls:
 
     def _before(self, module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         self._running.append(None)
+        if torch.compiler.is_compiling() or math.isinf(self.min_reuse):  # the fold is numpy, which graphs don't hold
+            return None
         if not kwargs.get("fused_lm_head") or kwargs.get("prefix_tree") is not None or not is_prepared(module):
             return None
         call = self._fold(module, args, kwargs)
@@ -159,6 +175,20 @@ class _FoldedCalls:
                 "Rows are not folded where %s. Such calls run as without folding; this is said once.", reason
             )
 
+    def refusal(self, module: PreTrainedModel, is_token: npt.NDArray[np.bool_]) -> str | None:
+        """What keeps padded rows from being folded, whatever their tokens: a kind, and after a colon the case."""
+        width = is_token.shape[1]
+        if self._rope_limit is not None and width > self._rope_limit:
+            return f"rows exceed what rotary frequencies of this model allow: {width} > {self._rope_limit} tokens"
+        if module.training and getattr(module.get_input_embeddings(), "neftune_noise_alpha", None):
+            return "NEFTune adds noise to each row (`neftune_noise_alpha`)"
+        filled = is_token.any(axis=1)
+        if not filled.any():
+            return "there is no token"
+        if not self._is_rotary and not is_token[filled, 0].all():
+            return "rows are padded on the left of absolute positions"
+        return None
+
     def _fold(self, module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> _Call | str:
         """The folded call, or why there is none: a kind of reason, and after a colon the case at hand."""
         others = [name for name, x in kwargs.items() if name not in _TAKEN and x is not None and x is not False]
@@ -173,21 +203,13 @@ class _FoldedCalls:
             mask = torch.ones_like(input_ids)
         if mask.shape != input_ids.shape:
             return f"the attention mask is not that of padded rows: shape {tuple(mask.shape)}"
-        width = input_ids.shape[1]
-        if self._rope_limit is not None and width > self._rope_limit:
-            return f"rows exceed what rotary frequencies of this model allow: {width} > {self._rope_limit} tokens"
-
-        ids, is_token, own = torch.stack([input_ids, mask, labels]).cpu().numpy()  # one wait for the device
+        ids, is_token, own = torch.stack([input_ids, mask != 0, labels]).cpu().numpy()  # one wait for the device
         is_token = is_token != 0
         problem, is_wanted = _wanted(ids, is_token, own, is_shifted=shifted is not None)
-        if problem is None and not self._is_rotary and is_token.any() and not is_token[is_token.any(axis=1), 0].all():
-            problem = "rows are padded on the left of absolute positions"
-        if problem is None and not is_token.any():
-            problem = "there is no token"
+        problem = problem or self.refusal(module, is_token)
         if problem is not None:
             return problem
-        multiple = BLOCK_SIZE if input_ids.device.type == "cuda" else 1
-        rows = fold_rows(ids, is_token, is_wanted, multiple)
+        rows = fold_rows(ids, is_token, is_wanted, row_multiple(input_ids.device))
         if rows.reuse < self.min_reuse:
             return (
                 f"too few tokens are shared: {rows.tokens.numel()} tokens of rows for a tree row of "

@@ -6,6 +6,8 @@ Cost: that of [`~hf_prefix_tree.trainers.folded.fold_shared_prefixes`].
 
 from __future__ import annotations
 
+import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from transformers import Trainer as _Trainer  # what the mixin is put before
 else:
     _Trainer = object
+
+logger = logging.getLogger(__name__)
 
 
 class FoldedForwardMixin(_Trainer):
@@ -42,6 +46,12 @@ class FoldedForwardMixin(_Trainer):
                 "`parallelism_config` splits the sequence over devices (context or sequence parallelism), which "
                 "drops the tree mask. Set `cp_size=1` and `sp_size=1`."
             )
+        if self.args.torch_compile:
+            logger.warning(
+                "Rows are not folded under `torch_compile=True`, which compiles the whole model. Leave it at `False`, "
+                "and for compiled layers call `prepare_model(model, compile_layers=True)` before the trainer."
+            )
+            self.min_reuse = math.inf
         self.fold_models()
 
     def fold_models(self) -> None:

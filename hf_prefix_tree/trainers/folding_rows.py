@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hf_prefix_tree.batch import concatenate_trees
+from hf_prefix_tree.batch import BLOCK_SIZE, concatenate_trees
 from hf_prefix_tree.tree import Branch, fold
 
 
@@ -41,6 +41,11 @@ class FoldedRows:
     def reuse(self) -> float:
         """Tokens of the rows, without padding, per position of the tree row, with padding."""
         return len(self.tokens) / self.batch["input_ids"].shape[1]
+
+
+def row_multiple(device: torch.device) -> int:
+    """What the length of a tree row is rounded up to: FlexAttention's blocks; on CPU there is no padding."""
+    return BLOCK_SIZE if device.type == "cuda" else 1
 
 
 def fold_rows(

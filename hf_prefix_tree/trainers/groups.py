@@ -77,7 +77,7 @@ class SortedRows:
         """The rows of each of `number` parts, in the order of the batch; parts differ by at most one row."""
         return [sorted(part.tolist()) for part in np.array_split(self.order, number)]
 
-    def tokens(self, number: int, min_reuse: float = 1.0) -> npt.NDArray[np.int64]:
+    def tokens(self, number: int, min_reuse: float = 1.0, multiple: int = 1) -> npt.NDArray[np.int64]:
         """
         Tokens that a forward over each of `number` parts holds.
 
@@ -86,15 +86,20 @@ class SortedRows:
                 Parts.
             min_reuse (`float`, *optional*, defaults to 1.0):
                 A part whose tokens over its folded tokens are below it is not folded: it holds its padded tokens.
+            multiple (`int`, *optional*, defaults to 1):
+                Folded tokens of a part are rounded up to a multiple of it.
         """
         starts = np.cumsum([0, *map(len, np.array_split(self.order, number))])[:-1]
         lengths = np.add.reduceat(self.lengths, starts)
         # a part's first row shares nothing with the row before it, which is in another part
         folded = np.add.reduceat(self.lengths - self.shared, starts) + self.shared[starts]
+        folded = -(-folded // multiple) * multiple
         padded = np.diff(starts, append=len(self.order)) * self.width
         return np.where(lengths >= min_reuse * folded, folded, padded)
 
-    def totals(self, most: int, budget: int, min_reuse: float = 1.0) -> npt.NDArray[np.int64]:
+    def totals(
+        self, most: int, budget: int, min_reuse: float = 1.0, multiple: int = 1
+    ) -> npt.NDArray[np.int64]:
         """
         Tokens of all parts, for 1, 2, ... `most` parts; `TOO_MANY` where a part exceeds the budget.
 
@@ -105,8 +110,10 @@ class SortedRows:
                 Tokens that a forward may hold.
             min_reuse (`float`, *optional*, defaults to 1.0):
                 As for [`tokens`].
+            multiple (`int`, *optional*, defaults to 1):
+                As for [`tokens`].
         """
-        tokens = [self.tokens(number, min_reuse) for number in range(1, most + 1)]
+        tokens = [self.tokens(number, min_reuse, multiple) for number in range(1, most + 1)]
         fits = [own.max() <= budget for own in tokens[:-1]] + [True]
         return np.array([own.sum() if fit else TOO_MANY for own, fit in zip(tokens, fits, strict=True)])
 

@@ -105,6 +105,7 @@ def tree_log_probs(
     is_token = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     is_wanted = is_token.bool() if completion_mask is None else is_token.bool() & completion_mask.bool()
     is_wanted = is_wanted & (is_token.cumsum(dim=1) > 1)  # nothing predicts a first token
+    model = getattr(model, "_orig_mod", model)  # the tree is no part of a graph of the whole model
     fold_shared_prefixes(model, min_reuse=min_reuse)
     with _fused_head(base_causal_lm(extract_model_from_parallel(model, keep_torch_compile=False)), temperature):
         log_probs = model(

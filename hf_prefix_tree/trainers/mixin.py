@@ -18,9 +18,10 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from hf_prefix_tree.batch import IGNORE_INDEX, STATS, summed_weights
 from hf_prefix_tree.collators.prefix_tree import DataCollatorForPrefixTree
+from hf_prefix_tree.flops import cost_per_count
 from hf_prefix_tree.loss import safe_divisor
 from hf_prefix_tree.model import ensure_verified, prepare_model
-from hf_prefix_tree.trainers.balance import RowCounts, cost_per_count
+from hf_prefix_tree.trainers.balance import RowCounts
 from hf_prefix_tree.trainers.padding import PaddedDataset, fill_uneven_steps
 from hf_prefix_tree.trainers.sampling import STRATEGIES, StepSampler, linked_rows, split_tree_ids
 

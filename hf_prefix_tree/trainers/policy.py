@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_prefix_tree.attention.defaults import default_implementation
+from hf_prefix_tree.attention.implementations import implementations, set_implementations
+from hf_prefix_tree.support import base_causal_lm
+from hf_prefix_tree.trainers.folded import can_fold
 from hf_prefix_tree.trainers.folded_mixin import FoldedForwardMixin
+from hf_prefix_tree.trainers.folding_rows import row_multiple
 from hf_prefix_tree.trainers.groups import SortedRows, select_rows
 
 if TYPE_CHECKING:
@@ -31,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 Scored = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # log-probs, entropies, auxiliary loss
 GATHERED = "gathered"  # key of a micro-batch that is not TRL's own
+_MULTIMODAL = {"pixel_values", "token_type_ids", "mm_token_type_ids"}  # calls with them are not folded
 
 
 @dataclass
@@ -96,6 +102,17 @@ class TreePolicyMixin(FoldedForwardMixin, _Trainer):
         """Whether a micro-batch's loss is a mean over its completions, not a sum with a divisor of the whole step."""
         return True
 
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.use_transformers_continuous_batching:
+            return super()._generate_single_turn(*args, **kwargs)
+        base = base_causal_lm(self.model)
+        before = implementations(base)
+        base.set_attn_implementation(default_implementation(type(base.config)))  # continuous batching knows no other
+        try:
+            return super()._generate_single_turn(*args, **kwargs)
+        finally:
+            set_implementations(base, before)
+
     # ---- micro-batches ----
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
@@ -113,12 +130,12 @@ class TreePolicyMixin(FoldedForwardMixin, _Trainer):
 
     def _gather_groups(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The same completions, each group in as few micro-batches as fit; those that come out empty are `{}`."""
-        if not self._gathers_groups or len(batches) == 1 or any("pixel_values" in batch for batch in batches):
+        if not self._gathers_groups or len(batches) == 1 or _MULTIMODAL & batches[0].keys():
             return batches
         whole = select_rows(batches, range(sum(len(batch["prompt_ids"]) for batch in batches)))
         input_ids = torch.cat([whole["prompt_ids"], whole["completion_ids"]], dim=1)
-        rows = SortedRows.of(input_ids, torch.cat([whole["prompt_mask"], whole["completion_mask"]], dim=1))
-        parts = rows.parts(self._number_of_parts(rows, len(batches)))
+        attention_mask = torch.cat([whole["prompt_mask"], whole["completion_mask"]], dim=1)
+        parts = self._parts(self.model, input_ids, attention_mask, len(batches))
         window = Window(batches, parts)
         gathered = []
         for index, part in enumerate(parts):
@@ -127,13 +144,16 @@ class TreePolicyMixin(FoldedForwardMixin, _Trainer):
         # Ranks reduce their gradients in the backward that ends a step, so the empty ones come first.
         return [{} for _ in range(len(batches) - len(parts))] + gathered
 
-    def _number_of_parts(self, rows: SortedRows, most: int) -> int:
-        """The number of parts with the fewest tokens over all ranks, the same on each of them."""
+    def _parts(self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, most: int) -> list[list[int]]:
+        """The rows of each forward: at most `most`, of the fewest tokens over all ranks, as many on each of them."""
+        rows = SortedRows.of(input_ids, attention_mask)
         if self.is_deepspeed_enabled:
-            return most  # its engine counts the backwards
+            return rows.parts(most)  # its engine counts the backwards
         budget = max(-(-len(rows.order) // most) * rows.width, self.max_row_tokens)
-        totals = torch.from_numpy(rows.totals(most, budget, self.min_reuse)).to(self.accelerator.device)
-        return int(self.accelerator.gather(totals[None]).sum(dim=0).argmin()) + 1
+        min_reuse = self.min_reuse if can_fold(model, attention_mask) else math.inf
+        totals = rows.totals(most, budget, min_reuse, row_multiple(input_ids.device))
+        gathered = self.accelerator.gather(torch.from_numpy(totals).to(self.accelerator.device)[None])
+        return rows.parts(int(gathered.sum(dim=0).argmin()) + 1)
 
     # ---- the loss ----
 
@@ -189,8 +209,7 @@ class TreePolicyMixin(FoldedForwardMixin, _Trainer):
                 self._gathered.window.scored[self._gathered.part] = scored[0].detach(), scored[1].detach()
             return scored
         # TRL cuts the old and the reference log-probs of a generation every `batch_size` rows
-        rows = SortedRows.of(input_ids, attention_mask)
-        parts = rows.parts(self._number_of_parts(rows, -(-len(input_ids) // batch_size)))
+        parts = self._parts(model, input_ids, attention_mask, -(-len(input_ids) // batch_size))
         log_probs = [compute(model, input_ids[part], attention_mask[part], logits_to_keep)[0] for part in parts]
         places = torch.tensor([row for part in parts for row in part], device=input_ids.device)
         return torch.cat(log_probs)[places.argsort()], None, None

@@ -14,7 +14,7 @@ from benchmarks.packed import Packed
 from benchmarks.shapes import FOLD_SHAPES, QUICK, SHAPES, build, conversation_trees, leaf_first_rows, lightest_first
 from hf_prefix_tree.attention.mask import dense_mask
 from hf_prefix_tree.demo.dialogues import generate_dialogues
-from hf_prefix_tree.report.flops import flop_counts
+from hf_prefix_tree.flops import flop_counts
 
 ENVIRONMENT = {"device", "python", "torch", "transformers", "trl", "flash-attn-4", "cuda", "commit", "date"}
 

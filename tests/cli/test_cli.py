@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 
 from hf_prefix_tree import cli, fold, prepare_model
 from hf_prefix_tree.batch import concatenate_trees
-from hf_prefix_tree.report.flops import activation_bytes, step_flops
+from hf_prefix_tree.flops import activation_bytes, step_flops
 from hf_prefix_tree.report.plot import sampled_mask
 from hf_prefix_tree.report.text import draw_tree
 from hf_prefix_tree.tree import Branch

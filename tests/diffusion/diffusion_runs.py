@@ -4,6 +4,7 @@ import functools
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from datasets import Dataset
 from models import VOCAB, make_model
@@ -48,12 +49,12 @@ def tokenizer():
     return found
 
 
-def rows_of_ids(count, seed=0):
+def rows_of_ids(count, seed=0, longest=13):
     """Samples of different lengths, the end of each supervised."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for _ in range(count):
-        length = int(torch.randint(4, 14, (1,), generator=generator))
+        length = int(torch.randint(4, longest + 1, (1,), generator=generator))
         start = int(torch.randint(0, length - 1, (1,), generator=generator))
         ids = torch.randint(3, VOCAB - 1, (length,), generator=generator).tolist()
         rows.append({"input_ids": ids, "loss_mask": [int(i >= start) for i in range(length)]})
@@ -143,4 +144,7 @@ def train_and_evaluate(folder, objectives):
         if trainer.accelerator.is_main_process:
             torch.save(weights(trainer.accelerator.unwrap_model(trainer.model)), f"{folder}/{objective}.pt")
             Path(folder, f"{objective}.json").write_text(json.dumps([*trainer.state.log_history, metrics]))
+    refused = trainer_of(folder, rows_of_ids(4).to_iterable_dataset(), accelerator_config={"dispatch_batches": True})
+    with pytest.raises(ValueError, match="`dispatch_batches=True`, which concatenates the batches of all ranks"):
+        refused.get_train_dataloader()
     torch.distributed.destroy_process_group()

@@ -84,11 +84,11 @@ def test_all_masked_evaluates_once(tmp_path):
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_same_when_resumed_in_other_batches(objective, tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "train_sampling_strategy": "random"}
+    options = {"save_strategy": "steps", "save_steps": 5, "max_steps": 7, "train_sampling_strategy": "random"}
     options |= {"optim": "adamw_torch", "learning_rate": 1e-3, "objective": objective}
     whole = train(tmp_path, rows_of_ids(8), per_device_train_batch_size=2, **options)  # four steps an epoch
     resumed = trainer_of(tmp_path, rows_of_ids(8), gradient_accumulation_steps=2, **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
     assert distance(weights(resumed.model), weights(whole.model), weights(small_model())) < 1e-4
     for one, other in zip(logs_of(whole), logs_of(resumed), strict=True):
         assert other["nll_bound"] == pytest.approx(one["nll_bound"], rel=1e-4)

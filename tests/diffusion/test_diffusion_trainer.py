@@ -1,5 +1,6 @@
 """`DiffusionSFTTrainer`: the step's normaliser, evaluation, what rows become, LoRA, two processes."""
 
+import copy
 import json
 import math
 import types
@@ -24,7 +25,7 @@ from diffusion_runs import (
     trainer_of,
     weights,
 )
-from models import make_model
+from models import CONFIGS, make_model
 from peft import LoraConfig
 from processes import run_ranks
 from transformers import AutoModelForCausalLM
@@ -88,9 +89,10 @@ def test_checkpointing_and_the_router_of_experts(tmp_path):
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_bf16_divides_by_the_same_count(objective, tmp_path):
-    """Mixed precision casts floating tensors on their way into the model: a count in bf16 would be off."""
-    rows = rows_of_ids(60)
-    options = {"objective": objective, "per_device_train_batch_size": 30, "gradient_accumulation_steps": 2}
+    """Mixed precision casts floating tensors: the count, 273, would be 272 in bf16."""
+    rows = rows_of_ids(50)
+    options = {"objective": objective, "per_device_train_batch_size": 25, "gradient_accumulation_steps": 2}
+    options["block_size"] = 3
     found = [logs_of(train(tmp_path, rows, max_steps=1, bf16=bf16, **options))[0] for bf16 in (False, True)]
     assert found[1]["loss"] != found[0]["loss"]
     for name in ("loss", "nll_bound"):
@@ -347,3 +349,23 @@ def test_two_processes_equal_one(tmp_path):
                 assert second[name] == pytest.approx(first[name], rel=1e-5), name
         for name in ("eval_loss", "eval_nll_bound", "eval_perplexity", "eval_mean_token_accuracy"):
             assert log[-1][name] == pytest.approx(metrics[name], rel=1e-5), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_flex_trains_as_the_dense_mask(objective, bf16, tmp_path):
+    """Rows padded to 128 under FlexAttention, and as short as they can be under SDPA."""
+    rows, found, lengths = rows_of_ids(4, longest=200), [], []
+    for backend in ("sdpa", "flex"):
+        torch.manual_seed(0)
+        config = copy.deepcopy(CONFIGS["qwen3"])
+        config.head_dim = 32  # FlexAttention takes 16 and more
+        model = AutoModelForCausalLM.from_config(config)
+        options = {"objective": objective, "attn_backend": backend, "per_device_train_batch_size": 2, "bf16": bf16}
+        trainer = trainer_of(tmp_path, rows, model=model, use_cpu=False, block_size=16, **options)
+        lengths.append(trainer.data_collator(rows)["input_ids"].shape[1])
+        trainer.train()
+        found.append([entry["loss"] for entry in logs_of(trainer)])
+    assert lengths[0] % 128 != 0 and lengths[1] == 256
+    assert found[1] == pytest.approx(found[0], rel=2e-2 if bf16 else 1e-4)

@@ -13,6 +13,9 @@ import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from hf_prefix_tree.tree import PrefixTree
 
 if TYPE_CHECKING:
@@ -50,10 +53,8 @@ def step_flops(config: PretrainedConfig, tokens: int, supervised: int, pairs: in
     Raises:
         `ValueError`: If the config lacks a size, or has layers without attention.
     """
-    sizes = _sizes(config)
-    layer = sizes.hidden * (2 * sizes.queries + 2 * sizes.keys + 3 * sizes.mlp)
-    linear = sizes.layers * layer * tokens + sizes.hidden * sizes.vocab * supervised
-    return 6 * linear + sizes.layers * attention_flops(pairs, sizes.heads, sizes.queries // sizes.heads)
+    _sizes(config)  # refuses what is not counted
+    return float(cost_per_count(config) @ np.array([tokens, supervised, pairs], dtype=np.float64))
 
 
 def flop_counts(trees: Sequence[PrefixTree], config: PretrainedConfig) -> dict[str, dict[str, Any]]:
@@ -114,6 +115,35 @@ def activation_bytes(config: PretrainedConfig, tokens: int, checkpointing: bool)
     return kept * tokens
 
 
+def cost_per_count(config: PretrainedConfig) -> npt.NDArray[np.float64]:
+    """
+    FLOPs, forward and backward, of one token, one supervised token and one visible pair: what [`step_flops`] weighs
+    its counts by. For any model: layers without attention count as if they had it, and what a config doesn't say is
+    guessed, so only compare rows of one model by it.
+
+    Args:
+        config (`PretrainedConfig`):
+            The model's.
+
+    Returns:
+        float64 `[3]`.
+
+    Example:
+
+    ```python
+    >>> from transformers import Qwen3Config
+    >>> cost_per_count(Qwen3Config(hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=1,
+    ...     num_key_value_heads=1, head_dim=8, vocab_size=32))
+    array([7680., 1536.,  224.])
+
+    ```
+    """
+    sizes = _read_sizes(config.get_text_config())
+    layer = sizes.hidden * (2 * sizes.queries + 2 * sizes.keys + 3 * sizes.mlp)
+    pair = attention_flops(1, sizes.heads, sizes.queries // sizes.heads)
+    return np.array([6.0 * sizes.layers * layer, 6.0 * sizes.hidden * sizes.vocab, sizes.layers * pair])
+
+
 def _sizes(config: PretrainedConfig) -> _Sizes:
     config = config.get_text_config()
     other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -124,9 +154,13 @@ def _sizes(config: PretrainedConfig) -> _Sizes:
     missing = [name for name in names if getattr(config, name, None) is None]
     if missing:
         raise ValueError(f"`model` is a {config.model_type}, whose config lacks {', '.join(missing)}.")
-    heads = config.num_attention_heads
+    return _read_sizes(config)
+
+
+def _read_sizes(config: Any) -> _Sizes:
+    heads = getattr(config, "num_attention_heads", None) or 1
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    mlp = config.intermediate_size
+    mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     if getattr(config, "num_experts_per_tok", None):
         expert = getattr(config, "moe_intermediate_size", None) or mlp
         mlp = config.num_experts_per_tok * expert + (getattr(config, "shared_expert_intermediate_size", None) or 0)
