@@ -72,7 +72,7 @@ def find_mask_token_id(
 
 
 def refuse_engines(accelerator: Any, tp_size: int) -> None:
-    """Raises `ValueError` for engines that drop the mask or would count gradients twice. (TRL refuses DataParallel.)"""
+    """Raises `ValueError` for engines that drop the mask or would count gradients twice."""
     parallelism = getattr(accelerator, "parallelism_config", None)
     if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
         raise ValueError(

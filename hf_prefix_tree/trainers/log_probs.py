@@ -67,7 +67,7 @@ def tree_log_probs(
 
     Raises:
         `ValueError`: if an argument does not fit `input_ids`, `temperature` is not above 0, the architecture cannot be
-        exact on trees, or Accelerate's mixed precision would be lost.
+            exact on trees, or Accelerate's mixed precision would be lost.
 
     Example:
 

@@ -154,6 +154,16 @@ def test_given_divisor_and_rows_without_mask_or_label():
     assert_same(run(tree, empty), run(stock, empty))
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_of_any_dtype(dtype):
+    rows = padded_rows(side="both")
+    rows["attention_mask"] = rows["attention_mask"].to(dtype)
+    stock, tree = model_pair()
+    tokens = Tokens(tree)
+    assert_same(run(tree, rows), run(stock, rows))
+    assert tokens.total == distinct_prefixes(rows)
+
+
 def test_router_loss_counts_a_shared_token_once_per_row():
     rows = padded_rows(side="both")
     stock, tree = model_pair("qwen3_moe")
@@ -351,6 +361,69 @@ def test_dynamic_frequencies_fall_through_where_the_rows_are_too_long():
     scaled(tree)
     limited = folded._FoldedCalls(tree, min_reuse=0)
     assert "rotary frequencies" in limited._fold(tree, (), rows)
+
+
+def test_noise_on_embeddings_falls_through_in_training(caplog):
+    from transformers.integrations.neftune import neftune_post_forward_hook
+
+    rows = padded_rows()
+    models = model_pair()
+    for model in models:
+        embeddings = model.train().get_input_embeddings()
+        embeddings.neftune_noise_alpha = 5.0
+        embeddings.register_forward_hook(neftune_post_forward_hook)
+    found = []
+    for model in models:
+        torch.manual_seed(0)
+        found.append(run(model, rows))
+    assert_same(found[1], found[0], tolerance=1e-6)
+    assert "NEFTune adds noise to each row" in caplog.text
+    tokens = Tokens(models[1].eval())
+    assert_same(run(models[1], rows), run(models[0].eval(), rows))
+    assert tokens.total == distinct_prefixes(rows)
+
+
+def test_a_graph_of_the_whole_model_holds_no_tree():
+    rows = padded_rows()
+    stock, tree = model_pair()
+    compiled = torch.compile(tree, backend="eager")
+    tokens = Tokens(tree)
+    with torch.no_grad():
+        expected = stock(**rows, fused_lm_head=True).log_probs
+        assert (compiled(**rows, fused_lm_head=True).log_probs - expected).abs().max() < TOLERANCE
+        assert tokens.total == rows["input_ids"].numel()
+        got = tree_log_probs(
+            compiled, rows["input_ids"], rows["attention_mask"], completion_mask=rows["labels"] != -100
+        )
+    assert (got[:, 1:] - expected).abs().max() < TOLERANCE
+    assert tokens.total == rows["input_ids"].numel() + distinct_prefixes(rows)
+
+
+def test_images_fall_through_and_text_of_the_same_model_folds(caplog):
+    from hf_prefix_tree.conformance.build import build_model
+
+    stock, tree = (build_model("qwen2_5_vl", variant="images").float() for _ in range(2))
+    for model in (stock, tree):
+        add_fused_lm_head(model, outputs=OUTPUTS)
+    fold_shared_prefixes(tree)
+    computed = []
+    tree.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: computed.append(kwargs["inputs_embeds"].shape[:2].numel()), with_kwargs=True
+    )
+    rows = padded_rows(side="left")
+    assert_same(run(tree, rows), run(stock, rows))
+    image = stock.config.image_token_id
+    ids = torch.tensor([[5, *[image] * 4, 6, 7], [5, *[image] * 4, 6, 8]])
+    images = {
+        "pixel_values": torch.rand(32, 96, generator=torch.manual_seed(0)),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
+        "mm_token_type_ids": (ids == image).int(),
+    }
+    labels = torch.where(ids == image, -100, ids)
+    rows_with_images = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, **images}
+    assert_same(run(tree, rows_with_images), run(stock, rows_with_images), tolerance=1e-6)
+    assert computed == [distinct_prefixes(rows), ids.numel()]
+    assert "other inputs than padded text: ['pixel_values'" in caplog.text
 
 
 def test_absolute_positions_fold_unless_padded_on_the_left(caplog):

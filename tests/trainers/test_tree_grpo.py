@@ -7,8 +7,10 @@ import logging
 
 import pytest
 import torch
+from models import VOCAB
 from peft import LoraConfig
 from policy_runs import CountedTokens, assert_same_training, build, rollouts, run
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_prefix_tree.tree import Branch, fold
 
@@ -70,6 +72,54 @@ def test_generated_completions(tmp_path):
     options = {"max_completion_length": 24, "temperature": 0.9, "beta": 0.05, "mask_truncated_completions": True}
     stock, _ = both(tmp_path, steps=3, learning_rate=3e-3, **options)
     assert any(0 < entry["completions/clipped_ratio"] < 1 for entry in stock.logs)
+
+
+def test_continuous_batching(tmp_path):
+    """Generation from a paged cache, which refuses the attention that trees are trained with."""
+    cache = {"num_blocks": 32, "max_batch_tokens": 64}
+    _, tree = both(
+        tmp_path,
+        steps=2,
+        use_transformers_continuous_batching=True,
+        transformers_continuous_batching_config=cache,
+        temperature=0.9,
+    )
+    assert tree.trainer.model.config._attn_implementation == "prefix_tree"
+    assert len(tree.tokens.trained) == 2
+
+
+def test_rows_that_cannot_be_folded_keep_to_the_size_of_micro_batches(tmp_path):
+    """Absolute positions, prompts padded on the left: gathered rows would be as many padded ones in a forward."""
+    config = GPT2Config(
+        vocab_size=VOCAB,
+        **{"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 512, "initializer_range": 0.3},
+        **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
+    )
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "max_steps": 2, "beta": 0.1}
+    runs, most = [], []
+    for kind in ("stock", "tree"):
+        torch.manual_seed(0)
+        trainer = build(tmp_path, "grpo", kind, model=GPT2LMHeadModel(config), rollout_func=rollouts(), **options)
+        sizes = []
+        for model in (trainer.model, trainer.ref_model):
+            model.transformer.register_forward_pre_hook(
+                lambda module, args, kwargs, sizes=sizes: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
+            )
+        trainer.train()
+        runs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        most.append(max(sizes))
+    assert runs[1] == pytest.approx(runs[0], abs=1e-6)
+    assert most[1] <= most[0]
+
+
+def test_compiling_the_whole_model_is_said_to_fold_nothing(tmp_path, caplog):
+    trainer = build(tmp_path, "grpo", "tree", torch_compile=True, torch_compile_backend="eager")
+    assert "not folded under `torch_compile=True`" in caplog.text
+    tokens = CountedTokens(trainer.model)
+    ids = torch.ones(4, 9, dtype=torch.int64)
+    with torch.no_grad():
+        trainer._get_per_token_logps_and_entropies(trainer.model, ids, ids, 4)
+    assert tokens.forward == [4 * 9]
 
 
 def test_groups_in_micro_batches_of_their_own(tmp_path):

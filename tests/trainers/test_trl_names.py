@@ -45,6 +45,14 @@ def test_micro_batches_are_cut_from_shuffled_completions_and_buffered(trainer):
 
 
 @TRAINERS
+def test_generation_is_one_method(trainer):
+    """The prepared attention makes place for continuous batching there."""
+    text = source(trainer._generate_single_turn)
+    assert "elif self.use_transformers_continuous_batching:" in text and "generate_batch(" in text
+    assert source(trainer).count("generate_batch(") == 1
+
+
+@TRAINERS
 def test_the_loss_scores_a_micro_batch_once_and_logs_into_metrics(trainer):
     text = source(trainer._compute_loss)
     assert text.count("self._get_per_token_logps_and_entropies(") == 1
