@@ -105,10 +105,10 @@ def tree_block_mask(prefix_tree: torch.Tensor, window: int | None = None, chunk:
     chunk_size = _on_device(chunk, depth)
     return TreeBlockMask(
         (length, length),
-        *_listed(partial),
-        *_listed(full),
-        *_listed(partial.transpose(1, 2)),  # the queries of a block of keys, for the backward
-        *_listed(full.transpose(1, 2)),
+        *listed_blocks(partial),
+        *listed_blocks(full),
+        *listed_blocks(partial.transpose(1, 2)),  # the queries of a block of keys, for the backward
+        *listed_blocks(full.transpose(1, 2)),
         (size, size),
         _mask_mod(subtree_end, depth, reach, chunk_size),
     )
@@ -148,7 +148,7 @@ def _block_bounds(values: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.
     return values.unflatten(1, (-1, size)).aminmax(dim=-1)
 
 
-def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def listed_blocks(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Per row of blocks, how many are set and which, the set ones first: `[B, 1, nb]` and `[B, 1, nb, nb]` int32."""
     batch_size, num_blocks, _ = blocks.shape
     column = torch.arange(num_blocks, device=blocks.device, dtype=torch.int32)

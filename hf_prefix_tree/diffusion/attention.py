@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from hf_prefix_tree.attention.mask import _listed
+from hf_prefix_tree.attention.mask import listed_blocks
 from hf_prefix_tree.batch import BLOCK_SIZE
 
 LAYOUTS = ("full", "block_causal", "block_diffusion", "hybrid")
@@ -157,8 +157,8 @@ def block_mask(spans: torch.Tensor) -> BlockMask:
     # Clones, not views: the compiler would also specialise on the tensor that they are views of.
     rows = tuple(spans[:, row].clone() for row in range(5))
     return BlockMask.from_kv_blocks(
-        *_listed(partial),
-        *_listed(full),
+        *listed_blocks(partial),
+        *listed_blocks(full),
         BLOCK_SIZE=BLOCK_SIZE,
         mask_mod=_mask_mod(*rows),
         seq_lengths=(length, length),

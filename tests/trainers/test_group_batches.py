@@ -76,7 +76,7 @@ def test_parts_without_reuse_count_their_padding():
 def test_folded_tokens_are_rounded_up_before_reuse_is_judged():
     rows = [([5, 6, 7], [8, 9]), ([5, 6, 7], [9]), ([10], [11]), ([12], [13, 14])]
     sorted_rows = SortedRows.of(*padded(rows, prompt_width=4))
-    assert sorted_rows.tokens(2, min_reuse=1.1, multiple=4).tolist() == [8, 8] != [6, 5]  # 9 over 8, 5 over 8
+    assert sorted_rows.tokens(2, min_reuse=1.1, multiple=4).tolist() == [8, 2 * 6]  # reuse 9 / 8 and 5 / 8
     assert sorted_rows.tokens(2, min_reuse=1.2, multiple=4).tolist() == [2 * 6, 2 * 6]
     assert sorted_rows.totals(2, budget=12, min_reuse=1.2, multiple=4).tolist() == [TOO_MANY, 24]
 
