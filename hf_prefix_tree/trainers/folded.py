@@ -16,6 +16,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -101,13 +103,30 @@ def fold_shared_prefixes(
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     base = base_causal_lm(inner)
     if attn_backend is not None or not is_prepared(inner):
-        prepare_model(inner, attn_backend=attn_backend or "auto")
+        with _without_autocast(base):
+            prepare_model(inner, attn_backend=attn_backend or "auto")
     calls = getattr(base, _STATE, None)
     if calls is None:
         setattr(base, _STATE, _FoldedCalls(base, min_reuse))
     else:
         calls.min_reuse = min_reuse
     return model
+
+
+@contextmanager
+def _without_autocast(base: PreTrainedModel) -> Iterator[None]:
+    """
+    The forward that a model had before Accelerate's mixed precision, for the time of the self-check: a reference model
+    comes here with it, and would show the rounding of bfloat16 in logits that are float32.
+    """
+    wrapped, own = base.__dict__.get("forward"), base.__dict__.get("_original_forward")
+    if own is not None:
+        base.forward = own
+    try:
+        yield
+    finally:
+        if own is not None:
+            base.forward = wrapped
 
 
 def can_fold(model: torch.nn.Module, attention_mask: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from trl.trainer.utils import global_then_local_main_first
 from hf_prefix_tree.batch import BLOCK_SIZE, gather_supervised
 from hf_prefix_tree.collators.prefix_tree import DataCollatorForPrefixTree
 from hf_prefix_tree.datasets import prepare_trees
+from hf_prefix_tree.trainers.card import add_section, tree_section
 from hf_prefix_tree.trainers.config import TreeSFTConfig
 from hf_prefix_tree.trainers.grouped import BranchCollator, branch_batches
 from hf_prefix_tree.trainers.mixin import TreeLossMixin, without_empty_mask
@@ -209,6 +211,12 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
         self.record(weighted.loss_sum, inputs)
         self._forget_empty_metrics()
         return result
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        super().create_model_card(*args, **kwargs)
+        section = tree_section(self.state.log_history, self.args.weighting)
+        if section and self.is_world_process_zero():
+            add_section(Path(self.args.output_dir, "README.md"), section)
 
     def _forget_empty_metrics(self) -> None:
         """TRL averages the metrics of micro-batches and puts zeros where none of the ranks has a token."""

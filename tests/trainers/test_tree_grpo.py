@@ -10,6 +10,7 @@ import torch
 from models import VOCAB
 from peft import LoraConfig
 from policy_runs import CountedTokens, assert_same_training, build, rollouts, run
+from runs import distance
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_prefix_tree.tree import Branch, fold
@@ -110,6 +111,20 @@ def test_rows_that_cannot_be_folded_keep_to_the_size_of_micro_batches(tmp_path):
         most.append(max(sizes))
     assert runs[1] == pytest.approx(runs[0], abs=1e-6)
     assert most[1] <= most[0]
+
+
+def test_mixed_precision_with_a_reference_model(tmp_path):
+    """TRL's default. The reference model comes to be folded with Accelerate's autocast around its forward."""
+    options = {"beta": 0.1, "max_steps": 3, "optim": "sgd", "learning_rate": 0.3}
+    exact, stock, tree = (
+        run(tmp_path, "grpo", kind, rollout_func=rollouts(), bf16=bf16, **options)
+        for kind, bf16 in (("stock", False), ("stock", True), ("tree", True))
+    )
+    error, own = (distance(one.weights, exact.weights, exact.start) for one in (tree, stock))
+    assert 1e-3 < error < 2 * own
+    assert tree.logs[-1]["kl"] == pytest.approx(stock.logs[-1]["kl"], rel=0.1) and stock.logs[-1]["kl"] > 1e-4
+    assert tree.trainer.ref_model.forward.__func__.__name__ != "_fused_forward"  # the autocast is there again
+    assert sum(tree.tokens.forward) < 0.6 * sum(stock.tokens.forward)
 
 
 def test_multimodal_rows_keep_their_micro_batches(tmp_path):

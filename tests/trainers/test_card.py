@@ -1,0 +1,33 @@
+"""The model card of a run says what folding saved, and keeps TRL's own text."""
+
+import pytest
+from runs import make_trees, train
+
+from hf_prefix_tree.trainers.card import add_section, tree_section
+
+
+def test_card_of_a_run(tmp_path):
+    trees = make_trees(3)
+    trainer = train(tmp_path, trees, max_steps=3, weighting="tree")
+    trainer.create_model_card(model_name="a-model")
+    text = (tmp_path / "README.md").read_text()
+    stats = [tree.stats() for tree in trees]
+    branch_tokens, tree_tokens = sum(s.branch_tokens for s in stats), sum(s.tree_tokens for s in stats)
+    assert f"| branches trained on | {sum(s.branches for s in stats)} |" in text
+    assert f"| tokens computed | {tree_tokens:,} |" in text
+    assert f"| token ratio | {branch_tokens / tree_tokens:.2f} |" in text
+    assert "| weighting | `tree` |" in text
+    assert text.index("### Prefix trees") < text.index("### Framework versions")
+    assert "prefix-tree" in text.split("---")[1] and "a-model" in text
+
+
+def test_a_card_without_the_usual_heading_gets_the_section_at_its_end(tmp_path):
+    card = tmp_path / "README.md"
+    card.write_text("text\n")
+    add_section(card, "\n### Prefix trees\n")
+    assert card.read_text() == "text\n\n### Prefix trees\n"
+
+
+@pytest.mark.parametrize("log", [[], [{"loss": 1.0}]])
+def test_nothing_was_trained(log):
+    assert tree_section(log, "tree") == ""
