@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # what tools see; at run time `__getattr__` loads the same na
     from hf_prefix_tree.synthetic import caterpillar_set as caterpillar_set
     from hf_prefix_tree.trainers.config import TreeSFTConfig as TreeSFTConfig
     from hf_prefix_tree.trainers.dpo import TreeDPOTrainer as TreeDPOTrainer
+    from hf_prefix_tree.trainers.folded import fold_shared_prefixes as fold_shared_prefixes
     from hf_prefix_tree.trainers.grpo import TreeGRPOTrainer as TreeGRPOTrainer
     from hf_prefix_tree.trainers.kto import TreeKTOTrainer as TreeKTOTrainer
     from hf_prefix_tree.trainers.log_probs import tree_log_probs as tree_log_probs
@@ -100,6 +101,7 @@ _HOMES = {
     "TreeSFTTrainer": "trainers.sft",
     "TreeDPOTrainer": "trainers.dpo",
     "TreeKTOTrainer": "trainers.kto",
+    "fold_shared_prefixes": "trainers.folded",
     "tree_log_probs": "trainers.log_probs",
     "TreeGRPOTrainer": "trainers.grpo",
     "TreeRLOOTrainer": "trainers.rloo",

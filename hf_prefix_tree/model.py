@@ -28,7 +28,7 @@ from hf_prefix_tree.images import place_images
 from hf_prefix_tree.loss import weighted_token_loss
 from hf_prefix_tree.recurrent.hooks import follow_branches
 from hf_prefix_tree.refusals import refuse_long_branches, refuse_options, refuse_other_inputs, refuse_partial_batch
-from hf_prefix_tree.support import backbone_of, base_causal_lm, check_support, rope_limit
+from hf_prefix_tree.support import backbone_of, base_causal_lm, check_support, refuse_adapters, rope_limit
 from hf_prefix_tree.verify import verify_images, verify_tree_forward, weights_are_whole
 
 _STATE = "_hf_prefix_tree_state"
@@ -145,7 +145,7 @@ def prepare_model(
         if compile_layers:
             state.handles += compile_decoder_layers(base)
         if weights_are_whole(base) and not (base.device.type == "cpu" and torch.cuda.is_available()):
-            _verify(base, state)
+            _verify(base, state, model)  # what will be called: some adapters go around the hooks
     except BaseException:
         unprepare_model(model)
         raise
@@ -229,6 +229,7 @@ def _enter(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tupl
     if isinstance(guard, torch.Tensor) and not guard.is_floating_point():
         del kwargs[GUARD]
     state: _State = getattr(module, _STATE)
+    refuse_adapters(module)  # they may have come after `prepare_model`
     refuse_options(kwargs)
     check_batch(kwargs)
     tree = kwargs["prefix_tree"]
@@ -260,9 +261,16 @@ def _leave(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output:
         return None
     set_active_context(None)
     supervised = context.supervised
-    if supervised is None or context.loss_computed or getattr(output, "logits", None) is None:
+    if supervised is None or context.loss_computed:
         return None
     # an architecture that computes its loss by itself, without `loss_function`
+    if isinstance(output, tuple):
+        raise ValueError(
+            f"{type(module).__name__} computes its loss by itself, and the tree's cannot take its place in a tuple: "
+            "call the model with `return_dict=True`."
+        )
+    if getattr(output, "logits", None) is None:
+        return None
     output.loss = weighted_token_loss(
         output.logits, supervised.labels, supervised.weights, kwargs.get("num_items_in_batch")
     )
@@ -273,7 +281,7 @@ def _check_backbone_call(module: torch.nn.Module, args: tuple, kwargs: dict[str,
     if isinstance(kwargs.get("prefix_tree"), torch.Tensor):
         raise ValueError(
             "`prefix_tree` reached the backbone as a raw tensor: the hook of the causal LM was bypassed. Call the "
-            "causal LM itself, and use peft >= 0.21."
+            "causal LM itself, with peft >= 0.21 and an adapter that calls it, as LoRA does and AdaLoRA does not."
         )
 
 

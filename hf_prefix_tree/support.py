@@ -47,12 +47,7 @@ def base_causal_lm(model: Any) -> PreTrainedModel:
         model (`PreTrainedModel` or `PeftModel`): The model that will be trained.
     """
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        for name, config in model.peft_config.items():
-            if getattr(config, "is_prompt_learning", False):
-                raise ValueError(
-                    f"PEFT adapter {name!r} ({type(config).__name__}) prepends virtual tokens, which have no place "
-                    "in a prefix tree. Use LoRA or another adapter without virtual tokens."
-                )
+        refuse_adapters(model)
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
@@ -61,6 +56,26 @@ def base_causal_lm(model: Any) -> PreTrainedModel:
             "Call `prepare_model` before wrapping the model with DDP, FSDP or `torch.compile`."
         )
     return model
+
+
+def refuse_adapters(model: Any) -> None:
+    """
+    Raises `ValueError` for adapters of PEFT that depend on more than the tokens of a branch.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): The model, with or without adapters.
+    """
+    for name, config in getattr(model, "peft_config", {}).items():
+        if getattr(config, "is_prompt_learning", False):
+            raise ValueError(
+                f"PEFT adapter {name!r} ({type(config).__name__}) prepends virtual tokens, which have no place "
+                "in a prefix tree. Use LoRA or another adapter without virtual tokens."
+            )
+        if getattr(config, "alora_invocation_tokens", None):
+            raise ValueError(
+                f"PEFT adapter {name!r} is an activated LoRA (`alora_invocation_tokens`), which starts at one place of "
+                "the row, not of each branch. Use LoRA without `alora_invocation_tokens`."
+            )
 
 
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel | None:

@@ -104,7 +104,7 @@ def _verify(model: PreTrainedModel, forward: Callable, forest: _Forest) -> None:
     where = torch.from_numpy(np.unique(np.concatenate(positions))).to(device)  # row order: that of the gathered logits
     labels = torch.full_like(row["labels"], IGNORE_INDEX)
     labels[0, where] = row["input_ids"][0, where]
-    with _undisturbed(model), torch.no_grad():
+    with _undisturbed(model), torch.no_grad(), _coarsest_dtype(model) as dtypes:
         causal = _plain_logits(model, forward, row["input_ids"], row["prefix_tree"][0, 2, where].long(), images)
         logits = _tree_logits(model, forward, {**row, **images, "labels": labels})
         found = dict(zip(where.tolist(), logits, strict=True))
@@ -125,8 +125,10 @@ def _verify(model: PreTrainedModel, forward: Callable, forest: _Forest) -> None:
             scale = max(scale, _distance(alone, torch.zeros_like(alone)))
     numbers = f"error {error:.1e}, own spread {spread:.1e}, causal control {control:.1e}, logits {scale:.1e}"
     logger.info("Tree path of %s on %s: %s.", type(model).__name__, device.type, numbers)
-    rounding = _ROUNDING.get(logits.dtype, 0.0) * scale
-    if logits.dtype in (torch.float32, torch.float64) and spread > 4 * rounding:
+    # autocast computes in 16 bits and may return float32
+    dtype = max({logits.dtype, *dtypes}, key=lambda dtype: _ROUNDING.get(dtype, 0.0))
+    rounding = _ROUNDING.get(dtype, 0.0) * scale
+    if dtype in (torch.float32, torch.float64) and spread > 4 * rounding:
         raise ValueError(
             f"{type(model).__name__} gives a branch other logits when it is padded on the right ({numbers}): its "
             f"results depend on more than the tokens of the branch. {WAY_OUT}"
@@ -256,6 +258,19 @@ def _stock_attention(model: PreTrainedModel) -> Iterator[None]:
             config._attn_implementation_internal = IMPLEMENTATION
 
 
+@contextmanager
+def _coarsest_dtype(model: torch.nn.Module) -> Iterator[set[torch.dtype]]:
+    """The dtypes in which the linear layers answer."""
+    found: set[torch.dtype] = set()
+    linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    handles = [m.register_forward_hook(lambda module, args, output: found.add(output.dtype)) for m in linear]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _distance(left: torch.Tensor, right: torch.Tensor) -> float:
     return (left.double() - right.double()).square().mean(dim=-1).sqrt().max().item()
 
@@ -264,6 +279,8 @@ def _distance(left: torch.Tensor, right: torch.Tensor) -> float:
 def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
     training = {module: module.training for module in model.modules()}
     buffers = {buffer: buffer.clone() for buffer in model.buffers()}
+    # Vision-language models keep the offset that images give to the positions of the next call.
+    kept = {part: _plain_tensors(part) for part in model.modules() if isinstance(part, PreTrainedModel)}
     model.eval()
     devices = [model.device] if model.device.type == "cuda" else []
     try:
@@ -274,3 +291,10 @@ def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
             module.training = flag
         for buffer, value in buffers.items():
             buffer.copy_(value)
+        for part, attributes in kept.items():
+            vars(part).update(attributes)
+
+
+def _plain_tensors(module: torch.nn.Module) -> dict[str, Any]:
+    """The attributes of a module that are tensors or not there yet, parameters and buffers aside."""
+    return {name: value for name, value in vars(module).items() if value is None or isinstance(value, torch.Tensor)}

@@ -20,6 +20,13 @@
 # %%
 # On Colab: %pip install -q hf_prefix_tree matplotlib
 
+import warnings
+
+from datasets.utils.logging import disable_progress_bar
+
+warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries, to keep the pages short
+disable_progress_bar()
+
 # %%
 import itertools
 import math
@@ -89,7 +96,6 @@ trainer = DiffusionSFTTrainer(
         logging_steps=10,
         save_strategy="no",
         report_to="none",
-        disable_tqdm=True,
     ),
     train_dataset=train_rows,
     eval_dataset=held_out,

@@ -20,6 +20,13 @@
 # %%
 # On Colab: %pip install -q hf_prefix_tree matplotlib
 
+import warnings
+
+from datasets.utils.logging import disable_progress_bar
+
+warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries, to keep the pages short
+disable_progress_bar()
+
 # %%
 import matplotlib.pyplot as plt
 import torch
@@ -98,7 +105,6 @@ trainer = Eagle3Trainer(
         ttt_steps=4,
         save_strategy="no",
         report_to="none",
-        disable_tqdm=True,
         use_cpu=True,
     ),
     data_collator=DataCollatorForEagle3(0, length=128),

@@ -20,6 +20,13 @@
 # %%
 # On Colab: %pip install -q hf_prefix_tree matplotlib
 
+import warnings
+
+from datasets.utils.logging import disable_progress_bar
+
+warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries, to keep the pages short
+disable_progress_bar()
+
 # %%
 import random
 import tempfile
@@ -104,7 +111,6 @@ def train(trainer_class):
             bf16=False,
             save_strategy="no",
             report_to="none",
-            disable_tqdm=True,
         )
         trainer = trainer_class(
             model=model, ref_model=reference, args=args, train_dataset=dataset, processing_class=tokenizer

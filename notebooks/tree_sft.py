@@ -22,6 +22,13 @@
 # %%
 # On Colab: %pip install -q hf_prefix_tree matplotlib
 
+import warnings
+
+from datasets.utils.logging import disable_progress_bar
+
+warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries, to keep the pages short
+disable_progress_bar()
+
 # %%
 
 import torch
@@ -109,7 +116,6 @@ args = TreeSFTConfig(
     logging_steps=2,
     save_strategy="no",
     report_to="none",
-    disable_tqdm=True,
 )
 trainer = TreeSFTTrainer(model=make_model(), args=args, train_dataset=dataset, processing_class=tokenizer)
 trainer.train()

@@ -20,6 +20,13 @@
 # %%
 # On Colab: %pip install -q hf_prefix_tree matplotlib
 
+import warnings
+
+from datasets.utils.logging import disable_progress_bar
+
+warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries, to keep the pages short
+disable_progress_bar()
+
 # %%
 import numpy as np
 from datasets import Dataset

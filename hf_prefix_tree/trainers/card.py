@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,13 @@ def tree_section(log_history: Sequence[Mapping[str, Any]], weighting: str) -> st
 
     ```
     """
-    from hf_prefix_tree import __version__
-
     windows = [entry for entry in log_history if "tree/tokens" in entry]
     tree_tokens = sum(entry["tree/tokens"] for entry in windows)
     if not tree_tokens:
         return ""
     branch_tokens = sum(entry["tree/tokens"] * entry["tree/token_ratio"] for entry in windows)
     return _SECTION.format(
-        version=__version__,
+        version=version("hf_prefix_tree"),
         weighting=weighting,
         branches=sum(entry["tree/branches"] for entry in windows),
         branch_tokens=branch_tokens,

@@ -97,9 +97,7 @@ class SortedRows:
         padded = np.diff(starts, append=len(self.order)) * self.width
         return np.where(lengths >= min_reuse * folded, folded, padded)
 
-    def totals(
-        self, most: int, budget: int, min_reuse: float = 1.0, multiple: int = 1
-    ) -> npt.NDArray[np.int64]:
+    def totals(self, most: int, budget: int, min_reuse: float = 1.0, multiple: int = 1) -> npt.NDArray[np.int64]:
         """
         Tokens of all parts, for 1, 2, ... `most` parts; `TOO_MANY` where a part exceeds the budget.
 

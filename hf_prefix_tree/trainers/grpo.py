@@ -27,7 +27,8 @@ class TreeGRPOTrainer(TreePolicyMixin, GRPOTrainer):
     tokens than TRL's micro-batch of `per_device_train_batch_size` padded rows. So a group may be larger than a
     micro-batch, and some of the `gradient_accumulation_steps` may have nothing left to compute. What depends on a
     micro-batch as a whole keeps TRL's own micro-batches: `loss_type="bnpo"`, an entropy bonus, `top_entropy_quantile`
-    below 1, a router's auxiliary loss, and images.
+    below 1, a router's auxiliary loss, and images. So does the number of micro-batches under DeepSpeed, and where
+    rows cannot be folded (absolute positions, `torch_compile=True`).
 
     A generation that spans several optimizer steps (`steps_per_generation` above `gradient_accumulation_steps`) is
     shuffled by TRL before it is cut into steps, so each step holds a part of a group, and shares as much.

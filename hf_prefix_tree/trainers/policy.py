@@ -107,7 +107,8 @@ class TreePolicyMixin(FoldedForwardMixin, _Trainer):
             return super()._generate_single_turn(*args, **kwargs)
         base = base_causal_lm(self.model)
         before = implementations(base)
-        base.set_attn_implementation(default_implementation(type(base.config)))  # continuous batching knows no other
+        # continuous batching knows no other
+        base.set_attn_implementation(default_implementation(base.config.__class__))
         try:
             return super()._generate_single_turn(*args, **kwargs)
         finally:
