@@ -8,6 +8,7 @@ checked by [`~hf_prefix_tree.verify.verify_model`], which has the last word.
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections import defaultdict
 from typing import Any
@@ -36,6 +37,8 @@ _REASONS |= dict.fromkeys(
 # Served where modules do the scan or the convolution that can follow the tree.
 _RECURRENT_LAYER_TYPES = {"linear_attention", "mamba", "hybrid", "conv"}
 _REASONS["hybrid_sliding"] = "they convolve keys and values over the row, which would mix branches"
+# Fields that hold a window, but for those of `attention_windows`.
+_OWN_WINDOW = re.compile(r"(?<!^sliding_)window(_size|_len|_length)?$|local_attention$")
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 
@@ -172,6 +175,27 @@ def attention_windows(config: Any) -> list[int]:
     if "chunked_attention" in types:
         found.append(config.attention_chunk_size)
     return found
+
+
+def checked_length(config: Any) -> int:
+    """
+    The number of tokens that a path of the self-verification must exceed: the smallest window that the tree path knows,
+    and every window that only the model's own code reads. Errors of a window hide on shorter paths.
+
+    Args:
+        config (`PretrainedConfig`): The config of the language model.
+
+    Example:
+
+    ```python
+    >>> from transformers import GPTNeoConfig, MistralConfig
+    >>> checked_length(MistralConfig(sliding_window=128)), checked_length(GPTNeoConfig(window_size=256))
+    (128, 256)
+
+    ```
+    """
+    own = [value for name, value in config.to_dict().items() if _OWN_WINDOW.search(name) and isinstance(value, int)]
+    return max(min(attention_windows(config), default=0), *own, 0)
 
 
 def rope_limit(config: Any) -> int | None:

@@ -2,10 +2,11 @@
 """Self-verification: a prepared model runs a small forest and the same branches one by one, and must agree with
 itself.
 
-The forest has a fork, a strict prefix, a second tree and one path longer than the smallest sliding window. Three
-numbers are compared, each the largest over the checked tokens of the root mean square over the vocabulary: the tree's
-error against the branches; the model's own spread (a branch alone against the same branch right-padded); and, as a
-control that must be large, the error of a plain causal run over the same row. Four short forwards without gradients.
+The forest has a fork, a strict prefix, a second tree and one path longer than the smallest sliding window and than
+every window that only the model's own code reads. Three numbers are compared, each the largest over the checked tokens
+of the root mean square over the vocabulary: the tree's error against the branches; the model's own spread (a branch
+alone against the same branch right-padded); and, as a control that must be large, the error of a plain causal run over
+the same row. Four short forwards without gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hf_prefix_tree.attention.defaults import default_implementation
 from hf_prefix_tree.attention.interface import IMPLEMENTATION, WAY_OUT
 from hf_prefix_tree.batch import BLOCK_SIZE, IGNORE_INDEX, concatenate_trees
 from hf_prefix_tree.images import fold_images, image_model
-from hf_prefix_tree.support import attention_windows
+from hf_prefix_tree.support import checked_length
 from hf_prefix_tree.tree import Branch, PrefixTree, fold
 
 logger = logging.getLogger(__name__)
@@ -170,7 +171,7 @@ def _forest(model: PreTrainedModel) -> _Forest:
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None) or 0
     limit = limit if limit > 0 else 2**31
-    longest = min(min(attention_windows(config), default=0) + 24, limit)
+    longest = min(checked_length(config) + 24, limit)
     pad, vocab_size = getattr(config, "pad_token_id", None), _vocab_size(model)
     ids = np.random.default_rng(0).integers(0, vocab_size, size=4 * longest)
     ids[ids == pad] = (pad or 0) + 1 if (pad or 0) + 1 < vocab_size else 0  # some models number tokens past padding

@@ -1,0 +1,37 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Makes the `.ipynb` files of `notebooks/` from their sources: runs them and keeps what they print and draw.
+
+Usage: python scripts/run_notebooks.py [NAME ...]    (needs `pip install nbclient ipykernel`)
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
+
+
+def main(names: list[str]) -> None:
+    for source in sorted(FOLDER.glob("*.py")):
+        if names and source.stem not in names:
+            continue
+        notebook = jupytext.read(source)
+        with tempfile.TemporaryDirectory() as folder:
+            NotebookClient(notebook, timeout=600, resources={"metadata": {"path": folder}}).execute()
+        for number, cell in enumerate(notebook.cells):
+            cell.id = f"{source.stem.replace('_', '-')}-{number}"  # the same at every run
+            if cell.cell_type == "code":
+                # warnings name folders of the machine
+                cell.outputs = [out for out in cell.outputs if out.get("name") != "stderr"]
+                cell.metadata.pop("execution", None)
+        notebook.metadata.pop("language_info", None)
+        nbformat.write(notebook, source.with_suffix(".ipynb"))
+        print(f"wrote {source.stem}.ipynb", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
