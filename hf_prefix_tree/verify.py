@@ -263,8 +263,12 @@ def _stock_attention(model: PreTrainedModel) -> Iterator[None]:
 def _coarsest_dtype(model: torch.nn.Module) -> Iterator[set[torch.dtype]]:
     """The dtypes in which the linear layers answer."""
     found: set[torch.dtype] = set()
-    linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    handles = [m.register_forward_hook(lambda module, args, output: found.add(output.dtype)) for m in linear]
+
+    def note(module: torch.nn.Module, args: tuple, output: Any) -> None:
+        if isinstance(output, torch.Tensor):  # a router may return a tuple
+            found.add(output.dtype)
+
+    handles = [m.register_forward_hook(note) for m in model.modules() if isinstance(m, torch.nn.Linear)]
     try:
         yield found
     finally:

@@ -133,7 +133,9 @@ after = acceptance()
 # %%
 history = [entry for entry in trainer.state.log_history if "tau" in entry]
 figure, axes = plt.subplots(figsize=(6.5, 4), layout="constrained")
-axes.plot([entry["step"] for entry in history], [entry["tau"] for entry in history], color="tab:blue")
+axes.plot(
+    [entry["step"] for entry in history], [entry["tau"] for entry in history], label="expected, on training data (tau)"
+)
 axes.axhline(before, color="gray", linestyle=":", label=f"measured before training: {before:.2f}")
 axes.axhline(after, color="black", linestyle="--", label=f"measured after training: {after:.2f}")
 axes.set(xlabel="training step", ylabel="tokens per round of the target", ylim=(0.9, 5))

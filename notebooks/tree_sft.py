@@ -147,8 +147,8 @@ assert found.loss_difference < 1e-5 and found.gradient_difference < (0.05 if HAS
 # %% [markdown]
 # ## What it looks like
 #
-# The mask of the first tree. Each dark square on the diagonal is a stretch that follows the longest path; the thin bars are
-# turns that forked off: their reasoning, which later turns no longer see.
+# The mask of the first tree. The large triangle is the longest path. Each small one along the diagonal is a part that forked
+# off: it sees the trunk, at the left, and itself, and nothing in between.
 
 # %%
 import matplotlib.pyplot as plt
