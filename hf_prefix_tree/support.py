@@ -2,11 +2,12 @@
 """Which models the tree path serves: what can be told from the config and the modules, before any number is computed.
 
 Everything here refuses with one sentence that names what stands in the way and the way out. What passes is still
-checked by [`~hf_prefix_tree.verify.verify_model`], which has the last word.
+checked by [`~hf_prefix_tree.verify.verify_tree_forward`], which has the last word.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import warnings
@@ -76,8 +77,8 @@ def refuse_adapters(model: Any) -> None:
             )
         if getattr(config, "alora_invocation_tokens", None):
             raise ValueError(
-                f"PEFT adapter {name!r} is an activated LoRA (`alora_invocation_tokens`), which starts at one place of "
-                "the row, not of each branch. Use LoRA without `alora_invocation_tokens`."
+                f"PEFT adapter {name!r} is an activated LoRA (`alora_invocation_tokens`), which starts at one place "
+                "of the row, not of each branch. Use LoRA without `alora_invocation_tokens`."
             )
 
 
@@ -142,10 +143,10 @@ def check_support(model: PreTrainedModel) -> None:
         raise ValueError(
             f"{name} has `{layer_type}` layers, which the tree path does not serve: {_REASONS[layer_type]}. {WAY_OUT}"
         )
-    for option in _ATTENTION_DROPOUTS:
-        if getattr(config, option, None):
+    for part, option in itertools.product((config, getattr(config, "attn_config", None)), _ATTENTION_DROPOUTS):
+        if getattr(part, option, None):
             raise ValueError(
-                f"`config.{option}={getattr(config, option)}`: dropout in attention cannot be shared by the branches "
+                f"`config.{option}={getattr(part, option)}`: dropout in attention cannot be shared by the branches "
                 f"of a tree. Load the model with `{option}=0.0`."
             )
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
@@ -179,8 +180,9 @@ def attention_windows(config: Any) -> list[int]:
 
 def checked_length(config: Any) -> int:
     """
-    The number of tokens that a path of the self-verification must exceed: the smallest window that the tree path knows,
-    and every window that only the model's own code reads. Errors of a window hide on shorter paths.
+    The tokens of the self-verification's longest path: more than the smallest window that the tree path knows, and
+    than every window that only the model's own code reads, because errors of a window hide on shorter paths. Windows
+    that no branch can outgrow don't count.
 
     Args:
         config (`PretrainedConfig`): The config of the language model.
@@ -190,12 +192,15 @@ def checked_length(config: Any) -> int:
     ```python
     >>> from transformers import GPTNeoConfig, MistralConfig
     >>> checked_length(MistralConfig(sliding_window=128)), checked_length(GPTNeoConfig(window_size=256))
-    (128, 256)
+    (152, 280)
 
     ```
     """
+    limits = (getattr(config, "max_position_embeddings", None), rope_limit(config))
+    limit = min((limit for limit in limits if limit and limit > 0), default=2**31)
+    known = [window for window in attention_windows(config) if window < limit]
     own = [value for name, value in config.to_dict().items() if _OWN_WINDOW.search(name) and isinstance(value, int)]
-    return max(min(attention_windows(config), default=0), *own, 0)
+    return min(max(min(known, default=0), *(window for window in own if window < limit), 0) + 24, limit)
 
 
 def rope_limit(config: Any) -> int | None:
@@ -227,11 +232,17 @@ def _warn_about_dropout(model: PreTrainedModel) -> None:
             "branches, where unfolded training draws once each: unbiased, but not the same numbers.",
             stacklevel=3,
         )
-    rates = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p > 0}
+    rates = {rate for module in model.modules() for rate in _dropouts(module) if rate > 0}
     if rates:
         warnings.warn(
-            f"The model has dropout (p={sorted(rates)}). On a tree a shared token draws one mask for all its "
-            f"branches, "
-            "where unfolded training draws one each: unbiased, but not the same numbers. Set it to 0 for exactness.",
+            f"The model has dropout (p={sorted(rates)}). On a tree a shared token draws one mask for all its branches"
+            ", where unfolded training draws one each: unbiased, but not the same numbers. Set it to 0 for exactness.",
             stacklevel=3,
         )
+
+
+def _dropouts(module: torch.nn.Module) -> list[float]:
+    """The rates that a module drops with, by itself (layers among them) or as a module for that."""
+    if isinstance(module, torch.nn.Dropout):
+        return [module.p]
+    return [rate for name, rate in vars(module).items() if "drop" in name and isinstance(rate, float)]

@@ -169,9 +169,7 @@ def _tree_logits(model: PreTrainedModel, forward: Callable, batch: dict[str, tor
 
 def _forest(model: PreTrainedModel) -> _Forest:
     config = model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None) or 0
-    limit = limit if limit > 0 else 2**31
-    longest = min(checked_length(config) + 24, limit)
+    longest = checked_length(config)
     pad, vocab_size = getattr(config, "pad_token_id", None), _vocab_size(model)
     ids = np.random.default_rng(0).integers(0, vocab_size, size=4 * longest)
     ids[ids == pad] = (pad or 0) + 1 if (pad or 0) + 1 < vocab_size else 0  # some models number tokens past padding

@@ -29,7 +29,8 @@ class TreeContext:
         prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): The tree rows of the batch contract.
         supervised ([`~hf_prefix_tree.batch.Supervised`], *optional*): The tokens whose predecessors' hidden states
             go to the head; `None` where the call has no labels and every position goes.
-        attn_backend (`str`, *optional*, defaults to `"auto"`): `"flex"`, `"sdpa"` or `"auto"`.
+        attn_backend (`str`, *optional*, defaults to `"auto"`): `"flex"`, `"flash"`, `"sdpa"` or `"auto"`.
+        sinks (`bool`, *optional*, defaults to `False`): Whether the model's attention has sinks.
 
     Example:
 

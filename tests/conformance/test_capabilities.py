@@ -17,7 +17,7 @@ from hf_prefix_tree.batch import concatenate_trees
 from hf_prefix_tree.conformance.build import build_forest, build_model
 from hf_prefix_tree.conformance.configs import tiny_config
 from hf_prefix_tree.conformance.forest import conformance_forest
-from hf_prefix_tree.support import attention_windows, rope_limit
+from hf_prefix_tree.support import attention_windows, checked_length, rope_limit
 from hf_prefix_tree.tree import Branch, fold
 
 
@@ -73,6 +73,22 @@ def test_block_mask_of_chunks_hides_and_shows_what_the_dense_one_does(chunk):
 
 def test_self_verification_outgrows_the_smallest_chunk():
     assert attention_windows(tiny_config("llama4_text")) == [8]
+
+
+def test_self_verification_outgrows_the_window_of_a_full_size_model():
+    config = tiny_config("gpt_neo")
+    config.window_size = 256  # that of the published models: no path of the harness is as long
+    assert checked_length(config) == 256 + 24
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match="does not give the same logits on a prefix tree"):
+        prepare_model(AutoModelForCausalLM.from_config(config))
+
+
+def test_windows_that_no_branch_outgrows_are_not_checked():
+    config = tiny_config("phi3")
+    assert checked_length(config) == config.sliding_window + 24
+    config.sliding_window = 262_144
+    assert checked_length(config) == 24
 
 
 @pytest.mark.parametrize("model_type", ["bloom", "llama4_text", "bart", "roberta", "opt"])

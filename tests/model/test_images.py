@@ -235,3 +235,20 @@ def test_a_copy_without_images_is_the_stock_model(qwen, forest):
     with torch.no_grad():
         assert torch.equal(model(**own).logits, stock(**own).logits)
     assert np.isfinite(model(**row_of(forest)).loss.item())
+
+
+def test_the_self_check_leaves_no_positions_behind():
+    """Models keep the offset of an image's positions, and would add it when they decode the next text."""
+    model = build_model("qwen2_5_vl", variant="images").eval()
+    ids = torch.arange(5, 20)[None]
+
+    def decode():
+        with torch.no_grad():
+            first = model(ids, use_cache=True)
+            name = "cache" if "cache" in first else "past_key_values"  # before Transformers 5.24
+            return model(torch.tensor([[30]]), **{name: first[name]}, use_cache=True).logits
+
+    expected = decode()
+    prepare_model(model)
+    assert image_model(model).rope_deltas is None
+    assert torch.equal(decode(), expected)

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from models import CONFIGS, VOCAB, make_model, random_forest
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -20,6 +20,7 @@ from transformers import (
 import hf_prefix_tree.attention.context as context_module
 from hf_prefix_tree import PrefixTree, prepare_model, unprepare_model
 from hf_prefix_tree.batch import GUARD, concatenate_trees, encode_weights
+from hf_prefix_tree.conformance.build import build_model
 from hf_prefix_tree.model import ensure_verified, is_prepared
 
 
@@ -254,6 +255,30 @@ def test_architectures_and_options_that_are_refused():
         prepare_model(make_model("qwen3"), attn_backend="fast")
 
 
+@pytest.mark.parametrize("wrapped_first", [True, False])
+def test_an_adapter_that_starts_somewhere_in_the_row_is_refused(wrapped_first):
+    model = make_model("qwen3", dtype=torch.float32)
+    activated = LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[5], task_type="CAUSAL_LM")
+    model = get_peft_model(model if wrapped_first else prepare_model(model), activated)
+    with pytest.raises(ValueError, match=r"activated LoRA.*one place of the row"):
+        prepare_model(model) if wrapped_first else model(**batch())
+
+
+def test_an_adapter_that_goes_around_the_hooks_is_refused_at_once():
+    adaptive = AdaLoraConfig(target_modules=["q_proj"], total_step=10, task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match=r"bypassed.*AdaLoRA does not"):
+        prepare_model(get_peft_model(make_model("qwen3", dtype=torch.float32), adaptive))
+
+
+def test_a_loss_that_a_model_computes_by_itself_is_replaced_or_refused():
+    model = prepare_model(build_model("bart")).eval()
+    assert model(**batch()).loss > 0
+    with pytest.raises(ValueError, match=r"BartForCausalLM computes its loss by itself.*`return_dict=True`"):
+        model(**batch(), return_dict=False)
+    usual = prepare_model(make_model("qwen3", dtype=torch.float32)).eval()
+    assert torch.equal(usual(**batch(), return_dict=False)[0], usual(**batch()).loss)
+
+
 def test_forced_flex_raises_where_it_cannot_train():
     with pytest.raises(ValueError, match=r"attn_backend='flex'.*no backward on cpu"):
         prepare_model(make_model("qwen3", dtype=torch.float32), attn_backend="flex")
@@ -262,6 +287,10 @@ def test_forced_flex_raises_where_it_cannot_train():
 def test_dropout_outside_attention_warns():
     model = get_peft_model(make_model("qwen3"), LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
     with pytest.warns(UserWarning, match=r"dropout \(p=\[0.1\]\).*one mask for all its branches"):
+        prepare_model(model)
+    model = build_model("opt")
+    model.model.decoder.layers[0].dropout = 0.2  # a rate, not a module
+    with pytest.warns(UserWarning, match=r"dropout \(p=\[0.2\]\)"):
         prepare_model(model)
 
 

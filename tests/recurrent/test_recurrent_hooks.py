@@ -149,6 +149,17 @@ def test_generate_and_ordinary_calls_are_untouched(kind):
         assert torch.equal(expected, got) and torch.equal(expected, after)
 
 
+def test_a_model_beside_a_prepared_one_still_compiles_to_one_graph():
+    model = make_hybrid("qwen3_5_text", dtype=torch.float32).eval()
+    prepared = prepare_model(copy.deepcopy(model))
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        got = torch.compile(model, backend="eager", fullgraph=True)(ids, use_cache=False).logits
+    assert torch.equal(got, expected)
+    del prepared
+
+
 def test_a_tree_that_does_not_arrive_is_an_error():
     model = prepare_model(make_hybrid("qwen3_5_text", dtype=torch.float32)).eval()
     row = concatenate_trees(random_forest(1), pad_token_id=0)
