@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from hf_prefix_tree.attention.backend import ATTN_BACKENDS
 from hf_prefix_tree.attention.context import TreeContext, active_context, set_active_context
 from hf_prefix_tree.attention.implementations import implementations, set_implementations, with_tree_attention
-from hf_prefix_tree.attention.interface import IMPLEMENTATION
+from hf_prefix_tree.attention.interface import IMPLEMENTATION, WAY_OUT
 from hf_prefix_tree.attention.positions import Handle, place_by_depth
 from hf_prefix_tree.batch import DEPTH, GUARD, check_batch, gather_supervised
 from hf_prefix_tree.compilation import compile_decoder_layers
@@ -260,6 +260,11 @@ def _leave(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output:
     if context is None:
         return None
     set_active_context(None)
+    if output is not None and not context.has_masks:  # `None` after an error
+        raise ValueError(
+            f"{type(module).__name__} masks its attention by itself and asked for no mask of the tree, so branches would "
+            f"see each other. {WAY_OUT}"
+        )
     supervised = context.supervised
     if supervised is None or context.loss_computed:
         return None

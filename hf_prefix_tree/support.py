@@ -134,6 +134,11 @@ def check_support(model: PreTrainedModel) -> None:
                 f"{name} convolves over the row (`{module_name}`), which would mix branches, and cannot be made to "
                 f"follow the tree: {reason}. {WAY_OUT}"
             )
+    for buffer_name, buffer in backbone.named_buffers():
+        if _hides_by_index(buffer):
+            raise ValueError(
+                f"{name} hides keys by their distance in the row (`{buffer_name}`), not on the path. {WAY_OUT}"
+            )
     is_recurrent = any(
         has_convolution(module) for name, module in backbone.named_modules() if not name.startswith(towers)
     )
@@ -154,6 +159,12 @@ def check_support(model: PreTrainedModel) -> None:
             "`device_map` spreads the layers over several devices; load the model with `device_map=None`."
         )
     _warn_about_dropout(model)
+
+
+def _hides_by_index(buffer: torch.Tensor) -> bool:
+    """Whether a buffer is a mask over all pairs of places in the row that hides the first key from the last query."""
+    is_mask = buffer.dim() == 4 and buffer.dtype in (torch.bool, torch.uint8) and buffer.shape[-1] == buffer.shape[-2]
+    return is_mask and not buffer.is_meta and not bool(buffer[..., -1, 0].all())
 
 
 def _towers(backbone: PreTrainedModel) -> tuple[str, ...]:

@@ -26,7 +26,8 @@ def main(path: Path) -> None:
     figure = Figure(figsize=(11, 4.4), layout="constrained", dpi=160)
     left, right = figure.subplots(1, 2, width_ratios=(1.75, 1))
     draw_tree(left, tree, texts, colours)
-    left.set_title(f"{stats.branches} branches, {stats.branch_tokens} tokens: {stats.tree_tokens} in the tree", fontsize=12)
+    title = f"{stats.branches} branches, {stats.branch_tokens} tokens: {stats.tree_tokens} in the tree"
+    left.set_title(title, fontsize=12)
     draw_mask(right, tree, texts, colours)
     right.set_title("each token sees its own path", fontsize=12)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -101,6 +101,11 @@ class TreeContext:
             self._masks[key] = build(self.prefix_tree, **{key[0]: key[1]})
         return self._masks[key]
 
+    @property
+    def has_masks(self) -> bool:
+        """Whether the model asked for a mask of the tree."""
+        return bool(self._masks)
+
     def additive_mask(self, dtype: torch.dtype, window: int | None = None, chunk: int | None = None) -> torch.Tensor:
         """The mask as numbers to add to the scores: 0 where a key is visible, elsewhere the smallest of the dtype."""
         visible = self.mask(window, chunk, flex=False)

@@ -69,17 +69,3 @@ def find_mask_token_id(
                 f"`mask_token_id` is {mask_token_id}, which {what}: pass a token that your data never holds."
             )
     return mask_token_id
-
-
-def refuse_engines(accelerator: Any, tp_size: int) -> None:
-    """Raises `ValueError` for engines that drop the mask or would count gradients twice."""
-    parallelism = getattr(accelerator, "parallelism_config", None)
-    if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
-        raise ValueError(
-            "`parallelism_config` splits the sequence over devices (context or sequence parallelism), which drops the "
-            "mask. Set `cp_size=1` and `sp_size=1`."
-        )
-    if tp_size > 1:
-        raise ValueError(f"Tensor parallelism ({tp_size} devices) is not supported. Use DDP or FSDP2.")
-    if accelerator.distributed_type == "MEGATRON_LM":
-        raise ValueError("Megatron-LM replaces the model and its attention, which drops the mask. Use DDP or FSDP2.")

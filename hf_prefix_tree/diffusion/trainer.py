@@ -22,8 +22,9 @@ from hf_prefix_tree.diffusion.metrics import Sums, evaluation_metrics, micro_bat
 from hf_prefix_tree.diffusion.model import prepare_diffusion_model
 from hf_prefix_tree.diffusion.noise import EVALUATION, PassCounter, bounds_nll, draw_noise, noise_kind
 from hf_prefix_tree.diffusion.objective import as_labels, objective_row, supervised_tokens
-from hf_prefix_tree.diffusion.start import check_collator, default_collator, find_mask_token_id, refuse_engines
+from hf_prefix_tree.diffusion.start import check_collator, default_collator, find_mask_token_id
 from hf_prefix_tree.loss import safe_divisor
+from hf_prefix_tree.trainers.engines import refuse_engines
 from hf_prefix_tree.trainers.mixin import without_empty_mask
 from hf_prefix_tree.trainers.padding import fill_uneven_steps
 
@@ -124,7 +125,9 @@ class DiffusionSFTTrainer(SFTTrainer):
         )
         if self._is_vision_dataset:
             raise ValueError("`train_dataset` has images, which are not supported: use a dataset of texts.")
-        refuse_engines(self.accelerator, self.get_tp_size())
+        refuse_engines(self.accelerator)
+        if self.get_tp_size() > 1:
+            raise ValueError(f"Tensor parallelism ({self.get_tp_size()} devices) is not supported. Use DDP or FSDP2.")
         if data_collator is None:
             self.data_collator = default_collator(args, self._tokenizer)
         self.mask_token_id = find_mask_token_id(args, self._tokenizer, self.model, self.data_collator)

@@ -28,6 +28,7 @@ from hf_prefix_tree.eagle3.samples import SampleOptions
 from hf_prefix_tree.eagle3.start import check_pair, new_draft, resolve_target
 from hf_prefix_tree.eagle3.target import STATES, Eagle3Target
 from hf_prefix_tree.eagle3.token_mapping import t2d_from_ids
+from hf_prefix_tree.trainers.engines import refuse_engines
 from hf_prefix_tree.trainers.padding import fill_uneven_steps
 
 logger = logging.getLogger(__name__)
@@ -157,11 +158,7 @@ class Eagle3Trainer(Trainer):
             processing_class=processing_class,
             **kwargs,
         )
-        parallelism = getattr(self.accelerator, "parallelism_config", None)
-        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
-            raise ValueError(
-                "`parallelism_config` splits rows over devices, which is not supported: set `cp_size=1`, `sp_size=1`."
-            )
+        refuse_engines(self.accelerator)
         # As `loss_is_scaled_for_ga`, which transformers knows from 5.19 on.
         self.model_accepts_loss_kwargs = True
 

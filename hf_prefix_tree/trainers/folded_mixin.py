@@ -7,12 +7,12 @@ Cost: that of [`~hf_prefix_tree.trainers.folded.fold_shared_prefixes`].
 from __future__ import annotations
 
 import logging
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_prefix_tree.model import ensure_verified
+from hf_prefix_tree.trainers.engines import refuse_engines
 from hf_prefix_tree.trainers.folded import MIN_REUSE, fold_shared_prefixes
 
 if TYPE_CHECKING:
@@ -40,18 +40,7 @@ class FoldedForwardMixin(_Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        parallelism = getattr(self.accelerator, "parallelism_config", None)
-        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
-            raise ValueError(
-                "`parallelism_config` splits the sequence over devices (context or sequence parallelism), which "
-                "drops the tree mask. Set `cp_size=1` and `sp_size=1`."
-            )
-        if self.args.torch_compile:
-            logger.warning(
-                "Rows are not folded under `torch_compile=True`, which compiles the whole model. Leave it at `False`, "
-                "and for compiled layers call `prepare_model(model, compile_layers=True)` before the trainer."
-            )
-            self.min_reuse = math.inf
+        refuse_engines(self.accelerator)
         self.fold_models()
 
     def fold_models(self) -> None:

@@ -22,6 +22,7 @@ from hf_prefix_tree.flops import cost_per_count
 from hf_prefix_tree.loss import safe_divisor
 from hf_prefix_tree.model import ensure_verified, prepare_model
 from hf_prefix_tree.trainers.balance import RowCounts
+from hf_prefix_tree.trainers.engines import refuse_engines
 from hf_prefix_tree.trainers.padding import PaddedDataset, fill_uneven_steps
 from hf_prefix_tree.trainers.sampling import STRATEGIES, StepSampler, linked_rows, split_tree_ids
 
@@ -61,17 +62,7 @@ class TreeLossMixin(_Trainer):
 
     def _refuse_engines(self) -> None:
         """What drops the tree mask, or weighs ranks instead of tokens."""
-        parallelism = getattr(self.accelerator, "parallelism_config", None)
-        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
-            raise ValueError(
-                "`parallelism_config` splits the sequence over devices (context or sequence parallelism), which "
-                "drops the tree mask. Set `cp_size=1` and `sp_size=1`."
-            )
-        if self.accelerator.distributed_type == "MEGATRON_LM":
-            raise ValueError(
-                "Megatron-LM (pipeline parallelism) replaces the model and its attention, which drops the tree mask. "
-                "Use FSDP2, DeepSpeed ZeRO or tensor parallelism (`tp_plan='auto'`)."
-            )
+        refuse_engines(self.accelerator)
         if self.args.n_gpu > 1:
             raise ValueError("`nn.DataParallel` is not supported: start one process per GPU with `accelerate launch`.")
         if not self.args.average_tokens_across_devices:

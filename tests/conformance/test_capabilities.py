@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AutoModelForCausalLM, BigBirdConfig, Gemma3Config, LlamaConfig
 
 import hf_prefix_tree.attention.interface as interface_module
+import hf_prefix_tree.support as support_module
 from hf_prefix_tree import prepare_model, unprepare_model
 from hf_prefix_tree.attention.context import TreeContext
 from hf_prefix_tree.attention.interface import prefix_tree_attention
@@ -75,11 +76,21 @@ def test_self_verification_outgrows_the_smallest_chunk():
     assert attention_windows(tiny_config("llama4_text")) == [8]
 
 
-def test_self_verification_outgrows_the_window_of_a_full_size_model():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_type", ["openai-gpt", "xlm", "xlnet", "reformer", "cpmant", "gpt_neo"])
+def test_what_16_bits_would_hide_is_refused_all_the_same(model_type, dtype):
+    """Errors of these models are within the rounding of bfloat16: self-verification alone would take them."""
+    model = build_model(model_type).to(dtype)
+    with pytest.raises(ValueError, match="asked for no mask of the tree|by their distance in the row"):
+        prepare_model(model)
+
+
+def test_self_verification_outgrows_the_window_of_a_full_size_model(monkeypatch):
     config = tiny_config("gpt_neo")
     config.window_size = 256  # that of the published models: no path of the harness is as long
     assert checked_length(config) == 256 + 24
     torch.manual_seed(0)
+    monkeypatch.setattr(support_module, "_hides_by_index", lambda buffer: False)
     with pytest.raises(ValueError, match="does not give the same logits on a prefix tree"):
         prepare_model(AutoModelForCausalLM.from_config(config))
 

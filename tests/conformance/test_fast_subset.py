@@ -36,7 +36,7 @@ SUBSET = (
     "qwen3_5_text",  # delta rule and convolution on the tree
     "bamba",  # Mamba2
     "minimax",  # refused by its layer types
-    "gpt_neo",  # refused by self-verification
+    "gpt_neo",  # refused by a mask of its own
 )
 
 

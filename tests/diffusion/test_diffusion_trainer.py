@@ -39,7 +39,7 @@ from hf_prefix_tree import (
 )
 from hf_prefix_tree.diffusion.data import prepare_diffusion_rows
 from hf_prefix_tree.diffusion.model import prepare_diffusion_model, unprepare_diffusion_model
-from hf_prefix_tree.diffusion.start import refuse_engines
+from hf_prefix_tree.trainers.engines import refuse_engines
 
 # ---- one optimizer step ----
 
@@ -311,18 +311,19 @@ def test_wrong_arguments_are_refused(tmp_path):
         trainer.train()
 
 
-def test_engines_are_refused(tmp_path):
+def test_engines_are_refused(tmp_path, monkeypatch):
     accelerator = types.SimpleNamespace(parallelism_config=None, distributed_type="NO")
-    refuse_engines(accelerator, 1)
+    refuse_engines(accelerator)
+    monkeypatch.setattr(DiffusionSFTTrainer, "get_tp_size", lambda self: 2)
     with pytest.raises(ValueError, match=r"Tensor parallelism \(2 devices\) is not supported"):
-        refuse_engines(accelerator, 2)
+        trainer_of(tmp_path, rows_of_ids(1))
     for cp, sp in ((True, False), (False, True)):
         accelerator.parallelism_config = types.SimpleNamespace(cp_enabled=cp, sp_enabled=sp)
         with pytest.raises(ValueError, match=r"drops the mask\. Set `cp_size=1` and `sp_size=1`"):
-            refuse_engines(accelerator, 1)
+            refuse_engines(accelerator)
     accelerator = types.SimpleNamespace(parallelism_config=None, distributed_type="MEGATRON_LM")
     with pytest.raises(ValueError, match="Megatron-LM"):
-        refuse_engines(accelerator, 1)
+        refuse_engines(accelerator)
     args = DiffusionSFTConfig(str(tmp_path), use_cpu=True, bf16=False)
     args._n_gpu = 2
     with pytest.raises(ValueError, match="DataParallel"):

@@ -142,8 +142,8 @@ def refused(folder, **accelerator):
 @pytest.mark.parametrize(
     ("name", "accelerator"),
     [
-        ("drops the tree mask. Set `cp_size=1`", {"parallelism_config": (True, False)}),
-        ("drops the tree mask. Set `cp_size=1`", {"parallelism_config": (False, True)}),
+        ("drops the mask. Set `cp_size=1`", {"parallelism_config": (True, False)}),
+        ("drops the mask. Set `cp_size=1`", {"parallelism_config": (False, True)}),
         ("Megatron-LM", {"distributed_type": "MEGATRON_LM"}),
     ],
 )

@@ -30,7 +30,7 @@ def test_under_autocast(tmp_path):
 
 def test_float32_logits_alone_would_be_judged_too_strictly(tmp_path, monkeypatch):
     monkeypatch.setattr(verify_module, "_coarsest_dtype", lambda model: nullcontext(set()))
-    with pytest.raises(ValueError, match="gives a branch other logits|does not give the same logits"):
+    with pytest.raises(ValueError, match=r"gives a branch other logits|does not give the same logits"):
         unchecked_trainer(tmp_path).train()
 
 

@@ -85,7 +85,9 @@ def test_pairs_that_share_too_little_run_as_in_trl(stock, tmp_path, caplog):
 
 def test_refuses_context_parallelism(tmp_path, monkeypatch):
     def split(trainer, *args, **kwargs):
-        trainer.accelerator = SimpleNamespace(parallelism_config=SimpleNamespace(cp_enabled=True, sp_enabled=False))
+        trainer.accelerator = SimpleNamespace(
+            distributed_type="NO", parallelism_config=SimpleNamespace(cp_enabled=True, sp_enabled=False)
+        )
 
     monkeypatch.setattr(DPOTrainer, "__init__", split)
     with pytest.raises(ValueError, match="Set `cp_size=1` and `sp_size=1`"):
