@@ -21,8 +21,9 @@ python examples/diffusion_sft.py \
     --output_dir Qwen3-0.6B-Diffusion
 ```
 
-Options can come from a YAML file (`--config options.yaml`). Start it with `accelerate launch` for several GPUs, add
-`--use_peft` for LoRA.
+Of a JSON Lines file, training and evaluation take the same rows. Options can come from a YAML file (`--config
+options.yaml`). Start it with `accelerate launch` for several GPUs, add `--use_peft` for LoRA, and `--use_cpu` without a
+GPU.
 """
 
 import argparse

@@ -15,9 +15,9 @@ python examples/tree_dpo.py \
 
 Pairs of one prompt are neighbours: `--train_sampling_strategy sequential` keeps them in one micro-batch, where they
 share the prompt and the beginnings of their answers. Without `--model_name_or_path` a tiny model with random weights
-is trained, without `--dataset_name` on invented sums: it runs offline, on a CPU, in seconds. Options can come from a
-YAML file (`--config options.yaml`). Start it with `accelerate launch` for several GPUs, add `--use_peft` for LoRA, and
-`--stock` to train the same with TRL's `DPOTrainer`.
+is trained, without `--dataset_name` on invented sums: with `--use_cpu` it runs offline, on a CPU, in seconds. Options
+can come from a YAML file (`--config options.yaml`). Start it with `accelerate launch` for several GPUs, add
+`--use_peft` for LoRA, and `--stock` to train the same with TRL's `DPOTrainer`.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
 from trl import (
@@ -172,3 +173,4 @@ def make_parser(subparsers: argparse._SubParsersAction | None = None) -> argpars
 
 if __name__ == "__main__":
     main(*make_parser().parse_args_and_config())
+    PartialState().destroy_process_group()  # at exit, a thread of gloo could abort the process

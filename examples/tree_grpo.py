@@ -14,9 +14,9 @@ python examples/tree_grpo.py \
 ```
 
 Without `--model_name_or_path` a tiny model with random weights is trained, without `--dataset_name` on invented sums:
-it runs offline, on a CPU, in seconds. Options can come from a YAML file (`--config options.yaml`). Start it with
-`accelerate launch` for several GPUs, add `--use_peft` for LoRA, `--use_vllm` to generate with vLLM, and `--stock` to
-train the same with TRL's `GRPOTrainer`.
+with `--use_cpu` it runs offline, on a CPU, in minutes (`--max_steps 5 --max_completion_length 32`: in seconds).
+Options can come from a YAML file (`--config options.yaml`). Start it with `accelerate launch` for several GPUs, add
+`--use_peft` for LoRA, `--use_vllm` to generate with vLLM, and `--stock` to train the same with TRL's `GRPOTrainer`.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config
 from trl import (
@@ -168,3 +169,4 @@ def make_parser(subparsers: argparse._SubParsersAction | None = None) -> argpars
 
 if __name__ == "__main__":
     main(*make_parser().parse_args_and_config())
+    PartialState().destroy_process_group()  # at exit, a thread of gloo could abort the process

@@ -13,8 +13,8 @@ python examples/tree_sft.py \
 ```
 
 Options can come from a YAML file (`--config options.yaml`; `examples/ablation` has some). Start it with `accelerate
-launch` for several GPUs, add `--use_peft` for LoRA. `--dry_run` prepares the data, prints what was made of it and
-stops (on a machine without GPU, add `--use_cpu`).
+launch` for several GPUs, add `--use_peft` for LoRA, and `--use_cpu` without a GPU. `--dry_run` prepares the data,
+prints what was made of it and stops. With `--eval_strategy`, a JSON Lines file is evaluated on its own rows.
 """
 
 import argparse

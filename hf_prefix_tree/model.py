@@ -262,8 +262,8 @@ def _leave(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output:
     set_active_context(None)
     if output is not None and not context.has_masks:  # `None` after an error
         raise ValueError(
-            f"{type(module).__name__} masks its attention by itself and asked for no mask of the tree, so branches would "
-            f"see each other. {WAY_OUT}"
+            f"{type(module).__name__} asked for no mask of the tree (what it masks, it masks by itself), so branches "
+            f"would see each other. {WAY_OUT}"
         )
     supervised = context.supervised
     if supervised is None or context.loss_computed:

@@ -81,7 +81,7 @@ def test_self_verification_outgrows_the_smallest_chunk():
 def test_what_16_bits_would_hide_is_refused_all_the_same(model_type, dtype):
     """Errors of these models are within the rounding of bfloat16: self-verification alone would take them."""
     model = build_model(model_type).to(dtype)
-    with pytest.raises(ValueError, match="asked for no mask of the tree|by their distance in the row"):
+    with pytest.raises(ValueError, match=r"asked for no mask of the tree|by their distance in the row"):
         prepare_model(model)
 
 
