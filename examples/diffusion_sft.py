@@ -22,8 +22,8 @@ python examples/diffusion_sft.py \
 ```
 
 Of a JSON Lines file, training and evaluation take the same rows. Options can come from a YAML file (`--config
-options.yaml`). Start it with `accelerate launch` for several GPUs, add `--use_peft` for LoRA, and `--use_cpu` without a
-GPU.
+options.yaml`). Start it with `accelerate launch` for several GPUs, add `--use_peft` for LoRA, and `--use_cpu` without
+a GPU.
 """
 
 import argparse

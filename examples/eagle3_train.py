@@ -16,8 +16,8 @@ python examples/eagle3_train.py \
 
 Options can come from a YAML file (`--config options.yaml`). Start it with `accelerate launch` for several GPUs.
 `--precompute_dir states` runs the target once and trains without it; a later run with the same folder as
-`--model_name_or_path`, and `--tokenizer_name_or_path`, needs neither target nor data set. `--dry_run` prepares the data,
-prints what was made of it and stops. Without a GPU leave out `--bf16`, or add `--use_cpu`.
+`--model_name_or_path`, and `--tokenizer_name_or_path`, needs neither target nor data set. `--dry_run` prepares the
+data, prints what was made of it and stops. Without a GPU leave out `--bf16`, or add `--use_cpu`.
 """
 
 import argparse

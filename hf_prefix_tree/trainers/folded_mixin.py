@@ -7,6 +7,7 @@ Cost: that of [`~hf_prefix_tree.trainers.folded.fold_shared_prefixes`].
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +42,12 @@ class FoldedForwardMixin(_Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         refuse_engines(self.accelerator)
+        if self.args.torch_compile:
+            logger.warning(
+                "Rows are not folded under `torch_compile=True`, which compiles the whole model. Leave it at `False`, "
+                "and for compiled layers call `prepare_model(model, compile_layers=True)` before the trainer."
+            )
+            self.min_reuse = math.inf
         self.fold_models()
 
     def fold_models(self) -> None:

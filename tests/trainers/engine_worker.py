@@ -12,9 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, DistributedType
 from datasets import Dataset
+from packaging.version import Version
 from peft import LoraConfig
 from runs import config, make_model, make_trees, tokenizer
 from transformers import AutoModelForCausalLM
@@ -28,6 +30,11 @@ needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None or os.environ.get("DS_ACCELERATOR") != "cpu",
     reason="needs deepspeed, and DS_ACCELERATOR=cpu in the environment",
 )
+
+
+def needs_transformers(version, reason):
+    """Skips a test on older ones, where what it uses of Transformers itself does not work."""
+    return pytest.mark.skipif(Version(transformers.__version__) < Version(version), reason=reason)
 
 
 def zero(stage):
