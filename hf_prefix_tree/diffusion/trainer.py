@@ -24,6 +24,7 @@ from hf_prefix_tree.diffusion.noise import EVALUATION, PassCounter, bounds_nll, 
 from hf_prefix_tree.diffusion.objective import as_labels, objective_row, supervised_tokens
 from hf_prefix_tree.diffusion.start import check_collator, default_collator, find_mask_token_id
 from hf_prefix_tree.loss import safe_divisor
+from hf_prefix_tree.trainers.arguments import check_arguments
 from hf_prefix_tree.trainers.engines import refuse_engines
 from hf_prefix_tree.trainers.mixin import without_empty_mask
 from hf_prefix_tree.trainers.padding import fill_uneven_steps
@@ -102,14 +103,8 @@ class DiffusionSFTTrainer(SFTTrainer):
         processing_class: Any = None,
         **kwargs: Any,
     ) -> None:
-        if args is None:
-            name = model if isinstance(model, str) else model.config._name_or_path
-            args = DiffusionSFTConfig(f"{name.split('/')[-1] or type(model).__name__}-DiffusionSFT")
-        elif not isinstance(args, DiffusionSFTConfig):
-            raise ValueError(f"`args` must be a `DiffusionSFTConfig`, got `{type(args).__name__}`.")
-        for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "formatting_func"):
-            if kwargs.get(name) is not None:
-                raise ValueError(f"`{name}` is not supported: the loss and its metrics are those of the objective.")
+        reason = "the loss and its metrics are those of the objective"
+        args = check_arguments(args, DiffusionSFTConfig, model, "DiffusionSFT", kwargs, reason)
         if data_collator is not None:
             check_collator(data_collator, args)
         self._sums: dict[str, torch.Tensor] = {}

@@ -22,6 +22,7 @@ from trl.trainer.utils import global_then_local_main_first
 from hf_prefix_tree.batch import BLOCK_SIZE, gather_supervised
 from hf_prefix_tree.collators.prefix_tree import DataCollatorForPrefixTree
 from hf_prefix_tree.datasets import prepare_trees
+from hf_prefix_tree.trainers.arguments import check_arguments
 from hf_prefix_tree.trainers.card import add_section, tree_section
 from hf_prefix_tree.trainers.config import TreeSFTConfig
 from hf_prefix_tree.trainers.grouped import BranchCollator, branch_batches
@@ -86,14 +87,8 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
         processing_class: Any = None,
         **kwargs: Any,
     ) -> None:
-        if args is None:
-            name = model if isinstance(model, str) else model.config._name_or_path
-            args = TreeSFTConfig(f"{name.split('/')[-1] or type(model).__name__}-TreeSFT")
-        elif not isinstance(args, TreeSFTConfig):
-            raise ValueError(f"`args` must be a `TreeSFTConfig`, got `{type(args).__name__}`.")
-        for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "formatting_func"):
-            if kwargs.get(name) is not None:
-                raise ValueError(f"`{name}` is not supported on prefix trees: it would see rows, not branches.")
+        reason = "on prefix trees it would see rows, not branches"
+        args = check_arguments(args, TreeSFTConfig, model, "TreeSFT", kwargs, reason)
         if data_collator is None:
             multiple = args.pad_to_multiple_of or BLOCK_SIZE
             # TRL settles which token pads while it initialises; it is set below
