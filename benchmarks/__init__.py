@@ -1,2 +1,3 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Benchmarks, one command each: `python -m benchmarks.attention`, `.mask`, `.fold`, `.step`; each has `--help`."""
+"""Benchmarks, one command each: `python -m benchmarks.attention`, `.step`, `.mask`, `.fold`, `.prepare`, `.grpo`,
+`.recurrent`, `.scaling`, `.largest_row`; each has `--help`. `.plot` draws what `.step` measured."""

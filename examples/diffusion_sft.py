@@ -126,6 +126,8 @@ def demo_model(tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> PreTrainedM
 
 def load_rows(arguments: DiffusionScriptArguments, split: str) -> Dataset:
     """The rows of a split of a Hub dataset, or of a local JSON Lines file."""
+    if arguments.dataset_name is None:
+        raise ValueError("`dataset_name` is missing: pass a Hub dataset or a JSON Lines file.")
     if Path(arguments.dataset_name).is_file():
         return load_dataset("json", data_files={split: arguments.dataset_name}, split=split)
     return load_dataset(arguments.dataset_name, arguments.dataset_config, split=split)

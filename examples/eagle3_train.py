@@ -82,6 +82,8 @@ class Eagle3ScriptArguments(ScriptArguments):
 
 def load_rows(arguments: Eagle3ScriptArguments, split: str) -> Dataset:
     """The rows of a split of a Hub dataset, or of a local JSON Lines file, with their tools."""
+    if arguments.dataset_name is None:
+        raise ValueError("`dataset_name` is missing: pass a Hub dataset or a JSON Lines file.")
     if Path(arguments.dataset_name).is_file():
         rows = load_dataset("json", data_files={split: arguments.dataset_name}, split=split)
     else:

@@ -134,7 +134,10 @@ def load_model(
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
     torch.manual_seed(training_args.seed)
     folder = os.path.join(training_args.output_dir, "start")
-    AutoModelForCausalLM.from_config(Qwen3Config(vocab_size=len(tokenizer), **sizes, **heads)).save_pretrained(folder)
+    if PartialState().is_local_main_process:  # the others would overwrite what it is about to load
+        model = AutoModelForCausalLM.from_config(Qwen3Config(vocab_size=len(tokenizer), **sizes, **heads))
+        model.save_pretrained(folder)
+    PartialState().wait_for_everyone()
     return folder, tokenizer
 
 

@@ -73,6 +73,8 @@ class TreeScriptArguments(ScriptArguments):
 
 def load_rows(arguments: TreeScriptArguments, training_args: TreeSFTConfig, split: str) -> Dataset:
     """The rows of a split of a Hub dataset, or of a local JSON Lines file, with their tools."""
+    if arguments.dataset_name is None:
+        raise ValueError("`dataset_name` is missing: pass a Hub dataset or a JSON Lines file.")
     if Path(arguments.dataset_name).is_file():
         rows = load_dataset("json", data_files={split: arguments.dataset_name}, split=split)
     else:

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_prefix_tree import PrefixTree, TreeSFTConfig, TreeSFTTrainer
 from hf_prefix_tree.demo.compare import Comparison, compare_step
-from hf_prefix_tree.demo.dialogues import dialogue_texts, generate_dialogues
+from hf_prefix_tree.demo.dialogues import as_json_strings, dialogue_texts, generate_dialogues
 from hf_prefix_tree.demo.tokenizer import train_tokenizer
 from hf_prefix_tree.double import keep_double
 
@@ -82,7 +82,7 @@ def train(rows: list[dict], model_type: str) -> TreeSFTTrainer:
         trainer = TreeSFTTrainer(
             model=make_model(model_type, len(tokenizer)),
             args=args,
-            train_dataset=Dataset.from_list(rows),
+            train_dataset=Dataset.from_list(as_json_strings(rows)),
             processing_class=tokenizer,
         )
         trainer.train()

@@ -160,6 +160,24 @@ def generate_dialogues(num_groups: int, trials: int, seed: int = 0) -> list[dict
     return rows
 
 
+def as_json_strings(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with tool schemas and arguments as JSON strings, of which Arrow loses nothing."""
+
+    def of_message(message: dict[str, Any]) -> dict[str, Any]:
+        if "tool_calls" not in message:
+            return message
+        calls = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            for call in message["tool_calls"]
+        ]
+        return {**message, "tool_calls": calls}
+
+    return [
+        {**row, "messages": [of_message(m) for m in row["messages"]], "tools": json.dumps(row["tools"])}
+        for row in rows
+    ]
+
+
 def dialogue_texts(dialogues: Iterable[dict[str, Any]]) -> Iterator[str]:
     """Every text of the dialogues that a chat template would print, as a tokenizer's training corpus."""
     for row in dialogues:

@@ -6,10 +6,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
+from datasets import Dataset
 from transformers import AutoTokenizer
 
-from hf_prefix_tree.demo.dialogues import dialogue_texts, generate_dialogues
+from hf_prefix_tree import PrefixTree, conversation_branches, prepare_trees
+from hf_prefix_tree.demo.dialogues import as_json_strings, dialogue_texts, generate_dialogues
 from hf_prefix_tree.demo.tokenizer import train_tokenizer
 
 ROWS = generate_dialogues(num_groups=6, trials=4, seed=3)
@@ -193,3 +196,13 @@ def test_tokenizer_is_deterministic_and_survives_saving(tiny_tokenizer, tmp_path
     stop = len(row["messages"])
     assert token_ids(loaded, row, stop) == token_ids(tiny_tokenizer, row, stop)
     assert (loaded.pad_token_id, loaded.eos_token_id) == (0, 2)
+
+
+def test_nothing_is_lost_as_json_strings(caplog):
+    """The same trees as from the rows themselves, which Arrow structs would fill with nulls."""
+    tokenizer = train_tokenizer(dialogue_texts(ROWS))
+    stored = prepare_trees(Dataset.from_list(as_json_strings(ROWS)), tokenizer, group_by="group")
+    assert "Arrow structs" not in caplog.text
+    for row, tree in zip(ROWS[::4], stored, strict=True):
+        one = conversation_branches(row["messages"], tokenizer, tools=row["tools"]).branches[0]
+        assert any(np.array_equal(branch.input_ids, one.input_ids) for branch in PrefixTree.from_dict(tree).branches())

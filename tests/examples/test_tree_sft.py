@@ -251,3 +251,10 @@ def test_flat_steps_refuses_other_branches(dialogues, tmp_path):
     for wrong in (("--reasoning", "keep"), ("--group_by", "group")):
         with pytest.raises(ValueError, match="joins the turns of one conversation"):
             start(*options, *wrong)
+
+
+def test_a_missing_dataset_is_named(tmp_path):
+    words = ["--model_name_or_path", "nowhere", "--output_dir", str(tmp_path), "--use_cpu", "--dry_run"]
+    arguments, training_args, _ = tree_sft.make_parser().parse_args_and_config(words)
+    with pytest.raises(ValueError, match="`dataset_name` is missing"):
+        tree_sft.load_rows(arguments, training_args, "train")
