@@ -16,7 +16,7 @@ def run_ranks(function, folder, *args, ranks=2, timeout=240, may_die=False, gpus
     """
     Calls `function(folder, *args)` in every rank, which finds its place in the environment as under `torchrun`.
 
-    A rank that fails or hangs fails the test; what it raised is in `folder`. With `may_die` it doesn't, and the exit
+    A rank that fails or hangs fails the test; what it raised is in `folder`. The function does not end its group. With `may_die` it doesn't, and the exit
     codes are returned. With `gpus` each rank has a GPU.
     """
     context = multiprocessing.get_context("forkserver")
@@ -65,5 +65,7 @@ def _call(function, args, rank, ranks, port, timeout, gpus):
             sys.exit(1)
         faulthandler.cancel_dump_traceback_later()
         if torch.distributed.is_initialized():
-            # a thread of gloo that drops its last tensors while the interpreter shuts down ends it with SIGABRT
+            # A thread of gloo drops the last tensors, for which it needs the interpreter. While that shuts down, it
+            # aborts the process. And where DDP is the last to hold the group, its end waits for the thread and holds
+            # the interpreter: so functions leave the group alone, and it ends here, after their models.
             torch.distributed.destroy_process_group()

@@ -146,4 +146,3 @@ def train_and_evaluate(folder, objectives):
     streamed = train(folder, rows_of_ids(7).to_iterable_dataset(), objective="mdlm", gradient_accumulation_steps=2)
     if streamed.accelerator.is_main_process:
         torch.save(weights(streamed.accelerator.unwrap_model(streamed.model)), f"{folder}/stream.pt")
-    torch.distributed.destroy_process_group()

@@ -64,4 +64,3 @@ def build_and_break(folder):
     results["world"] = [batch["input_ids"].tolist() for batch in data]
     results["built_by_loader"] = build_token_mapping(data, **CONFIG)[0].tolist()
     Path(folder, f"rank{rank}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
