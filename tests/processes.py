@@ -16,8 +16,8 @@ def run_ranks(function, folder, *args, ranks=2, timeout=240, may_die=False, gpus
     """
     Calls `function(folder, *args)` in every rank, which finds its place in the environment as under `torchrun`.
 
-    A rank that fails or hangs fails the test; what it raised is in `folder`. The function does not end its group. With `may_die` it doesn't, and the exit
-    codes are returned. With `gpus` each rank has a GPU.
+    A rank that fails or hangs fails the test; what it raised is in `folder`. With `may_die` it doesn't, and the exit
+    codes are returned. With `gpus` each rank has a GPU. The function does not end its process group.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
