@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -121,9 +122,10 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
 
 def test_modules_import_only_from_earlier_rooms():
     found = []
-    files = sorted((REPO_ROOT / PACKAGE).rglob("*.py"))
+    folder = Path(importlib.util.find_spec(PACKAGE).origin).parent  # the working tree, or an installed wheel
+    files = sorted(folder.rglob("*.py"))
     for file in files:
-        parts = file.relative_to(REPO_ROOT).with_suffix("").parts
+        parts = file.relative_to(folder.parent).with_suffix("").parts
         is_package = parts[-1] == "__init__"
         module = ".".join(parts[:-1] if is_package else parts)
         found += violations(module, file.read_text(), is_package)
