@@ -8,9 +8,10 @@
 Modes: `tree` (folded trees), `per_branch` (TRL's SFTTrainer on the branches), `grouped` (the trees branch by branch)
 and `flat_steps` (SFTTrainer on one sample per turn, each token supervised once). A step of the `published` coverage
 has 4 trees, or 16 branches or samples, over all GPUs (at least one for each); of the `equal` coverage the baselines
-take as many branches as 4 trees hold, 20.4 each. Times are the median of all steps but the first, `ms_per_branch` is
-a step over the branches (for `flat_steps`: samples) that it covers, and memory is the peak of the fullest GPU.
-`flop_ratio` is what `tree` would gain per branch if time were FLOPs.
+take as many branches as 4 trees hold, 20.4 each. `--trees-per-step` makes steps larger, whose trees can be balanced.
+Times are the median of all steps but the first, `ms_per_branch` is a step over the branches (for `flat_steps`:
+samples) that it covers, and memory is the peak of the fullest GPU. `flop_ratio` is what `tree` would gain per branch if
+time were FLOPs.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from hf_prefix_tree.synthetic import caterpillar, caterpillar_set
 from hf_prefix_tree.tree import PrefixTree
 
 MODES = ("tree", "per_branch", "grouped", "flat_steps")
-TREES_PER_STEP, BRANCHES_PER_STEP = 4, 16
+BRANCHES_PER_TREE = 4  # of the published batches: 16 branches against 4 trees
 # Of the 64 published trees: means of K, tokens and longest path, and sums over branches over sums over trees.
 PUBLISHED = {"branches": 20.4, "tokens": 8004.0, "longest_path": 6615.0, "token_ratio": 8.11, "pair_ratio": 5.38}
 TOLERANCE = 0.02
@@ -155,14 +156,14 @@ def baseline_rows(mode: str, trees: Sequence[PrefixTree]) -> list[Row]:
     return [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
 
 
-def rows_per_step(mode: str, coverage: str, trees: Sequence[PrefixTree], ranks: int) -> int:
+def rows_per_step(mode: str, coverage: str, trees: Sequence[PrefixTree], trees_per_step: int, ranks: int) -> int:
     """Rows of a step over all ranks, a multiple of them."""
     if mode in ("tree", "grouped"):
-        wanted = float(TREES_PER_STEP)
+        wanted = float(trees_per_step)
     elif coverage == "published":
-        wanted = float(BRANCHES_PER_STEP)
+        wanted = float(trees_per_step * BRANCHES_PER_TREE)
     else:
-        wanted = TREES_PER_STEP * set_figures(trees)["branches"]
+        wanted = trees_per_step * set_figures(trees)["branches"]
     return max(1, round(wanted / ranks)) * ranks
 
 
@@ -173,7 +174,7 @@ def make_trainer(mode: str, coverage: str, trees: Sequence[PrefixTree], args: An
     folder = tempfile.mkdtemp()
     options: dict[str, Any] = {
         "max_steps": args.steps,
-        "gradient_accumulation_steps": rows_per_step(mode, coverage, trees, RANKS) // RANKS,
+        "gradient_accumulation_steps": rows_per_step(mode, coverage, trees, args.trees_per_step, RANKS) // RANKS,
         "per_device_train_batch_size": 1,
         "learning_rate": 1e-5,
         "lr_scheduler_type": "constant",
@@ -196,11 +197,8 @@ def make_trainer(mode: str, coverage: str, trees: Sequence[PrefixTree], args: An
             dtype=dtype,
             attn_implementation="prefix_tree" if on_trees else args.baseline_attention,
         )
-    if args.compile:
-        for layer in model.model.layers:
-            layer.compile()
     if on_trees:
-        options |= {"mode": mode, "dataset_kwargs": {"skip_prepare_dataset": True}}
+        options |= {"mode": mode, "compile_layers": args.compile, "dataset_kwargs": {"skip_prepare_dataset": True}}
         rows = [{"trees": [tree.to_dict()], "tree_ids": [index]} for index, tree in enumerate(trees)]
         return TreeSFTTrainer(
             model=model,
@@ -208,6 +206,9 @@ def make_trainer(mode: str, coverage: str, trees: Sequence[PrefixTree], args: An
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer(),
         )
+    if args.compile:
+        for layer in model.model.layers:
+            layer.compile()
     return SFTTrainer(
         model=model,
         args=SFTConfig(folder, dataset_kwargs={"skip_prepare_dataset": True}, **options),
@@ -266,6 +267,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--shape", choices=[*SHAPES, "quick"], default="0.6b")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--trees-per-step", type=int, default=4, help="over all GPUs; 4 were published")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
     parser.add_argument("--compile", action="store_true", help="compile every decoder layer by itself")
     parser.add_argument("--baseline-attention", default="sdpa", help="attention of the modes without trees")

@@ -51,7 +51,7 @@ def test_flat_samples_supervise_every_token_once():
     ],
 )
 def test_rows_of_a_step(mode, coverage, ranks, rows):
-    assert scaling.rows_per_step(mode, coverage, caterpillar_set(), ranks) == rows
+    assert scaling.rows_per_step(mode, coverage, caterpillar_set(), 4, ranks) == rows
 
 
 def test_it_runs(tmp_path):
