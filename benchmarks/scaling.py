@@ -10,8 +10,8 @@ and `flat_steps` (SFTTrainer on one sample per turn, each token supervised once)
 has 4 trees, or 16 branches or samples, over all GPUs (at least one for each); of the `equal` coverage the baselines
 take as many branches as 4 trees hold, 20.4 each. `--trees-per-step` makes steps larger, whose trees can be balanced.
 Times are the median of all steps but the first, `ms_per_branch` is a step over the branches (for `flat_steps`:
-samples) that it covers, and memory is the peak of the fullest GPU. `flop_ratio` is what `tree` would gain per branch if
-time were FLOPs.
+samples) that it covers, and memory is the peak of the fullest GPU. `flop_ratio` is what `tree` would gain per branch
+if time were FLOPs.
 """
 
 from __future__ import annotations
