@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 Row = dict[str, Any]
-PACKAGES = ("torch", "triton", "transformers", "trl", "numpy", "flash-attn-4")
+PACKAGES = ("torch", "triton", "transformers", "trl", "numpy", "flash-attn-4", "flash-linear-attention")
 
 
 class Timing(NamedTuple):
@@ -62,9 +62,13 @@ def measure(
     seconds: float = 1.0,
     least: int = 3,
     most: int = 10,
+    busy: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Timing:
-    """Runs `function` `least` to `most` times, for about `seconds`, each with a cold L2 cache on a GPU."""
+    """
+    Runs `function` `least` to `most` times, for about `seconds`, each with a cold L2 cache on a GPU, which is kept
+    `busy` before it: 50 are some 5 ms, in which the host calls all that a short function consists of.
+    """
     for _ in range(warmup):
         function()
     times: list[float] = []
@@ -76,7 +80,8 @@ def measure(
             times.append(1e3 * (clock() - start))
         else:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()
+            for _ in range(busy):
+                flush.zero_()
             begin.record()
             function()
             end.record()

@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     rows: list[Row] = []
     try:
         # beyond the limit of recompilation, layers would run eagerly in silence
-        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=64):
             for mode, checkpointing, name, method in product(modes, args.checkpointing, args.only, TRAINERS):
                 group = (QUICK if args.quick else SHAPES)[name]
                 group = group._replace(batch_size=args.batch_size or group.batch_size)

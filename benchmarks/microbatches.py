@@ -2,6 +2,11 @@
 """The micro-batches of one optimizer step: trees packed into rows, or the same branches packed into rows.
 
 A loss takes the model and returns what one micro-batch adds to the loss of the step, which is the same for both.
+
+Recurrent layers learn where branches start as Transformers tells them, by `cu_seq_lens_q`, which starts their scan
+anew. The convolution in front of it reads over the boundary, unless `causal-conv1d` is installed: so every branch is
+followed by as many masked tokens as the convolution reads, 3 for Qwen3.5. Without a scan that takes boundaries, every
+branch is a row of its own.
 """
 
 from __future__ import annotations
@@ -9,9 +14,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from transformers import Qwen3Config
+from transformers import PreTrainedConfig
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from benchmarks import packed
 from benchmarks.common import measure, relative_error
@@ -38,6 +45,33 @@ def pack(sizes: Sequence[int], budget: int) -> list[list[int]]:
     return bins
 
 
+def convolution_gap(config: PreTrainedConfig) -> int:
+    """How many tokens before its own the convolution of the recurrent layers reads, 0 without such layers."""
+    hybrid = "linear_attention" in (getattr(config, "layer_types", None) or ())
+    return config.linear_conv_kernel_dim - 1 if hybrid else 0
+
+
+def scan_starts_anew(config: PreTrainedConfig, device: torch.device) -> bool:
+    """Whether the gated delta rule that Transformers runs here obeys `cu_seqlens`: its fast kernels do."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    heads, dims = config.linear_num_value_heads, (config.linear_key_head_dim, config.linear_value_head_dim)
+    query, key, value = (torch.randn(1, 256, heads, dim, device=device, dtype=dtype) for dim in (dims[0], *dims))
+    decay = torch.full((1, 256, heads), -0.01, device=device)
+    beta = torch.full((1, 256, heads), 0.5, device=device, dtype=dtype)
+    starts = torch.tensor([0, 100, 256], device=device)
+    other = value.clone()
+    other[:, :100] = 0.0
+    outputs = []
+    for values in (value, other):
+        scan = functools.partial(modeling_qwen3_5.torch_chunk_gated_delta_rule, query, key, values, g=decay, beta=beta)
+        try:
+            with torch.no_grad():
+                outputs.append(scan(cu_seqlens=starts, use_qk_l2norm_in_kernel=True)[0][:, 100:])
+        except ValueError:  # what Transformers 5.24 says without those kernels; before, it scans on in silence
+            return False
+    return relative_error(*outputs) < 1e-3  # a state carried over the boundary makes it 0.3
+
+
 def _divisor(trees: list[PrefixTree]) -> float:
     return sum(tree.weights.sum() for tree in trees)
 
@@ -60,46 +94,61 @@ class FoldedStep:
             if row["input_ids"].shape[1] == self.row_tokens:
                 self.longest = row["prefix_tree"].to(device)
 
-    def kernel(self, backend: str, config: Qwen3Config, dtype: torch.dtype) -> str:
+    def kernel(self, backend: str, config: PreTrainedConfig, dtype: torch.dtype) -> str:
         """What the longest row runs under this `attn_backend`."""
         call = AttentionCall.of(config, self.longest.device, dtype, self.row_tokens)
         return choose_backend(backend, call, functools.partial(tree_block_mask, self.longest))
 
     @staticmethod
     def _loss(row: dict[str, torch.Tensor], divisor: float) -> Loss:
+        weights = gather_supervised(row["prefix_tree"], row["labels"], row["loss_weights"]).weights
+
         def loss(model: torch.nn.Module) -> torch.Tensor:
-            weights = gather_supervised(row["prefix_tree"], row["labels"], row["loss_weights"]).weights
             return _weighted_sum(model(**row, fused_lm_head=True).log_probs, weights) / divisor
 
         return loss
 
 
 class BranchStep:
-    """The micro-batches of a step on branches."""
+    """The micro-batches of a step on branches; with a `gap` of masked tokens after each for recurrent layers."""
 
-    def __init__(self, trees: list[PrefixTree], budget: int, device: torch.device) -> None:
+    def __init__(self, trees: list[PrefixTree], budget: int, device: torch.device, gap: int = 0) -> None:
         branches = [(branch, tree.num_branches) for tree in trees for branch in tree.branches()]
         divisor = _divisor(trees)
         self.rows: list[packed.Packed] = []
         self.losses: list[Loss] = []
         self.row_tokens = 0
-        for own in pack([len(branch) for branch, _ in branches], budget):
-            lengths = [len(branches[i][0]) for i in own]
+        for own in pack([len(branch) + gap for branch, _ in branches], budget):
+            lengths = [len(branches[i][0]) + gap for i in own]
             padding = -sum(lengths) % BLOCK_SIZE
             row = packed.Packed.of(lengths + [padding] * (padding > 0), device)
-            fill = torch.zeros(padding)
-            ids = torch.cat([*(torch.tensor(branches[i][0].input_ids) for i in own), fill.long()])
-            weights = torch.cat([*(torch.tensor(branches[i][0].weights / branches[i][1]) for i in own), fill.double()])
+            ids = torch.zeros(1, sum(row.lengths), dtype=torch.int64)
+            weights = torch.zeros(1, sum(row.lengths), dtype=torch.float64)
+            is_real = torch.zeros(1, sum(row.lengths), dtype=torch.bool)
+            start = 0
+            for length, (branch, num_branches) in zip(lengths, (branches[i] for i in own), strict=True):
+                here = (0, slice(start, start + len(branch)))
+                ids[here] = torch.tensor(branch.input_ids)
+                weights[here] = torch.tensor(branch.weights / num_branches)
+                is_real[here] = True
+                start += length
+            recurrent: dict[str, Any] = {}
+            if gap:
+                masks = {"full_attention": None, "linear_attention": is_real.to(device)}
+                recurrent = {"attention_mask": masks, "cu_seq_lens_q": row.starts.long()}
             self.rows.append(row)
             self.row_tokens = max(self.row_tokens, sum(row.lengths))
-            self.losses.append(self._loss(ids[None].to(device), weights[None].to(device), row, divisor))
+            self.losses.append(self._loss(ids.to(device), weights.to(device), row, divisor, recurrent))
 
     @staticmethod
-    def _loss(ids: torch.Tensor, weights: torch.Tensor, row: packed.Packed, divisor: float) -> Loss:
+    def _loss(
+        ids: torch.Tensor, weights: torch.Tensor, row: packed.Packed, divisor: float, recurrent: dict[str, Any]
+    ) -> Loss:
         batch = {
             "input_ids": ids,
             "labels": torch.where(weights > 0, ids, IGNORE_INDEX),
             "position_ids": row.context.prefix_tree[:, DEPTH].long(),
+            **recurrent,
         }
 
         def loss(model: torch.nn.Module) -> torch.Tensor:
@@ -108,7 +157,7 @@ class BranchStep:
 
         return loss
 
-    def time_kernels(self, config: Qwen3Config, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    def time_kernels(self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
         """Milliseconds of one layer's attention over all rows, forward and backward, with every kernel installed."""
         kernels = packed.installed_kernels(device)
         heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
@@ -125,20 +174,23 @@ class BranchStep:
         times: dict[str, float] = {}
         reference: list[torch.Tensor] = []
         for kernel in kernels:
-            self.use(kernel)
             try:
+                self.use(kernel)
                 found = attend()
                 times[kernel] = measure(attend, device, warmup=0, seconds=0.1).ms
-            except (RuntimeError, ImportError) as error:
-                print(f"kernel {kernel} does not run here: {str(error).splitlines()[0]}", file=sys.stderr)
+            except Exception as error:  # of any type: kernels refuse a head dimension in their own ways
+                times.pop(kernel, None)
+                reason = (str(error).splitlines() or [""])[0]
+                print(f"kernel {kernel} does not run here: {type(error).__name__}: {reason}", file=sys.stderr)
                 continue
             reference = reference or found
             error = max(relative_error(x, y) for x, y in zip(found, reference, strict=True))
             if not error < 2e-2:
                 raise RuntimeError(f"kernel {kernel} differs from {min(times)} by {error:.1e}")
+        if not times:
+            raise RuntimeError(f"none of the kernels {', '.join(kernels)} runs here")
         return times
 
     def use(self, kernel: str) -> None:
-        packed.select_flash(kernel)
         for row in self.rows:
             row.kernel = kernel

@@ -37,16 +37,7 @@ def installed_kernels(device: torch.device) -> list[str]:
     """The kernels of the table above that can run here."""
     if device.type != "cuda":
         return ["sdpa"]
-    has_fa4 = versions()["flash-attn-4"] and hasattr(torch.nn.attention, "activate_flash_attention_impl")
-    return ["fa2", *(["fa4"] if has_fa4 else []), "cudnn", "flex"]
-
-
-def select_flash(kernel: str) -> None:
-    """Makes PyTorch's flash attention run `fa4`, or its own `fa2` again."""
-    if kernel == "fa4":
-        torch.nn.attention.activate_flash_attention_impl("FA4")
-    elif kernel == "fa2" and hasattr(torch.nn.attention, "restore_flash_attention_impl"):
-        torch.nn.attention.restore_flash_attention_impl(_raise_warn=False)
+    return ["fa2", *(["fa4"] if versions()["flash-attn-4"] else []), "cudnn", "flex"]
 
 
 @dataclass
@@ -73,7 +64,95 @@ class Packed:
         return cls(lengths, max(lengths), starts.to(torch.int32).to(device), context)
 
 
+# PyTorch's own way to `flash-attn-4` expects the results of another build. An operator of its own keeps compiled
+# layers in one graph.
+@torch.library.custom_op("packed_branches::fa4", mutates_args=())
+def _fa4(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_starts: torch.Tensor,
+    key_starts: torch.Tensor,
+    longest_query: int,
+    longest_key: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    output, lse, *_ = _flash_attn_fwd(
+        query,
+        key,
+        value,
+        cu_seqlens_q=query_starts,
+        cu_seqlens_k=key_starts,
+        max_seqlen_q=longest_query,
+        max_seqlen_k=longest_key,
+        softmax_scale=scale,
+        causal=True,
+        return_lse=True,
+    )
+    return output, lse
+
+
+@torch.library.custom_op("packed_branches::fa4_backward", mutates_args=())
+def _fa4_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    query_starts: torch.Tensor,
+    key_starts: torch.Tensor,
+    longest_query: int,
+    longest_key: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    return _flash_attn_bwd(
+        query,
+        key,
+        value,
+        output,
+        grad.contiguous(),
+        lse,
+        scale,
+        True,
+        cu_seqlens_q=query_starts,
+        cu_seqlens_k=key_starts,
+        max_seqlen_q=longest_query,
+        max_seqlen_k=longest_key,
+    )
+
+
+@_fa4.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, heads, _ = query.shape
+    return query.new_empty(tokens, heads, value.shape[-1]), query.new_empty(heads, tokens, dtype=torch.float32)
+
+
+@_fa4_backward.register_fake
+def _(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _keep(context: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    context.save_for_backward(*inputs[:3], *output, *inputs[3:5])
+    context.numbers = inputs[5:]
+
+
+def _differentiate(context: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    return *_fa4_backward(grad, *context.saved_tensors, *context.numbers), *[None] * 5
+
+
+_fa4.register_autograd(_differentiate, setup_context=_keep)
+
+
 def varlen_causal(
+    kernel: str,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -83,7 +162,13 @@ def varlen_causal(
     longest_key: int,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Flash attention over `[tokens, heads, head_dim]`; queries are aligned with the end of their keys."""
+    """
+    Flash attention, `fa2` or `fa4`, over `[tokens, heads, head_dim]`; queries are aligned with the end of their keys.
+    """
+    if kernel == "fa4":
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        query, key, value = (x.contiguous() for x in (query, key, value))
+        return _fa4(query, key, value, query_starts, key_starts, longest_query, longest_key, scale)[0]
     return torch.ops.aten._flash_attention_forward(
         query, key, value, query_starts, key_starts, longest_query, longest_key, 0.0, True, False, scale=scale
     )[0]
@@ -126,7 +211,7 @@ def _by_length(
     return torch.cat(outputs)[None]
 
 
-def gather_paths(tree: PrefixTree, device: torch.device) -> Callable[..., torch.Tensor]:
+def gather_paths(tree: PrefixTree, device: torch.device, kernel: str) -> Callable[..., torch.Tensor]:
     """Each node's tokens are the last queries of the path to it, whose keys and values are copied."""
     nodes = np.arange(len(tree.node_lengths))
     paths = layout.branch_positions(tree.node_lengths, tree.node_parents, nodes)
@@ -138,7 +223,7 @@ def gather_paths(tree: PrefixTree, device: torch.device) -> Callable[..., torch.
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         key, value = (x.index_select(0, index) for x in (key, value))
-        return varlen_causal(query[: len(tree)], key, value, *starts, *longest)[None]
+        return varlen_causal(kernel, query[: len(tree)], key, value, *starts, *longest)[None]
 
     def attend_on_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         outputs = []
@@ -170,4 +255,4 @@ def packed_attention(
         return _by_length(query, key, value, packed, scaling), None
     rows = (x[0].transpose(0, 1) for x in (query, key, value))
     longest = packed.longest
-    return varlen_causal(*rows, packed.starts, packed.starts, longest, longest, scaling)[None], None
+    return varlen_causal(packed.kernel, *rows, packed.starts, packed.starts, longest, longest, scaling)[None], None

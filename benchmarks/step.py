@@ -1,17 +1,27 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""A whole optimizer step, folded against branch by branch: Qwen3-0.6B of random bf16 weights, fused AdamW, TRL's head.
+"""A whole optimizer step, folded against branch by branch: random bf16 weights, fused AdamW, TRL's head.
 
     python -m benchmarks.step --output step.csv
     python -m benchmarks.step --modes eager compiled --checkpointing off on --only caterpillar-8k
+    python -m benchmarks.step --model qwen3.5-0.8b --checkpointing off on --only caterpillar-8k 4k+16x512
 
 Both sides train the same branches with the same weights in the same model; `loss` shows it. Branches are packed into
 micro-batches of at most `--micro-batch-tokens` and attend through the kernel that is fastest for them here:
-`kernels_ms` has the times of all that packed.py lists, for the attention of one layer. Trees are packed under the same
-budget; a tree or a branch above it is a micro-batch of its own. `--backends` are the `attn_backend` of the trees;
-`kernel` is what `auto` took. `compiled` compiles every decoder layer by itself.
+`kernels_ms` has the times of all that packed.py lists, for the attention of one layer. Where that is cuDNN, which
+breaks compiled layers into two, the fastest of the others is tried as well. Trees are packed under the same budget; a
+tree or a branch above it is a micro-batch of its own. `memory_ratio` compares the peaks of these micro-batches,
+`rows_ratio` with branches in rows as long as the longest of the trees' (or of the branches).
 
-`flop_ratio` is what the step would gain if time were FLOPs: linear layers over all tokens, the head over supervised
-ones, attention over visible pairs. `roof_share` is the share of a large matrix product's FLOP/s that a step reaches.
+`--backends` are the `attn_backend` of the trees; `kernel` is what `auto` took. `compiled` compiles every decoder layer
+by itself.
+
+`--model` is Qwen3-0.6B, or the hybrid Qwen3.5-0.8B: three of four layers are a gated delta rule. On a GPU both sides
+need the kernels of `flash-linear-attention` for it. microbatches.py says how packed branches are kept apart in its
+recurrent layers. It runs eagerly only: what follows the tree in recurrent layers is not compiled.
+
+`flop_ratio` is what the step would gain if time were FLOPs: linear layers and recurrent scans over all tokens, the
+head over supervised ones, attention over visible pairs. `bound_share` is the part of that gain which was reached.
+`roof_share` is the share of a large matrix product's FLOP/s that a step reaches.
 """
 
 from __future__ import annotations
@@ -24,27 +34,29 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 from trl.trainer.utils import add_fused_lm_head
 
 from benchmarks.common import Row, default_device, make_parser, matmul_roof, measure, peak_gib, progress, report
-from benchmarks.flops import model_config
-from benchmarks.microbatches import BranchStep, FoldedStep
+from benchmarks.flops import MODELS, model_config
+from benchmarks.microbatches import BranchStep, FoldedStep, convolution_gap, scan_starts_anew
 from benchmarks.packed import IMPLEMENTATION, packed_attention
 from benchmarks.shapes import QUICK, SHAPES, build, conversation_trees
 from hf_prefix_tree import prepare_model
+from hf_prefix_tree.attention import backend as backends
 from hf_prefix_tree.attention.backend import ATTN_BACKENDS
 from hf_prefix_tree.flops import flop_counts
 from hf_prefix_tree.tree import PrefixTree
 
 DEFAULT_SHAPES = ("caterpillar-8k", "4k+16x512", "1k+64x64", "search")
 FROM_FILE = "conversations"
-COLUMNS = ["shape", "method", "mode", "checkpointing", "backend", "kernel", "row_tokens", "ms", "low", "high"]
-COLUMNS += ["peak_gib", "roof_share", "loss", "token_ratio", "flop_ratio", "speedup", "memory_ratio", "failure"]
+COLUMNS = ["model", "shape", "method", "mode", "checkpointing", "backend", "kernel", "row_tokens", "ms", "low", "high"]
+COLUMNS += ["peak_gib", "roof_share", "loss", "token_ratio", "flop_ratio", "speedup", "bound_share"]
+COLUMNS += ["memory_ratio", "rows_ratio", "failure"]
 
 
 def make_model(
-    config: Qwen3Config, method: str, backend: str, compiled: bool, device: torch.device, dtype: torch.dtype
+    config: PreTrainedConfig, method: str, backend: str, compiled: bool, device: torch.device, dtype: torch.dtype
 ) -> torch.nn.Module:
     torch.manual_seed(0)
     with device:
@@ -105,13 +117,18 @@ def add_ratios(rows: list[Row]) -> None:
         row["flop_ratio"] = other["tflop"] / row["tflop"]
         if "ms" in row and "ms" in other:
             row["speedup"] = other["ms"] / row["ms"]
+            row["bound_share"] = row["speedup"] / row["flop_ratio"]
             if row["peak_gib"] is not None:
                 row["memory_ratio"] = row["peak_gib"] / other["peak_gib"]
+                row["rows_ratio"] = row["peak_gib"] / other["peak_gib_in_rows"]
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser = make_parser(__doc__, [*SHAPES, FROM_FILE], DEFAULT_SHAPES)
-    parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
+    parser.add_argument("--model", choices=MODELS, default=MODELS[0])
+    parser.add_argument(
+        "--modes", nargs="+", choices=("eager", "compiled"), help="both by default; of a hybrid model, eager"
+    )
     parser.add_argument("--backends", nargs="+", choices=ATTN_BACKENDS, default=["auto"])
     parser.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=["off"])
     parser.add_argument("--micro-batch-tokens", type=int, default=16_384)
@@ -125,10 +142,19 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         parser.error(f"`--only {FROM_FILE}` needs `--conversations` and `--tokenizer`")
     if FROM_FILE in args.only and args.quick:
         parser.error(f"`--quick` has a small vocabulary: leave `{FROM_FILE}` out")
+    config = model_config(args.quick, args.model)
+    gap = convolution_gap(config)
+    if gap and "compiled" in (args.modes or ()):
+        parser.error(f"`--modes compiled`: the recurrent layers of {args.model} follow a tree eagerly only")
     device = default_device(args.quick)
-    dtype, modes = (torch.float32, ["eager"]) if args.quick else (torch.bfloat16, args.modes)
+    dtype = torch.float32 if args.quick else torch.bfloat16
+    modes = ["eager"] if args.quick or gap else args.modes or ["eager", "compiled"]
+    branch_budget = args.micro_batch_tokens
+    if gap and not scan_starts_anew(config, device):
+        if device.type == "cuda":
+            raise SystemExit(f"{args.model} needs `flash-linear-attention`: without it branches can't be packed.")
+        branch_budget = gap = 0  # every branch is a row of its own
     AttentionInterface.register(IMPLEMENTATION, packed_attention)
-    config = model_config(args.quick)
     shapes: dict[str, list[PrefixTree]] = {}
     for name in args.only:
         if name == FROM_FILE:
@@ -136,43 +162,59 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         else:
             shapes[name] = [build((QUICK if args.quick else SHAPES)[name], vocab=config.vocab_size)]
     roof = matmul_roof(device, dtype)
-    steps: dict[tuple[str, str], FoldedStep | BranchStep] = {}
+    folded_steps, branch_steps, short_steps = {}, {}, {}
     kernel_times: dict[str, dict[str, float]] = {}
-    kernels: dict[str, str] = {}
     for name, trees in shapes.items():
-        steps[name, "folded"] = FoldedStep(trees, args.micro_batch_tokens, device)
-        steps[name, "branches"] = branches = BranchStep(trees, args.micro_batch_tokens, device)
-        kernel_times[name] = times = branches.time_kernels(config, device, dtype)
-        kernels[name] = min(times, key=times.__getitem__)
+        folded_steps[name] = FoldedStep(trees, args.micro_batch_tokens, device)
+        branch_steps[name] = BranchStep(trees, branch_budget, device, gap)
+        short_steps[name] = BranchStep(trees, min(branch_budget, folded_steps[name].row_tokens), device, gap)
+        kernel_times[name] = branch_steps[name].time_kernels(config, device, dtype)
     rows: list[Row] = []
+
+    def measure_branches(name: str, model: torch.nn.Module, compiled: bool, checkpointing: bool) -> Row:
+        """With the kernel of the fastest step."""
+        times = kernel_times[name]
+        tried = [min(times, key=times.__getitem__)]
+        if compiled and tried == ["cudnn"] and len(times) > 1:
+            tried.append(min(times.keys() - tried, key=times.__getitem__))
+        found: list[Row] = []
+        for kernel in tried:
+            branch_steps[name].use(kernel)
+            measured = measure_step(model, branch_steps[name], checkpointing, args.seconds, device)
+            found.append({"kernel": kernel, **measured})
+        best = min(found, key=lambda row: row.get("ms", float("inf")))
+        short_steps[name].use(best["kernel"])
+        short = measure_step(model, short_steps[name], checkpointing, 0.0, device)
+        best["peak_gib_in_rows"] = short.get("peak_gib")
+        best["kernels_ms"] = ", ".join(f"{kernel} {ms:.2f}" for kernel, ms in times.items())
+        return best
 
     def measure_all(mode: str, method: str, backend: str) -> None:
         gc.collect()  # compiled layers and hooks keep the previous model in cycles
         torch._dynamo.reset()  # no graph of another mode is used again
         model = make_model(config, method, backend, mode == "compiled", device, dtype)
         for checkpointing, (name, trees) in product(args.checkpointing, shapes.items()):
-            step = steps[name, method]
-            if isinstance(step, BranchStep):
-                step.use(kernels[name])
-            row: Row = {"shape": name, "method": method, "mode": mode, "checkpointing": checkpointing}
-            if method == "branches":
-                row["kernel"] = kernels[name]
-                row["kernels_ms"] = ", ".join(f"{kernel} {ms:.2f}" for kernel, ms in kernel_times[name].items())
-            else:
-                row |= {"backend": backend, "kernel": step.kernel(backend, config, dtype)}
+            backends._sparse.clear()  # every shape is the first row of its length
+            step = (folded_steps if method == "folded" else branch_steps)[name]
+            row: Row = {"model": args.model, "shape": name, "method": method}
+            row |= {"mode": mode, "checkpointing": checkpointing}
             stats = [tree.stats() for tree in trees]
             row |= {name: sum(getattr(own, name) for own in stats) for name in ("branch_tokens", "tree_tokens")}
             row["token_ratio"] = row["branch_tokens"] / row["tree_tokens"]
             row |= {"row_tokens": step.row_tokens, "micro_batches": len(step.losses)}
             row |= flop_counts(trees, config)[method]
-            row |= measure_step(model, step, checkpointing == "on", args.seconds, device)
+            if isinstance(step, FoldedStep):
+                row |= {"backend": backend, "kernel": step.kernel(backend, config, dtype)}
+                row |= measure_step(model, step, checkpointing == "on", args.seconds, device)
+            else:
+                row |= measure_branches(name, model, mode == "compiled", checkpointing == "on")
             if "ms" in row:
                 row |= {"roof_tflops": roof, "roof_share": row["tflop"] / row["ms"] * 1e3 / roof}
             progress(rows, row)
 
     try:
         # beyond the limit of recompilation, layers would run eagerly in silence
-        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=64):
             for mode in modes:
                 for backend in args.backends:
                     measure_all(mode, "folded", backend)

@@ -35,7 +35,8 @@ def compile_decoder_layers(model: PreTrainedModel) -> list[CompiledForward]:
         `list[CompiledForward]`: one for each layer that was not compiled yet; `remove()` undoes it.
 
     Raises:
-        `ValueError`: where the model has no decoder layers to compile, or recurrent ones.
+        `ValueError`: where the model has no decoder layers to compile, recurrent ones, or ones whose `forward`
+            something else has replaced.
     """
     backbone = backbone_of(model)
     assert backbone is not None  # every model that can be prepared has one
@@ -50,7 +51,13 @@ def compile_decoder_layers(model: PreTrainedModel) -> list[CompiledForward]:
             f"`compile_layers=True`: {type(backbone).__name__} has recurrent layers, whose scans follow the branches "
             "of each row and make no graph that serves the next. Leave it at `False`."
         )
-    return [CompiledForward(layer) for layer in layers if "forward" not in layer.__dict__]
+    own = [layer for layer in layers if not isinstance(layer.__dict__.get("forward"), CompiledForward)]
+    if any("forward" in layer.__dict__ for layer in own):
+        raise ValueError(
+            f"`compile_layers=True`: something has replaced the `forward` of {type(own[0]).__name__} (`device_map`, "
+            "offloading). Load the model without it, or leave it at `False`."
+        )
+    return [CompiledForward(layer) for layer in own]
 
 
 class CompiledForward:

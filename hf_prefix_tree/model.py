@@ -112,8 +112,9 @@ def prepare_model(
         if state.attn_backend != attn_backend:
             state.attn_backend = attn_backend
             state.verified_on.clear()
-        if compile_layers:
-            state.handles += compile_decoder_layers(base)
+        if compile_layers and (added := compile_decoder_layers(base)):
+            state.handles += added
+            state.verified_on.clear()
         return model
     check_support(base)
     state = _State(

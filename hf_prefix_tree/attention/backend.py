@@ -68,14 +68,15 @@ class AttentionCall(NamedTuple):
             kwargs: `sinks`, `window` and `chunk`.
         """
         heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
-        heads = heads if isinstance(heads, int) else 1  # where layers differ, the head sizes decide alone
+        if not (isinstance(heads, int) and isinstance(kv_heads, int | None)):
+            heads = kv_heads = 1  # where layers differ, the head sizes decide alone
         head_dim = _head_dim(config)
         return cls(
             device,
             dtype,
             length,
             heads,
-            kv_heads if isinstance(kv_heads, int) else heads,
+            heads if kv_heads is None else kv_heads,
             head_dim,
             getattr(config, "v_head_dim", None) or head_dim,
             softcap=bool(getattr(config, "attn_logit_softcapping", None)),
@@ -99,10 +100,10 @@ def choose_backend(
     The backend of a call, logged with the reason whenever either is new.
 
     `"auto"` takes FLASH where it is installed in a version that is known to be right, on a Hopper GPU, in half
-    precision, for heads of 64 or 128 without softcap and sinks, on rows of at least 48 blocks that are mostly full,
-    and agrees with Triton in a forward and a backward on the shapes at hand; FlexAttention's Triton kernels elsewhere
-    on a GPU; SDPA where FlexAttention cannot train. The sparsity is looked at once for the row lengths between two
-    powers of two.
+    precision, for heads of 64 or 128 without softcap, sinks and windows, on rows of at least 48 blocks that are mostly
+    full, and agrees with Triton in a forward and a backward at these head sizes; FlexAttention's Triton kernels
+    elsewhere on a GPU; SDPA where FlexAttention cannot train. The first row of a length between two powers of two
+    decides for all of these lengths, so that the device is waited for once.
 
     Args:
         requested (`str`): `"auto"`, or the backend to use.
@@ -131,7 +132,9 @@ def choose_backend(
     if no_flash is None:
         no_flash = _agrees_with_triton(call, mask)
     if no_flash is None:
-        return _log(requested, call, "flash", f"flash-attn-4 {_flash_version()} agrees with Triton on these shapes")
+        return _log(
+            requested, call, "flash", f"flash-attn-4 {_flash_version()} agrees with Triton at these head sizes"
+        )
     return _log(requested, call, "flex", f"no FLASH: {no_flash}")
 
 
@@ -181,6 +184,8 @@ def _why_not_flash(call: AttentionCall) -> str | None:
         return "attention sinks need gradients through the log-sum-exp, which it does not have"
     if call.softcap:
         return "its gradients under a softcap are not tested"
+    if call.window is not None or call.chunk is not None:
+        return "it fails under windows and chunks"
     if call.length > 4096 * BLOCK_SIZE:
         return f"it takes blocks of {BLOCK_SIZE} only, and rows above {4096 * BLOCK_SIZE} tokens have larger ones"
     if torch.are_deterministic_algorithms_enabled():
@@ -198,7 +203,7 @@ def _flash_version() -> Version | None:
         return None
 
 
-_sparse: dict[tuple, str | None] = {}  # reasons by device, mask and power of two of the length
+_sparse: dict[tuple, str | None] = {}  # reasons by device and power of two of the length
 _checked: dict[tuple, str | None] = {}  # reasons by device, dtype and head sizes
 
 
@@ -206,7 +211,7 @@ def _too_sparse(call: AttentionCall, mask: Callable[[], BlockMask]) -> str | Non
     blocks = call.length // BLOCK_SIZE
     if blocks < _LEAST_FLASH_BLOCKS:
         return f"rows of fewer than {_LEAST_FLASH_BLOCKS} blocks gain nothing"
-    key = (call.device, call.window, call.chunk, blocks.bit_length())
+    key = (call.device, blocks.bit_length())
     if key not in _sparse:
         found = mask()
         assert found.full_kv_num_blocks is not None
@@ -247,6 +252,8 @@ def _difference_to_triton(call: AttentionCall, mask: BlockMask) -> str | None:
     with torch.enable_grad(), torch.autocast(call.device.type, enabled=False):
         try:
             found = run(attend_flash)
+        except torch.cuda.OutOfMemoryError:
+            raise  # says nothing about the kernel
         except Exception as error:  # whatever a young kernel fails with, the reason is passed on
             return f"it failed with {type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
         expected = run(attend_flex)

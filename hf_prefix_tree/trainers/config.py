@@ -217,11 +217,6 @@ class TreeSFTConfig(SFTConfig):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}. Leave it out for no limit.")
-        if self.compile_layers and self.deepspeed:
-            raise ValueError(
-                "`compile_layers=True` cannot be used together with `deepspeed`, which hooks the modules inside each "
-                "layer. Use FSDP2, or leave it at `False`."
-            )
         if self.max_packed_tokens is not None and (self.max_length or 0) > self.max_packed_tokens:
             raise ValueError(
                 f"`max_length={self.max_length}` is above `max_packed_tokens={self.max_packed_tokens}`: a branch must "

@@ -33,7 +33,7 @@ from hf_prefix_tree.trainers.folding_rows import FoldedRows, fold_rows, row_mult
 
 logger = logging.getLogger(__name__)
 
-MIN_REUSE = 1.05
+MIN_REUSE = 1.2  # measured: at 1.1 a folded update takes 7 % longer than a stock one
 _STATE = "_hf_prefix_tree_folded"
 # What a folded call understands; any other argument falls through to the ordinary call.
 _TAKEN = {"input_ids", "attention_mask", "labels", "shift_labels", "fused_lm_head", "num_items_in_batch"}
@@ -64,7 +64,7 @@ def fold_shared_prefixes(
         model (`PreTrainedModel`, `PeftModel`, or a DDP, FSDP or DeepSpeed wrapper of one):
             The model that a TRL trainer calls. It is prepared with [`prepare_model`]. Call it before or after
             `trl.trainer.utils.add_fused_lm_head`.
-        min_reuse (`float`, *optional*, defaults to `1.05`):
+        min_reuse (`float`, *optional*, defaults to `1.2`):
             Tokens of the rows, without padding, per token of the tree row, with its padding to a multiple of 128 (on
             CPU there is none). Calls below it are not folded. 0 folds every call, `math.inf` none.
         attn_backend (`str`, *optional*):

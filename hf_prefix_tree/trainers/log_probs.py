@@ -57,7 +57,7 @@ def tree_log_probs(
             default.
         temperature (`float`, *optional*, defaults to `1.0`):
             What logits are divided by.
-        min_reuse (`float`, *optional*, defaults to `1.05`):
+        min_reuse (`float`, *optional*, defaults to `1.2`):
             As for [`~hf_prefix_tree.trainers.folded.fold_shared_prefixes`]: sequences that share less run as padded
             rows, with the same result.
 

@@ -63,6 +63,11 @@ class TreeLossMixin(_Trainer):
     def _refuse_engines(self) -> None:
         """What drops the tree mask, or weighs ranks instead of tokens."""
         refuse_engines(self.accelerator)
+        if getattr(self.args, "compile_layers", False) and self.is_deepspeed_enabled:
+            raise ValueError(
+                "`compile_layers=True` cannot be used together with DeepSpeed, which hooks the modules inside each "
+                "layer. Use FSDP2, or leave it at `False`."
+            )
         if self.args.n_gpu > 1:
             raise ValueError("`nn.DataParallel` is not supported: start one process per GPU with `accelerate launch`.")
         if not self.args.average_tokens_across_devices:

@@ -1,21 +1,25 @@
 """The benchmarks run end to end on a CPU, and what they compute beside times is right."""
 
 import csv
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import AttentionInterface
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from benchmarks import attention, fold, mask, prepare, step
-from benchmarks.flops import model_config
-from benchmarks.microbatches import pack
+from benchmarks import attention, fold, mask, packed, prepare, step
+from benchmarks.flops import MODELS, model_config
+from benchmarks.microbatches import BranchStep, pack, scan_starts_anew
 from benchmarks.packed import Packed
 from benchmarks.shapes import FOLD_SHAPES, QUICK, SHAPES, build, conversation_trees, leaf_first_rows, lightest_first
 from hf_prefix_tree.attention.mask import dense_mask
 from hf_prefix_tree.demo.dialogues import generate_dialogues
 from hf_prefix_tree.flops import flop_counts
 
+original_scan = modeling_qwen3_5.torch_chunk_gated_delta_rule
 ENVIRONMENT = {"device", "python", "torch", "transformers", "trl", "flash-attn-4", "cuda", "commit", "date"}
 
 
@@ -89,11 +93,12 @@ def test_leaf_first_is_the_same_tree_in_the_reverse_order():
     assert not visible[14 + 7, 14 : 14 + 7].any()  # the second turn does not see the first one's leaf
 
 
-@pytest.fixture(scope="module")
-def steps(tmp_path_factory):
+@pytest.fixture(scope="module", params=MODELS)
+def steps(request, tmp_path_factory):
     output = tmp_path_factory.mktemp("step") / "sub" / "step.csv"
     # rows of 128 tokens make several micro-batches of branches
     arguments = ["--quick", "--checkpointing", "off", "on", "--micro-batch-tokens", "128", "--seconds", "0"]
+    arguments += ["--model", request.param]
     return step.main([*arguments, "--output", str(output)]), read(output)
 
 
@@ -124,8 +129,83 @@ def test_step_writes_every_column(steps):
             )
             assert row["speedup"] == other["ms"] / row["ms"]
             assert row["flop_ratio"] == other["tflop"] / row["tflop"] > 1
+            assert row["bound_share"] == row["speedup"] / row["flop_ratio"]
     assert written[0]["torch"] == torch.__version__
     assert all(row["kernel"] == "sdpa" for row in rows if row["method"] == "branches")
+
+
+def test_recurrent_layers_are_measured_eagerly(capsys):
+    with pytest.raises(SystemExit):
+        step.main(["--quick", "--model", "qwen3.5-0.8b", "--modes", "eager", "compiled"])
+    assert "the recurrent layers of qwen3.5-0.8b follow a tree eagerly only" in capsys.readouterr().err
+
+
+def scan_with_boundaries(query, key, value, *, g, beta, cu_seqlens=None, **kwargs):
+    """What the kernels of flash-linear-attention do: every sequence starts from a state of zero."""
+    bounds = [0, query.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    parts = [
+        original_scan(*(x[:, i:j] for x in (query, key, value)), g=g[:, i:j], beta=beta[:, i:j], **kwargs)[0]
+        for i, j in pairwise(bounds)
+    ]
+    return torch.cat(parts, dim=1), None
+
+
+def test_packed_branches_are_apart_in_recurrent_layers(monkeypatch):
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", scan_with_boundaries)
+    monkeypatch.setitem(AttentionInterface._global_mapping, packed.IMPLEMENTATION, packed.packed_attention)
+    cpu = torch.device("cpu")
+    model = step.make_model(model_config(True, "qwen3.5-0.8b"), "branches", "auto", False, cpu, torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.fill_(-4.0)  # so that states last
+            elif parameter.dim() > 1:
+                parameter.mul_(3.0)
+    trees = [build(QUICK["search"], vocab=512)]
+
+    def run(budget, gap):
+        model.zero_grad()
+        losses = [loss(model) for loss in BranchStep(trees, budget, cpu, gap).losses]
+        sum(losses).backward()
+        return len(losses), sum(losses).item(), model.model.embed_tokens.weight.grad.clone()
+
+    rows, loss, grad = run(budget=0, gap=0)
+    one, packed_loss, packed_grad = run(budget=1024, gap=3)
+    assert (rows, one) == (4, 1)
+    assert packed_loss == pytest.approx(loss, rel=1e-6)
+    assert (packed_grad - grad).norm() < 1e-5 * grad.norm()
+    _, leaking, _ = run(budget=1024, gap=2)  # the convolution reads the token before the gap
+    assert abs(leaking - loss) > 1e-4 * loss
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", scan_without_boundaries)
+    _, leaking, _ = run(budget=1024, gap=3)
+    assert abs(leaking - loss) > 1e-4 * loss
+
+
+def scan_without_boundaries(*args, cu_seqlens=None, **kwargs):
+    return original_scan(*args, **kwargs)
+
+
+def test_a_scan_that_scans_over_boundaries_is_found(monkeypatch):
+    config = model_config(True, "qwen3.5-0.8b")
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", scan_with_boundaries)
+    assert scan_starts_anew(config, torch.device("cpu"))
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", scan_without_boundaries)
+    assert not scan_starts_anew(config, torch.device("cpu"))
+
+
+def test_kernels_that_refuse_the_heads_are_left_out(monkeypatch, capsys):
+    def refuse(*args):
+        raise AssertionError("head_dim 16\nmore")
+
+    monkeypatch.setattr(packed, "installed_kernels", lambda device: ["fa4", "sdpa"])
+    monkeypatch.setattr(packed, "varlen_causal", refuse)
+    branches = BranchStep([build(QUICK["search"])], 1024, torch.device("cpu"))
+    config = model_config(True, "qwen3.5-0.8b")
+    assert list(branches.time_kernels(config, torch.device("cpu"), torch.float32)) == ["sdpa"]
+    assert "kernel fa4 does not run here: AssertionError: head_dim 16" in capsys.readouterr().err
+    monkeypatch.setattr(packed, "installed_kernels", lambda device: ["fa4"])
+    with pytest.raises(RuntimeError, match="none of the kernels fa4 runs here"):
+        branches.time_kernels(config, torch.device("cpu"), torch.float32)
 
 
 def test_attention_agrees_with_the_dense_mask(tmp_path):
@@ -147,10 +227,12 @@ def test_attention_agrees_with_the_dense_mask(tmp_path):
 
 def test_a_wrong_kernel_is_refused(monkeypatch):
     monkeypatch.setattr(
-        attention, "gather_paths", lambda tree, device: lambda q, k, v: attention.causal(q, k, v).transpose(1, 2)
+        attention,
+        "gather_paths",
+        lambda tree, device, kernel: lambda q, k, v: attention.causal(q, k, v).transpose(1, 2),
     )
-    with pytest.raises(RuntimeError, match="is off by"):
-        attention.main(["--quick", "--only", "search", "--methods", "gather"])
+    (row,) = attention.main(["--quick", "--only", "search", "--methods", "gather"])
+    assert "is off by" in row["failure"] and "ms" not in row
 
 
 def test_mask_and_fold_rows(tmp_path):

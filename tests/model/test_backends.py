@@ -1,6 +1,8 @@
 """Which backend a call gets, with which reason, without a GPU: devices are named, FLASH is stood in for."""
 
+import copy
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,7 +57,7 @@ def test_the_choice_is_logged_once_with_its_reason(caplog):
         assert choose_backend("auto", CALL, lambda: chain(64)) == "flash"
         assert choose_backend("sdpa", CALL, never) == "sdpa"
     assert [record.getMessage() for record in caplog.records] == [
-        "Tree attention on cuda: flash, as flash-attn-4 4.0.0b36 agrees with Triton on these shapes.",
+        "Tree attention on cuda: flash, as flash-attn-4 4.0.0b36 agrees with Triton at these head sizes.",
         "Tree attention on cuda: sdpa, as it was asked for.",
     ]
 
@@ -71,6 +73,8 @@ NOT_FLASH = [
     ({"head_dim": 192, "value_dim": 128}, "head sizes 192 and 128"),
     ({"head_dim": 256, "value_dim": 256}, "head sizes 256 and 256"),
     ({"head_dim": 96, "value_dim": 96}, "head sizes 96 and 96"),
+    ({"window": 100}, "under windows and chunks"),
+    ({"chunk": 256}, "under windows and chunks"),
     ({"sinks": True}, "gradients through the log-sum-exp"),
     ({"softcap": True}, "softcap"),
     ({"length": 4097 * 128}, "blocks of 128 only"),
@@ -134,7 +138,6 @@ def test_short_and_sparse_rows_go_to_triton_unless_forced():
         assert choose_backend("auto", CALL._replace(length=length * 128), look) == "flex"
     assert len(looked) == 1  # the device is waited for once for each power of two
     assert choose_backend("auto", CALL._replace(length=130 * 128), lambda: chain(130)) == "flash"
-    assert choose_backend("auto", CALL._replace(window=100), lambda: chain(64)) == "flash"  # another kind of mask
     assert choose_backend("flash", CALL, never) == "flash"
 
 
@@ -197,6 +200,42 @@ def test_the_call_of_a_config():
     assert sizes(Gemma2Config(num_attention_heads=8, num_key_value_heads=4, head_dim=256))[2:] == (256, 256, True)
     latent = DeepseekV3Config(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     assert sizes(latent)[2:] == (192, 128, False)
+
+
+def test_layers_of_several_sizes_are_compared_at_one_head():
+    config = SimpleNamespace(num_attention_heads=[8, 16], num_key_value_heads=2, head_dim=128)
+    assert AttentionCall.of(config, GPU, torch.bfloat16, 1024)[3:5] == (1, 1)
+
+
+def test_no_memory_says_nothing_about_flash(monkeypatch):
+    def attend(*args):
+        raise torch.cuda.OutOfMemoryError
+
+    monkeypatch.setattr(backend, "attend_flash", attend)
+    monkeypatch.setattr(backend, "_checked", {})
+    call = CALL._replace(device=torch.device("cpu"), dtype=torch.float32, length=4 * 128)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        backend._agrees_with_triton(call, lambda: chain(4))
+    assert not backend._checked
+
+
+def test_the_kernel_that_was_chosen_is_what_runs(monkeypatch):
+    """As on a GPU: the choice reaches every layer with its block mask."""
+    import hf_prefix_tree.attention.interface as interface
+
+    row = concatenate_trees(random_forest(0), pad_token_id=0)
+    ran = []
+    for name in ("attend_flash", "attend_flex"):
+        run = lambda *args, own=name, **kwargs: ran.append(own) or dense_standin()(*args[:4])  # noqa: E731
+        monkeypatch.setattr(interface, name, run)
+    for chosen in ("flash", "flex"):
+        model = make_model("qwen3")
+        expected = prepare_model(copy.deepcopy(model))(**row).loss
+        with monkeypatch.context() as patch:
+            patch.setattr(interface, "choose_backend", lambda *args, own=chosen: own)
+            ran.clear()
+            assert prepare_model(model)(**row).loss.item() == pytest.approx(expected.item(), rel=1e-12)
+        assert set(ran) == {f"attend_{chosen}"} and len(ran) % len(model.model.layers) == 0
 
 
 def test_sinks_are_known_before_the_call(monkeypatch):

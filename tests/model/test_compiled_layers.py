@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from models import CONFIGS, gradients, make_model, random_forest, relative_error
 from peft import LoraConfig, get_peft_model
 from torch._dynamo.utils import counters
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
 from hf_prefix_tree import compilation, prepare_model, unprepare_model
 from hf_prefix_tree.batch import concatenate_trees
+from hf_prefix_tree.model import ensure_verified, is_prepared
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +55,8 @@ def pair(name):
     model = make_model(name).train()
     compiled = copy.deepcopy(model)
     prepare_model(model)
-    prepare_model(compiled)  # verified before it is compiled, which saves the graph without gradients
     prepare_model(compiled, compile_layers=True)
+    counters.clear()  # of the self-check, which has a graph without gradients
     return model, compiled
 
 
@@ -79,9 +81,8 @@ def test_checkpointing_stays_outside_the_graph(use_reentrant):
     finally:
         compilation._run = run
     assert len(calls) == 2 * 2 * 2  # rows, layers, forward and recomputation
-    assert counters["stats"]["unique_graphs"] == (
-        2 if use_reentrant else 1
-    )  # reentrant: one of them without gradients
+    # reentrant: one of them without gradients, in training mode
+    assert counters["stats"]["unique_graphs"] == (2 if use_reentrant else 1)
 
 
 def test_lora():
@@ -105,6 +106,35 @@ def test_only_calls_with_a_tree_run_compiled():
     (row,) = rows(1)
     compiled(**row)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_hooks_that_come_later_are_seen():
+    model, compiled = pair("qwen3")
+    batches = rows(1)
+    assert_same(model, compiled, batches)
+    before = runs(model, batches)[0]["loss"]
+    for own in (model, compiled):
+        own.model.layers[0].mlp.register_forward_hook(lambda module, args, output: 2 * output)
+    assert runs(model, batches)[0]["loss"] != before
+    assert_same(model, compiled, batches)
+
+
+def test_a_layer_with_another_forward_is_refused():
+    model = make_model("qwen3")
+    add_hook_to_module(model.model.layers[1], ModelHook())
+    with pytest.raises(ValueError, match=r"compile_layers=True.*replaced the `forward` of Qwen3DecoderLayer"):
+        prepare_model(model, compile_layers=True)
+    assert not is_prepared(model)
+
+
+def test_compiled_layers_are_verified_again():
+    model = make_model("qwen3").train()
+    prepare_model(model)
+    ensure_verified(model, model)
+    assert not counters["stats"]
+    prepare_model(model, compile_layers=True)
+    ensure_verified(model, model)
+    assert counters["stats"]["unique_graphs"] > 0
 
 
 def test_undone_and_done_again():
