@@ -154,10 +154,11 @@ def measure_method(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
     length = -(-tokens // 128) * 128
-    leaves = [
-        torch.randn(1, n, length, heads[2], device=device, dtype=dtype, generator=generator).requires_grad_()
+    leaves = [  # tokens before heads, as in a model
+        torch.randn(1, length, n, heads[2], device=device, dtype=dtype, generator=generator).transpose(1, 2)
         for n in (heads[0], heads[1], heads[1])
     ]
+    leaves = [x.requires_grad_() for x in leaves]
     grad = torch.randn(1, length, heads[0], heads[2], device=device, dtype=dtype, generator=generator)
     grad[:, tokens:] = 0
     row: Row = {}

@@ -3,18 +3,22 @@
 
     python -m benchmarks.largest_row --only 0.6b 4b 8b --output largest_row_h100.csv
 
-A step is a forward and a backward of one row of caterpillars, with weights, gradients and AdamW's state in place
-(`lora`, `qlora`: those of the adapter). Peak memory is a line in the row's length: measured at two lengths, and the
-length that fills the GPU is tried, and cut by 5 % until it fits. `peak_gib` is that of the largest row.
+Options: `plain`, `checkpointing`, and on top of checkpointing `offloading` (what layers keep waits in the CPU's
+memory), `lora` and `qlora` (which needs bitsandbytes). A step is a forward and a backward of one row of caterpillars,
+with weights, gradients and AdamW's state in place, all of them in bfloat16 (`lora`, `qlora`: gradients and state of
+the adapter only, in float32). DDP with `bf16` keeps the same; `examples/accelerate/fsdp2.yaml` keeps its share in
+float32. Peak memory is a line in the row's length: measured at two lengths, and the length that fills the GPU is
+tried, and cut by 5 % until it fits. `peak_gib` is that of the largest row.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
+import importlib.util
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -73,53 +77,81 @@ def make_model(shape: str, option: str, device: torch.device, dtype: torch.dtype
     return model.train()
 
 
-def measure_option(shape: str, option: str, args: Any, device: torch.device) -> Row:
-    row: Row = {"shape": shape, "option": option}
-    dtype = torch.float32 if args.quick else torch.bfloat16
+def attempt(step: Callable[[int], float], tokens: int) -> float | None:
+    """Peak memory of a step in GiB, `None` where it runs out of memory."""
     try:
-        model = make_model(shape, option, device, dtype)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
-        offload = option == "offloading" and device.type == "cuda"
-
-        def step(tokens: int) -> float:
-            batch = make_row(tokens, device)
-
-            def run() -> None:
-                with get_act_offloading_ctx_manager(model) if offload else nullcontext():
-                    model(**batch, fused_lm_head=True).log_probs.mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
-            run()  # the optimizer's state, and compiled kernels
-            return peak_gib(run, device) or 0.0
-
-        short, long = (1536, 3072) if args.quick else (4096, 8192)
-        peaks = step(short), step(long)
-        slope = (peaks[1] - peaks[0]) / (long - short)
-        row |= {"gib_fixed": peaks[0] - slope * short, "kib_per_token": slope * 2**20}
-        if device.type != "cuda":
-            return row
-        total = torch.cuda.get_device_properties(device).total_memory / 2**30
-        tokens = int((0.96 * total - row["gib_fixed"]) / slope)
+        return step(tokens)
     except torch.cuda.OutOfMemoryError:
-        return row | {"failure": "out of memory"}
-    while tokens > long:
-        tokens = min(tokens, args.most) // BLOCK_SIZE * BLOCK_SIZE
-        try:
-            return row | {"peak_gib": step(tokens), "largest_row": tokens}
-        except torch.cuda.OutOfMemoryError:
-            optimizer.zero_grad()
-            gc.collect()
+        return None
+
+
+def find_largest(step: Callable[[int], float], short: int, long: int, most: int, total: float) -> Row:
+    """
+    The longest row, up to `most` tokens, that `step` gets through.
+
+    Args:
+        step (`Callable`): Peak memory in GiB of a step on so many tokens; raises where there is too little.
+        short, long (`int`): Lengths that the line is drawn through.
+        most (`int`): Longest row to try.
+        total (`float`): GiB of the GPU.
+    """
+    peak = attempt(step, short)
+    if peak is None:
+        return {"failure": f"out of memory at {short} tokens"}
+    fits, tokens, row = short, int(0.95 * long), {}
+    longer = attempt(step, long)
+    if longer is not None:
+        slope = (longer - peak) / (long - short)
+        row = {"gib_fixed": peak - slope * short, "kib_per_token": slope * 2**20}
+        fits, peak, tokens = long, longer, int((0.96 * total - row["gib_fixed"]) / slope)
+    tokens = min(tokens, most) // BLOCK_SIZE * BLOCK_SIZE
+    while tokens > fits:
+        found = attempt(step, tokens)
+        if found is not None:
+            fits, peak = tokens, found
+        tokens = int(0.95 * tokens) // BLOCK_SIZE * BLOCK_SIZE
+    return row | {"largest_row": fits, "peak_gib": peak}
+
+
+def measure_option(shape: str, option: str, args: Any, device: torch.device) -> Row:
+    row: Row = {"shape": shape, "option": option, "checkpointing": option != "plain"}
+    if option == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
+        return row | {"failure": "bitsandbytes is not installed"}
+    try:
+        model = make_model(shape, option, device, torch.float32 if args.quick else torch.bfloat16)
+    except torch.cuda.OutOfMemoryError:
+        return row | {"failure": "out of memory, the model"}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    # Once for each model: making it hangs hooks on the head.
+    is_offloading = option == "offloading" and device.type == "cuda"
+    context = get_act_offloading_ctx_manager(model) if is_offloading else nullcontext()
+
+    def step(tokens: int) -> float:
+        optimizer.zero_grad()  # what a step that ran out of memory left
+        gc.collect()
+        if device.type == "cuda":
             torch.cuda.empty_cache()
-            tokens = int(0.95 * tokens)
-    return row | {"largest_row": long, "peak_gib": peaks[1]}
+        batch = make_row(tokens, device)
+
+        def run() -> None:
+            with context:
+                model(**batch, fused_lm_head=True).log_probs.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        run()  # the optimizer's state, and compiled kernels
+        return peak_gib(run, device) or 0.0
+
+    if device.type != "cuda":
+        step(1536)
+        return row
+    total = torch.cuda.get_device_properties(device).total_memory / 2**30
+    return row | find_largest(step, 4096, 8192, args.most, total)
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser = make_parser(__doc__, SHAPES)
-    parser.add_argument(
-        "--options", nargs="+", choices=OPTIONS, default=["plain", "checkpointing", "offloading", "lora"]
-    )
+    parser.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS))
     parser.add_argument("--most", type=int, default=262_144, help="longest row to try, in tokens")
     args = parser.parse_args(argv)
     device = default_device(args.quick)

@@ -139,13 +139,13 @@ def _(
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _keep(context: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    context.save_for_backward(*inputs[:3], *output, *inputs[3:5])
-    context.numbers = inputs[5:]
+def _keep(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:5])
+    ctx.numbers = inputs[5:]
 
 
-def _differentiate(context: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    return *_fa4_backward(grad, *context.saved_tensors, *context.numbers), *[None] * 5
+def _differentiate(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    return *_fa4_backward(grad, *ctx.saved_tensors, *ctx.numbers), *[None] * 5
 
 
 _fa4.register_autograd(_differentiate, setup_context=_keep)

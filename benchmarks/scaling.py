@@ -1,22 +1,32 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """The published comparison on any number of GPUs: whole training steps of the trainers, on 64 caterpillars.
 
-    torchrun --nproc-per-node 2 -m benchmarks.scaling --output scaling_2.csv
-    accelerate launch --config_file examples/accelerate/fsdp2.yaml --num_processes 8 --module benchmarks.scaling \\
-        --shape 8b --output scaling_8b_8.csv
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.scaling --checkpointing --output scaling_2.csv
+    accelerate launch --config_file examples/accelerate/fsdp2.yaml --num_processes 4 --module benchmarks.scaling \\
+        --shape 8b --checkpointing --output scaling_8b_4.csv
 
 Modes: `tree` (folded trees), `per_branch` (TRL's SFTTrainer on the branches), `grouped` (the trees branch by branch)
-and `flat_steps` (SFTTrainer on one sample per turn, each token supervised once). A step of the `published` coverage
-has 4 trees, or 16 branches or samples, over all GPUs (at least one for each); of the `equal` coverage the baselines
-take as many branches as 4 trees hold, 20.4 each. `--trees-per-step` makes steps larger, whose trees can be balanced.
-Times are the median of all steps but the first, `ms_per_branch` is a step over the branches (for `flat_steps`:
-samples) that it covers, and memory is the peak of the fullest GPU. `flop_ratio` is what `tree` would gain per branch
-if time were FLOPs.
+and `flat_steps` (SFTTrainer on one sample per turn, each token supervised once). A step has 4 trees over all GPUs, at
+least one for each; `--trees-per-step` makes it larger, so that its trees can be balanced. For each of these trees a
+baseline's step has 4 rows at the `published` coverage, and as many as a tree has branches, 20.4, at the `equal` one.
+
+A step lasts from the end of the one before, so that it includes reading its rows, until the slowest rank is done.
+`ms` is the median of all steps but the first, `ms_per_branch` that over the branches (for `flat_steps`: samples) of a
+step, `imbalance` the mean of `tree/imbalance`, and `peak_gib` the fullest GPU's from the first step on. `flop_ratio`
+is what `tree` would gain per branch if time were FLOPs. With `bfloat16` DDP trains weights and optimizer states in
+bfloat16, FSDP2 keeps them in float32 (`weights`); FSDP2 reduces gradients in every micro-batch, since they would be
+whole on each GPU until then.
+
+The CSV file is written before and after each mode, so that a launch that dies leaves what it had, and the mode that it
+died in with the `failure`. Where one rank of several runs out of memory, the launch ends: `--append` adds the modes
+that are left, in a launch of their own.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
+import csv
 import gc
 import os
 import statistics
@@ -24,6 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +47,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from benchmarks.common import Row, default_device, make_parser, progress, report
+from benchmarks.common import Row, default_device, environment, make_parser, progress, report
 from benchmarks.flops import model_config
 from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer
 from hf_prefix_tree.baselines import per_branch
@@ -56,8 +67,9 @@ SHAPES = {
     "4b": (151_936, 2560, 9728, 36, 32, 8, True),
     "8b": (151_936, 4096, 12_288, 36, 32, 8, False),
 }
-# As `torchrun` and `accelerate launch` say; the process group starts with the first trainer.
+# As `torchrun` and `accelerate launch` say.
 RANKS, RANK = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+IS_FSDP = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"
 COLUMNS = ["mode", "coverage", "shape", "dtype", "gpus", "engine", "rows_per_step", "ms", "low", "high", "peak_gib"]
 COLUMNS += ["ms_per_branch", "loss", "imbalance", "flop_ratio", "failure"]
 
@@ -126,17 +138,21 @@ def turn_samples(tree: PrefixTree) -> list[Row]:
 
 
 class Clock(TrainerCallback):
-    """Seconds of every optimizer step; the peak of the GPU's memory is that of all of them."""
+    """Seconds of every optimizer step with the reading of its rows; the GPU's peak memory starts with the first."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.seconds = device, []
-        self.start = 0.0
+        self.last = 0.0
 
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.start = self._now()
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.last = self._now()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # making the model and sharding it may have taken more
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.seconds.append(self._now() - self.start)
+        now = self._now()
+        self.seconds.append(now - self.last)
+        self.last = now
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -157,19 +173,19 @@ def baseline_rows(mode: str, trees: Sequence[PrefixTree]) -> list[Row]:
 
 
 def rows_per_step(mode: str, coverage: str, trees: Sequence[PrefixTree], trees_per_step: int, ranks: int) -> int:
-    """Rows of a step over all ranks, a multiple of them."""
+    """Rows of a step over all ranks, a multiple of them; a baseline's cover the trees that a step has there."""
+    in_step = max(1, round(trees_per_step / ranks)) * ranks
     if mode in ("tree", "grouped"):
-        wanted = float(trees_per_step)
-    elif coverage == "published":
-        wanted = float(trees_per_step * BRANCHES_PER_TREE)
-    else:
-        wanted = trees_per_step * set_figures(trees)["branches"]
-    return max(1, round(wanted / ranks)) * ranks
+        return in_step
+    per_tree = BRANCHES_PER_TREE if coverage == "published" else set_figures(trees)["branches"]
+    return max(1, round(in_step * per_tree / ranks)) * ranks
 
 
 def make_trainer(mode: str, coverage: str, trees: Sequence[PrefixTree], args: Any, device: torch.device) -> SFTTrainer:
     """The trainer of a mode; the models of all modes have the same weights."""
     dtype = getattr(torch, args.dtype)
+    # What the launcher's config says would win over `bf16=False`.
+    os.environ["ACCELERATE_MIXED_PRECISION"] = precision = "bf16" if dtype == torch.bfloat16 else "no"
     on_trees = mode in ("tree", "grouped")
     folder = tempfile.mkdtemp()
     options: dict[str, Any] = {
@@ -179,9 +195,9 @@ def make_trainer(mode: str, coverage: str, trees: Sequence[PrefixTree], args: An
         "learning_rate": 1e-5,
         "lr_scheduler_type": "constant",
         "optim": "adamw_torch_fused",
-        "bf16": dtype == torch.bfloat16 and not args.quick,
+        "bf16": dtype == torch.bfloat16,
         "gradient_checkpointing": args.checkpointing,
-        "train_sampling_strategy": "sequential",
+        "train_sampling_strategy": args.sampling,
         "max_length": None,
         "logging_steps": 1,
         "save_strategy": "no",
@@ -190,6 +206,8 @@ def make_trainer(mode: str, coverage: str, trees: Sequence[PrefixTree], args: An
         "use_cpu": args.quick,
         "ddp_find_unused_parameters": False,
     }
+    if IS_FSDP:
+        options["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(
@@ -198,60 +216,54 @@ def make_trainer(mode: str, coverage: str, trees: Sequence[PrefixTree], args: An
             attn_implementation="prefix_tree" if on_trees else args.baseline_attention,
         )
     if on_trees:
-        options |= {"mode": mode, "compile_layers": args.compile, "dataset_kwargs": {"skip_prepare_dataset": True}}
+        options |= {"mode": mode, "compile_layers": args.compile}
         rows = [{"trees": [tree.to_dict()], "tree_ids": [index]} for index, tree in enumerate(trees)]
-        return TreeSFTTrainer(
-            model=model,
-            args=TreeSFTConfig(folder, **options),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer(),
-        )
-    if args.compile:
-        for layer in model.model.layers:
-            layer.compile()
-    return SFTTrainer(
+    else:
+        rows = baseline_rows(mode, trees)
+        if args.compile:
+            for layer in model.model.layers:
+                layer.compile()
+    trainer_class, config_class = (TreeSFTTrainer, TreeSFTConfig) if on_trees else (SFTTrainer, SFTConfig)
+    trainer = trainer_class(
         model=model,
-        args=SFTConfig(folder, dataset_kwargs={"skip_prepare_dataset": True}, **options),
-        train_dataset=Dataset.from_list(baseline_rows(mode, trees)),
+        args=config_class(folder, dataset_kwargs={"skip_prepare_dataset": True}, **options),
+        train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer(),
     )
+    if trainer.accelerator.mixed_precision != precision:
+        raise RuntimeError(f"`--dtype {args.dtype}` trains with `{trainer.accelerator.mixed_precision}`")
+    return trainer
 
 
 def measure_mode(mode: str, coverage: str, trees: Sequence[PrefixTree], args: Any, device: torch.device) -> Row:
-    row: Row = {"mode": mode, "coverage": coverage, "shape": args.shape, "dtype": args.dtype, "gpus": RANKS}
-    row |= {"checkpointing": args.checkpointing, "compiled": args.compile, "attention": args.baseline_attention}
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    """Trains in a mode; every rank must call it, and gets the same figures."""
     clock = Clock(device)
     trainer = make_trainer(mode, coverage, trees, args, device)
     trainer.add_callback(clock)
-    row["engine"] = trainer.accelerator.distributed_type.value
-    try:
-        trainer.train()
-    except torch.cuda.OutOfMemoryError:
-        return row | {"failure": "out of memory"}
-    own = torch.tensor(
-        [torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0, clock.seconds[0]], device=device
-    )
-    peak, first = trainer.accelerator.gather(own[None]).amax(dim=0).tolist()
-    milliseconds = [1e3 * seconds for seconds in clock.seconds[1:]]
-    per_step = trainer.args.gradient_accumulation_steps * RANKS
+    trainer.train()
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    own = torch.tensor([peak, *clock.seconds], dtype=torch.float64, device=device)
+    peak, first, *seconds = trainer.accelerator.gather(own[None]).amax(dim=0).tolist()
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    per_step = trainer.args.gradient_accumulation_steps * RANKS
     covered = statistics.mean(entry.get("tree/branches", per_step) for entry in log[1:])
-    median = statistics.median(milliseconds)
-    return row | {
-        "rows_per_step": per_step,
+    imbalance = [entry["tree/imbalance"] for entry in log[1:] if "tree/imbalance" in entry]
+    median = 1e3 * statistics.median(seconds)
+    return {
+        "engine": trainer.accelerator.distributed_type.value,
+        "mixed_precision": trainer.accelerator.mixed_precision,
+        "weights": str(next(trainer.model_wrapped.parameters()).dtype).removeprefix("torch."),
         "branches_per_step": covered,
         "steps": len(clock.seconds),
         "first_step_s": first,
         "ms": median,
-        "low": min(milliseconds),
-        "high": max(milliseconds),
+        "low": 1e3 * min(seconds),
+        "high": 1e3 * max(seconds),
         "peak_gib": peak if device.type == "cuda" else None,
         "ms_per_branch": median / covered,
         "first_loss": log[0]["loss"],
         "loss": log[-1]["loss"],
-        "imbalance": log[-1].get("tree/imbalance"),
+        "imbalance": statistics.mean(imbalance) if imbalance else None,
         "flop_ratio": flop_ratio(trees, args.shape) if mode == "tree" else None,
     }
 
@@ -261,17 +273,84 @@ def flop_ratio(trees: Sequence[PrefixTree], shape: str) -> float:
     return counts["branches"]["tflop"] / counts["folded"]["tflop"]
 
 
+class Results:
+    """The rows of this launch; the CSV file holds them after those that it had (`--append`)."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self.path: Path | None = args.output
+        self.where = environment(device, args.commit)
+        self.rows: list[Row] = []
+        self.earlier: list[Row] = []
+        if args.append and self.path.is_file():
+            with self.path.open(newline="") as file:
+                self.earlier = list(csv.DictReader(file))
+
+    def write(self, *unfinished: Row) -> None:
+        """Writes the file, with `unfinished` rows at its end. A rank that dies while it writes leaves the old one."""
+        if self.path is None:
+            return
+        rows = [*self.earlier, *({**row, **self.where} for row in [*self.rows, *unfinished])]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        own = self.path.with_name(f"{self.path.name}.{RANK}")
+        with own.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)), restval="")
+            writer.writeheader()
+            writer.writerows(rows)
+        own.replace(self.path)
+
+
+def measure(trees: Sequence[PrefixTree], args: Any, device: torch.device, state: PartialState) -> list[Row]:
+    """The rows of all modes and coverages, printed and written one by one."""
+    results = Results(args, device)
+    for mode in args.only:
+        # trees have the same step at any coverage
+        for coverage in args.coverage[:1] if mode in ("tree", "grouped") else args.coverage:
+            row: Row = {"mode": mode, "coverage": coverage, "shape": args.shape, "dtype": args.dtype, "gpus": RANKS}
+            row |= {"checkpointing": args.checkpointing, "compiled": args.compile, "sampling": args.sampling}
+            row |= {"attention": args.baseline_attention}
+            row["rows_per_step"] = rows_per_step(mode, coverage, trees, args.trees_per_step, RANKS)
+            state.wait_for_everyone()  # all have read what is there
+            if RANK == 0:
+                results.write({**row, "failure": "did not finish"})
+            state.wait_for_everyone()
+            try:
+                row |= measure_mode(mode, coverage, trees, args, device)
+            except torch.cuda.OutOfMemoryError:
+                row["failure"] = "out of memory"
+                if RANKS > 1:  # the others wait for this rank, until the launcher ends them because of its exit code
+                    results.write(row)
+                    print(f"rank {RANK}: out of memory in {mode}, {coverage}", flush=True)
+                    os._exit(1)
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            if RANK == 0:
+                progress(results.rows, row)
+                results.write()
+            else:
+                results.rows.append(row)
+            if "failure" in row:
+                break  # more rows in a step need as much memory
+    return results.rows
+
+
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser = make_parser(__doc__, MODES)
+    parser.add_argument("--append", action="store_true", help="keep the rows that `--output` has")
     parser.add_argument("--coverage", nargs="+", choices=("published", "equal"), default=["published", "equal"])
     parser.add_argument("--shape", choices=[*SHAPES, "quick"], default="0.6b")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--trees-per-step", type=int, default=4, help="over all GPUs; 4 were published")
+    parser.add_argument("--sampling", choices=("sequential", "group_by_length"), default="sequential")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
     parser.add_argument("--compile", action="store_true", help="compile every decoder layer by itself")
     parser.add_argument("--baseline-attention", default="sdpa", help="attention of the modes without trees")
     args = parser.parse_args(argv)
+    if args.append and args.output is None:
+        parser.error("`--append` needs `--output`, the CSV file to add to")
+    if args.steps < 2:
+        parser.error(f"`--steps {args.steps}`: the first step is not counted, at least 2 are needed")
     device = default_device(args.quick)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -283,27 +362,13 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     else:
         trees = caterpillar_set()
         check_figures(set_figures(trees))
-    is_main = RANK == 0
-    if is_main:
+    if RANK == 0:
         print("  ".join(f"{name}={value:.2f}" for name, value in set_figures(trees).items()), flush=True)
-    rows: list[Row] = []
-    for mode in args.only:
-        for coverage in args.coverage:
-            if mode in ("tree", "grouped") and coverage != args.coverage[0]:
-                continue  # the same step
-            row = measure_mode(mode, coverage, trees, args, device)
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-            if is_main or "failure" in row:
-                progress(rows, row)
-            if "failure" in row:
-                break
-    if is_main:
-        rows = report(rows, COLUMNS, device, args)
-    if any("failure" in row for row in rows):
-        raise SystemExit("out of memory")  # the launcher then ends the ranks that wait
-    PartialState().destroy_process_group()
+    state = PartialState(cpu=args.quick)  # starts the process group
+    rows = measure(trees, args, device, state)
+    if RANK == 0:  # the file is written
+        rows = report(rows, COLUMNS, device, argparse.Namespace(output=None, commit=args.commit))
+    state.destroy_process_group()
     return rows
 
 

@@ -10,7 +10,9 @@ micro-batches of at most `--micro-batch-tokens` and attend through the kernel th
 `kernels_ms` has the times of all that packed.py lists, for the attention of one layer. Where that is cuDNN, which
 breaks compiled layers into two, the fastest of the others is tried as well. Trees are packed under the same budget; a
 tree or a branch above it is a micro-batch of its own. `memory_ratio` compares the peaks of these micro-batches,
-`rows_ratio` with branches in rows as long as the longest of the trees' (or of the branches).
+`rows_ratio` with branches in rows as long as the longest of the trees' (or of the branches). A step is one tree of a
+shape; `--fill` takes as many as fill a micro-batch, as training does: costs of a step that no token has a part in
+(optimizer, calls from the host) then weigh as little on both sides.
 
 `--backends` are the `attn_backend` of the trees; `kernel` is what `auto` took. `compiled` compiles every decoder layer
 by itself.
@@ -50,7 +52,20 @@ from hf_prefix_tree.tree import PrefixTree
 
 DEFAULT_SHAPES = ("caterpillar-8k", "4k+16x512", "1k+64x64", "search")
 FROM_FILE = "conversations"
-COLUMNS = ["model", "shape", "method", "mode", "checkpointing", "backend", "kernel", "row_tokens", "ms", "low", "high"]
+COLUMNS = [
+    "model",
+    "shape",
+    "method",
+    "mode",
+    "checkpointing",
+    "backend",
+    "kernel",
+    "trees",
+    "row_tokens",
+    "ms",
+    "low",
+    "high",
+]
 COLUMNS += ["peak_gib", "roof_share", "loss", "token_ratio", "flop_ratio", "speedup", "bound_share"]
 COLUMNS += ["memory_ratio", "rows_ratio", "failure"]
 
@@ -132,6 +147,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--backends", nargs="+", choices=ATTN_BACKENDS, default=["auto"])
     parser.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=["off"])
     parser.add_argument("--micro-batch-tokens", type=int, default=16_384)
+    parser.add_argument("--fill", action="store_true", help="as many trees of a shape as fill a micro-batch")
     parser.add_argument("--seconds", type=float, default=1.5, help="time for the repeats of one measurement")
     parser.add_argument("--conversations", type=Path, help=f"JSONL file for `--only {FROM_FILE}`")
     parser.add_argument("--tokenizer", help="tokenizer with a chat template, for `--conversations`")
@@ -160,7 +176,9 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         if name == FROM_FILE:
             shapes[name] = conversation_trees(args.conversations, args.tokenizer, args.tools, args.trees)
         else:
-            shapes[name] = [build((QUICK if args.quick else SHAPES)[name], vocab=config.vocab_size)]
+            nodes = (QUICK if args.quick else SHAPES)[name]
+            copies = max(1, args.micro_batch_tokens // sum(length for _, length, _ in nodes)) if args.fill else 1
+            shapes[name] = [build(nodes, seed, config.vocab_size) for seed in range(copies)]
     roof = matmul_roof(device, dtype)
     folded_steps, branch_steps, short_steps = {}, {}, {}
     kernel_times: dict[str, dict[str, float]] = {}
@@ -201,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             stats = [tree.stats() for tree in trees]
             row |= {name: sum(getattr(own, name) for own in stats) for name in ("branch_tokens", "tree_tokens")}
             row["token_ratio"] = row["branch_tokens"] / row["tree_tokens"]
-            row |= {"row_tokens": step.row_tokens, "micro_batches": len(step.losses)}
+            row |= {"trees": len(trees), "row_tokens": step.row_tokens, "micro_batches": len(step.losses)}
             row |= flop_counts(trees, config)[method]
             if isinstance(step, FoldedStep):
                 row |= {"backend": backend, "kernel": step.kernel(backend, config, dtype)}

@@ -104,7 +104,8 @@ def flex_with_lse(
     """
     score_mod = None if softcap is None else _softcap_mod(softcap)
     attend = _triton if torch.compiler.is_compiling() else functools.partial(_call_compiled, _triton)
-    return attend(query.contiguous(), key.contiguous(), value.contiguous(), mask, score_mod, scale)
+    query, key, value = (_dense_heads(x) for x in (query, key, value))
+    return attend(query, key, value, mask, score_mod, scale)
 
 
 def attend_flash(
@@ -114,7 +115,13 @@ def attend_flash(
     FlexAttention by its FLASH backend, the kernels of `flash-attn-4`; arguments and result as for [`attend_flex`].
     """
     attend = _flash if torch.compiler.is_compiling() else functools.partial(_call_compiled, _flash)
-    return attend(query.contiguous(), key.contiguous(), value.contiguous(), mask, scale)
+    query, key, value = (_dense_heads(x) for x in (query, key, value))
+    return attend(query, key, value, mask, scale)
+
+
+def _dense_heads(states: torch.Tensor) -> torch.Tensor:
+    # Transformers lays tokens out before heads, and so do the kernels' outputs then: no copies in between.
+    return states if states.stride(-1) == 1 else states.contiguous()
 
 
 def _triton(

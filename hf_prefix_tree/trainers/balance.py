@@ -1,22 +1,28 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Which rank computes which rows of an optimizer step, so that all ranks need the same time.
+"""Which rank computes which rows of an optimizer step, so that ranks wait little for each other.
 
 A row costs its tokens (linear layers), its supervised tokens (the head) and its visible pairs (attention), in the
-proportion of the model's sizes; the number of rows, or of tokens, says little. Ranks wait for each other at every
-micro-batch under FSDP and ZeRO and at every step under DDP, so both are kept even.
+proportion of the model's sizes; the number of rows, or of tokens, says little. Ranks meet at every micro-batch, under
+FSDP and ZeRO to gather parameters and under DDP because TRL gathers its metrics there. So a step takes as long as the
+slowest batch of its first round, plus that of its second, and so on, and this sum is kept low.
 
 Cost: one pass over the dataset before the first step, O(n log n) an epoch for n rows.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_prefix_tree.collators.prefix_tree import DataCollatorForPrefixTree
+from hf_prefix_tree.flops import cost_per_count
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class RowCounts:
@@ -41,13 +47,36 @@ class RowCounts:
         return [sum(getattr(own, name) for own in stats) for name in names]
 
 
+def row_costs(
+    dataset: Any, counts: RowCounts, config: PretrainedConfig, num_proc: int | None = None
+) -> npt.NDArray[np.float64]:
+    """
+    FLOPs of every row.
+
+    Args:
+        dataset (`Dataset`): Of `datasets`, which keeps the counts in its cache, or of torch.
+        counts ([`RowCounts`]): What counts a row.
+        config (`PretrainedConfig`): The model's.
+        num_proc (`int`, *optional*): Processes that count the rows of a `datasets.Dataset`.
+
+    Returns:
+        float64 `[number of rows]`.
+    """
+    if hasattr(dataset, "map"):
+        options = {"batched": True, "batch_size": 64, "num_proc": num_proc, "desc": "Counting tokens and pairs"}
+        found = dataset.with_format(None).map(counts, remove_columns=dataset.column_names, **options)["counts"]
+    else:
+        found = [counts.of(dataset[index]) for index in range(len(dataset))]
+    return np.array(list(found), dtype=np.float64) @ cost_per_count(config)
+
+
 def deal(costs: npt.NDArray[np.float64], ranks: int, batch_size: int) -> npt.NDArray[np.int64]:
     """
     The order in which the rows of a step are read: batch after batch, where batch i goes to rank i % ranks.
 
-    Each row, the heaviest first, goes to the rank with the least work that has room; then rows are exchanged with the
-    most loaded rank as long as that helps. A rank reads its heaviest rows first, so that rows of the same micro-batch
-    cost alike.
+    Each row, the heaviest first, goes to the batch with the least work that has room. Batches that cost alike make a
+    round, in which rows are exchanged with the heaviest batch as long as that helps; and a round's heaviest batch goes
+    to the rank with the least work so far. Batches of one row are dealt as well as they can be.
 
     Args:
         costs (float64 `[n]`): Cost of each row; n is a multiple of `ranks * batch_size`.
@@ -65,35 +94,50 @@ def deal(costs: npt.NDArray[np.float64], ranks: int, batch_size: int) -> npt.NDA
 
     ```
     """
-    room = len(costs) // ranks
-    own: list[list[int]] = [[] for _ in range(ranks)]
-    work = np.zeros(ranks)
+    batches: list[list[int]] = [[] for _ in range(len(costs) // batch_size)]
+    lightest = [(0.0, batch) for batch in range(len(batches))]  # a heap of those that have room
     for row in np.argsort(-costs, kind="stable").tolist():
-        rank = min((r for r in range(ranks) if len(own[r]) < room), key=lambda r: work[r])
-        own[rank].append(row)
-        work[rank] += costs[row]
+        work, batch = heapq.heappop(lightest)
+        batches[batch].append(row)
+        if len(batches[batch]) < batch_size:
+            heapq.heappush(lightest, (work + costs[row], batch))
+    batches.sort(key=lambda batch: -costs[batch].sum())
+    order: list[int] = []
+    of_ranks = np.zeros(ranks)
+    for start in range(0, len(batches), ranks):
+        own = batches[start : start + ranks]
+        of_batches = _even_out(costs, own)
+        places = np.empty(ranks, dtype=np.int64)
+        places[np.argsort(of_ranks, kind="stable")] = np.argsort(-of_batches, kind="stable")
+        of_ranks += of_batches[places]
+        order += [row for place in places for row in own[place]]
+    return np.array(order, dtype=np.int64)
+
+
+def _even_out(costs: npt.NDArray[np.float64], own: list[list[int]]) -> npt.NDArray[np.float64]:
+    """Exchanges rows of the heaviest batch with others' as long as that helps; returns the work of each batch."""
+    work = np.array([costs[rows].sum() for rows in own])
     while (swap := _best_swap(costs, own, work)) is not None:
-        most, i, rank, j = swap
-        change = costs[own[most][i]] - costs[own[rank][j]]
-        own[most][i], own[rank][j] = own[rank][j], own[most][i]
+        most, i, other, j = swap
+        change = costs[own[most][i]] - costs[own[other][j]]
+        own[most][i], own[other][j] = own[other][j], own[most][i]
         work[most] -= change
-        work[rank] += change
-    rows = np.array([sorted(rank, key=lambda row: -costs[row]) for rank in own], dtype=np.int64)  # [rank, round]
-    return rows.reshape(ranks, -1, batch_size).swapaxes(0, 1).reshape(-1)
+        work[other] += change
+    return work
 
 
 def _best_swap(
     costs: npt.NDArray[np.float64], own: list[list[int]], work: npt.NDArray[np.float64]
 ) -> tuple[int, int, int, int] | None:
-    """The exchange of two rows that relieves the most loaded rank most, without loading another one as much."""
+    """The exchange of two rows that relieves the heaviest batch most, without loading another one as much."""
     most = int(work.argmax())
     best, found = work[most] * (1 - 1e-6), None
-    for rank, rows in enumerate(own):
-        if rank == most:
+    for other, rows in enumerate(own):
+        if other == most:
             continue
         change = costs[own[most]][:, None] - costs[rows][None]
-        heavier = np.maximum(work[most] - change, work[rank] + change)
+        heavier = np.maximum(work[most] - change, work[other] + change)
         i, j = np.unravel_index(heavier.argmin(), heavier.shape)
         if heavier[i, j] < best:
-            best, found = heavier[i, j], (most, int(i), rank, int(j))
+            best, found = heavier[i, j], (most, int(i), other, int(j))
     return found

@@ -104,9 +104,10 @@ class TreeSFTConfig(SFTConfig):
     > cut most agent dialogues before their first supervised token. `per_device_train_batch_size` and
     > `per_device_eval_batch_size` are `1` instead of `8`, as trees are large and those of a batch share one row.
     >
-    > With several processes the rows of a step are dealt so that each computes as much (`tree/imbalance` in the logs).
-    > That needs some rows to choose from: `gradient_accumulation_steps` of 4, or
-    > `train_sampling_strategy="group_by_length"`, under which the rows of a step cost alike.
+    > With several processes the rows of a step are dealt so that these wait little for each other (`tree/imbalance` in
+    > the logs). As they meet at every micro-batch, that needs several rows in each: `per_device_train_batch_size` of 4
+    > with fewer `gradient_accumulation_steps`. `train_sampling_strategy="group_by_length"` helps, too: the rows of a
+    > step then cost alike.
     """
 
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "chat_template_kwargs", "column_names"]  # noqa: RUF012

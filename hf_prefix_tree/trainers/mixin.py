@@ -7,8 +7,8 @@ divisor is gathered once per step, in float64. Evaluation is the same ratio over
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import logging
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,9 +21,9 @@ from hf_prefix_tree.collators.prefix_tree import DataCollatorForPrefixTree
 from hf_prefix_tree.flops import cost_per_count
 from hf_prefix_tree.loss import safe_divisor
 from hf_prefix_tree.model import ensure_verified, prepare_model
-from hf_prefix_tree.trainers.balance import RowCounts
-from hf_prefix_tree.trainers.engines import refuse_engines
-from hf_prefix_tree.trainers.padding import PaddedDataset, fill_uneven_steps
+from hf_prefix_tree.trainers.balance import RowCounts, row_costs
+from hf_prefix_tree.trainers.engines import earlier_gradients_aside, keep_output_dtype, refuse_engines
+from hf_prefix_tree.trainers.padding import fill_uneven_steps, padded
 from hf_prefix_tree.trainers.sampling import STRATEGIES, StepSampler, linked_rows, split_tree_ids
 
 if TYPE_CHECKING:
@@ -31,26 +31,31 @@ if TYPE_CHECKING:
 else:
     _Trainer = object
 
+logger = logging.getLogger(__name__)
+
 
 class TreeLossMixin(_Trainer):
     """
     Put it before a Trainer: `class MyTrainer(TreeLossMixin, Trainer)`.
 
     Prepares the model, normalises the loss over the whole optimizer step, evaluates exactly, and logs `loss/sum`,
-    `loss/token_count` (the summed weights, so that their ratio is the loss), `tree/branches`, `tree/tokens`,
-    `tree/token_ratio`, `tree/pair_ratio`, `tree/padding` (share of padding tokens) and `tree/imbalance` (by how much
-    the most loaded rank of a step exceeds the mean, in FLOPs), all of them over the logging window, every rank and
-    accumulation step. They come with `loss`, so every rank must log that one; anything else may be logged by any rank.
+    `loss/token_count` (the summed weights), `tree/branches`, `tree/tokens`, `tree/token_ratio`, `tree/pair_ratio`,
+    `tree/padding` (share of padding tokens) and `tree/imbalance` (by how much the most loaded rank of a micro-batch
+    exceeds the mean, in FLOPs), all of them over the logging window, every rank and accumulation step. `loss/sum` over
+    `loss/token_count` is the loss of the window's tokens; `loss` is the mean of its steps' losses, the same where
+    `logging_steps=1`. They come with `loss`, so every rank must log that one; anything else may be logged by any rank.
 
     With `DataCollatorForPrefixTree` and a training dataset of known length, the rows of a step are dealt to the ranks
-    so that each computes as much ([`deal`]), and the steps are the same on any number of ranks. With
-    `train_sampling_strategy="group_by_length"` a step holds rows that cost alike.
+    so that they wait little for each other ([`deal`]), and the steps are the same on any number of ranks. With
+    `train_sampling_strategy="group_by_length"` a step holds rows that cost alike. `dataloader_drop_last=True` leaves
+    the rows to Trainer's sampler, except where parts of split trees must stay together.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._tree_sums: dict[str, torch.Tensor] = {}
         super().__init__(*args, **kwargs)
         self._refuse_engines()
+        keep_output_dtype(self.accelerator)
         prepare_model(
             self.model,
             attn_backend=getattr(self.args, "attn_backend", "auto"),
@@ -86,19 +91,27 @@ class TreeLossMixin(_Trainer):
         stats = torch.cat([batch["tree_stats"] for batch in batch_samples]).sum(dim=0).to(device)
         tokens = torch.stack([batch["attention_mask"].sum() for batch in batch_samples]).sum().to(device)
         positions = tokens.new_tensor(sum(batch["input_ids"].numel() for batch in batch_samples))
-        supervised = torch.stack([(batch["labels"] != IGNORE_INDEX).sum() for batch in batch_samples]).sum().to(device)
-        local = torch.cat([weights[None], stats.double(), torch.stack([tokens, positions, supervised]).double()])
-        ranks = self.accelerator.gather(local[None])
-        total = ranks.sum(dim=0) / self._copies()
+        local = torch.cat([weights[None], stats.double(), torch.stack([tokens, positions]).double()])
+        ranks = self.accelerator.gather(torch.cat([local, self._work(batch_samples).to(local)])[None])
+        total = ranks[:, : len(local)].sum(dim=0) / self._copies()
         self._add("counts", total)
-        of_cost = ranks[:, [1 + STATS.index("tree_tokens"), -1, 1 + STATS.index("tree_pairs")]]
-        work = of_cost @ torch.from_numpy(cost_per_count(self.model.config)).to(of_cost)
-        self._add("work", torch.stack([work.max(), work.mean()]))
+        work = ranks[:, len(local) :]  # [rank, micro-batch]; ranks wait for each other at every micro-batch
+        self._add("work", torch.stack([work.amax(dim=0).sum(), work.mean(dim=0).sum()]))
         return total[0]
+
+    def _work(self, batch_samples: list) -> torch.Tensor:
+        """FLOPs of each micro-batch, float64 `[micro-batches]`."""
+        tokens, pairs = STATS.index("tree_tokens"), STATS.index("tree_pairs")
+        counts = []
+        for batch in batch_samples:
+            stats, supervised = batch["tree_stats"].sum(dim=0), (batch["labels"] != IGNORE_INDEX).sum()
+            counts.append(torch.stack([stats[tokens], supervised.to(stats), stats[pairs]]))
+        costs = torch.stack(counts).double()
+        return costs @ torch.from_numpy(cost_per_count(self.model.config)).to(costs)
 
     def training_step(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         ensure_verified(self.model, model)
-        with _earlier_gradients_aside(self.model) if self.get_tp_size() > 1 else nullcontext():
+        with earlier_gradients_aside(self.model) if self.get_tp_size() > 1 else nullcontext():
             return super().training_step(model, *args, **kwargs)
 
     def compute_loss(
@@ -170,7 +183,7 @@ class TreeLossMixin(_Trainer):
         # only a window's end logs "loss", on every rank; evaluations and users log too, the latter on one rank perhaps
         loss_sum = self._gathered("loss_sum") if "loss" in logs else None
         if loss_sum is not None:
-            weights, *stats, tokens, positions, _ = self._tree_sums.pop("counts").tolist()
+            weights, *stats, tokens, positions = self._tree_sums.pop("counts").tolist()
             most, mean = self._tree_sums.pop("work").tolist()
             stat = dict(zip(STATS, stats, strict=True))
             logs["loss/sum"] = loss_sum.item() / self.get_tp_size()
@@ -200,7 +213,7 @@ class TreeLossMixin(_Trainer):
         if sampler is not None:
             kwargs["sampler_fn"] = lambda _: sampler
             # the sampler fills every step; the dataset is as long, or Accelerate would cut the last metrics
-            dataset = PaddedDataset(self._remove_unused_columns(dataset, description=description), len(sampler))
+            dataset = padded(self, dataset, len(sampler), description)
         else:
             rows = self._ranks() * batch_size
             dataset = fill_uneven_steps(self, dataset, rows, is_training=is_training, description=description)
@@ -228,7 +241,14 @@ class TreeLossMixin(_Trainer):
         counts = RowCounts(collator) if isinstance(collator, DataCollatorForPrefixTree) else None
         if len(units) == len(dataset):
             in_order = strategy == "sequential" and ranks == 1
-            if in_order or args.dataloader_drop_last or counts is None or strategy not in STRATEGIES or not units:
+            if in_order or counts is None or strategy not in STRATEGIES or not units:
+                return None
+            if args.dataloader_drop_last:
+                if ranks > 1 or strategy == "group_by_length":
+                    logger.warning(
+                        "`dataloader_drop_last=True`: rows are neither dealt to ranks nor sorted by what they cost. "
+                        "Leave it at `False`: an uneven last step is filled with empty rows, not with repeated ones."
+                    )
                 return None
         elif strategy not in STRATEGIES:
             raise ValueError(
@@ -250,20 +270,8 @@ class TreeLossMixin(_Trainer):
         """FLOPs of every row; `None` where nothing is dealt or sorted by them."""
         if self._ranks() == 1 and self.args.train_sampling_strategy != "group_by_length":
             return None
-        if hasattr(dataset, "map"):
-            with self.accelerator.main_process_first():
-                rows = dataset.with_format(None).map(
-                    counts,
-                    batched=True,
-                    batch_size=64,
-                    remove_columns=dataset.column_names,
-                    num_proc=getattr(self.args, "dataset_num_proc", None),
-                    desc="Counting tokens and pairs",
-                )
-            found = rows["counts"]
-        else:
-            found = [counts.of(dataset[index]) for index in range(len(dataset))]
-        return np.array(list(found), dtype=np.float64) @ cost_per_count(self.model.config)
+        with self.accelerator.main_process_first():
+            return row_costs(dataset, counts, self.model.config, getattr(self.args, "dataset_num_proc", None))
 
     def _ranks(self) -> int:
         """Ranks that take `batch_size` rows of every round; with `split_batches` all of them do together."""
@@ -272,23 +280,6 @@ class TreeLossMixin(_Trainer):
     def _copies(self) -> int:
         """Ranks that hold the same batch."""
         return self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
-
-
-@contextmanager
-def _earlier_gradients_aside(model: torch.nn.Module) -> Iterator[None]:
-    """
-    Under tensor parallelism Transformers sums the gradients of some replicated parameters (norms of queries and keys)
-    over the ranks after every backward, those of earlier micro-batches again: they wait outside meanwhile.
-    """
-    kept = []
-    for parameter in model.parameters():
-        sharded = getattr(parameter.data, "placements", ())
-        if parameter.grad is not None and not any(placement.is_shard() for placement in sharded):
-            kept.append((parameter, parameter.grad))
-            parameter.grad = None
-    yield
-    for parameter, gradient in kept:
-        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 def without_empty_mask(inputs: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:

@@ -73,6 +73,21 @@ class PaddedStream(torch.utils.data.IterableDataset):
             self.dataset.generator.manual_seed(epoch)
 
 
+def padded(trainer: Trainer, dataset: Any, multiple: int, description: str) -> PaddedDataset:
+    """
+    `dataset` without the columns that Trainer would remove, as a [`PaddedDataset`].
+
+    Args:
+        trainer (`Trainer`): The trainer.
+        dataset (`Dataset`): Of `datasets`, or of torch, which has no columns to remove.
+        multiple (`int`): The length is a multiple of it.
+        description (`str`): As `_get_dataloader` gets it.
+    """
+    if hasattr(dataset, "column_names"):
+        dataset = trainer._remove_unused_columns(dataset, description=description)
+    return PaddedDataset(dataset, multiple)
+
+
 def fill_uneven_steps(trainer: Trainer, dataset: Any, rows: int, *, is_training: bool, description: str) -> Any:
     """
     What a trainer's `_get_dataloader` reads instead of `dataset`, so that no row is counted twice or in another epoch.
@@ -82,9 +97,6 @@ def fill_uneven_steps(trainer: Trainer, dataset: Any, rows: int, *, is_training:
         dataset (`Dataset` or `IterableDataset`): Its training or evaluation dataset.
         rows (`int`): Rows that all ranks take in a round.
         is_training (`bool`), description (`str`): As `_get_dataloader` gets them.
-
-    Raises:
-        `ValueError`: For a stream on several ranks under `dispatch_batches=True`.
     """
     args, is_distributed = trainer.args, trainer.accelerator.num_processes > 1
     if isinstance(dataset, torch.utils.data.IterableDataset):
@@ -92,20 +104,9 @@ def fill_uneven_steps(trainer: Trainer, dataset: Any, rows: int, *, is_training:
         # next epoch's first one. (It ignores `dataloader_drop_last` here.)
         multiple = rows * (args.gradient_accumulation_steps if is_training else 1)
         if is_distributed:
-            _read_on_every_rank(trainer)
+            trainer.accelerator.dataloader_config.dispatch_batches = False  # not set means `True` for streams
         return PaddedStream(dataset, multiple) if is_distributed or multiple > rows else dataset
-    if is_distributed and not (is_training and args.dataloader_drop_last) and len(dataset) % rows:
-        if hasattr(dataset, "column_names"):
-            dataset = trainer._remove_unused_columns(dataset, description=description)
-        return PaddedDataset(dataset, rows)
-    return dataset
-
-
-def _read_on_every_rank(trainer: Trainer) -> None:
-    config = trainer.accelerator.dataloader_config
-    if config.dispatch_batches:
-        raise ValueError(
-            "`accelerator_config` has `dispatch_batches=True`, which concatenates the batches of all ranks, and they "
-            "differ in size. Set it to `False`."
-        )
-    config.dispatch_batches = False  # not set means `True` for streams
+    # an evaluation is of all rows, and what is dropped in training has no last step to fill
+    drops = args.dataloader_drop_last
+    is_filled = is_distributed and not drops if is_training else is_distributed or drops
+    return padded(trainer, dataset, rows, description) if is_filled and len(dataset) % rows else dataset

@@ -19,7 +19,7 @@ from hf_prefix_tree.packing import pack_rows
 from hf_prefix_tree.trainers.balance import deal
 
 STRATEGIES = ("random", "sequential", "group_by_length")  # of `train_sampling_strategy`, those laid out here
-_WINDOW = 50  # steps whose rows are sorted by cost together, as many as Transformers takes for `group_by_length`
+_WINDOW = 50  # most steps whose rows are sorted by cost together, as many as Transformers takes for `group_by_length`
 
 
 def linked_rows(tree_ids: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -178,10 +178,13 @@ class StepSampler(Sampler[int]):
             yield rng.permutation(drawn[self.blocks[block]]).tolist()
 
     def _alike(self, units: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Shuffled units so that those one after another cost alike, within the window of some steps."""
+        """
+        Shuffled units so that those one after another cost alike, within a window: of a quarter of the steps, as in
+        Transformers, or epochs would consist of the same steps, and at least of two, or nothing would be sorted.
+        """
         if self.strategy != "group_by_length" or self.unit_costs is None:
             return units
-        window = _WINDOW * self.block_size
+        window = min(_WINDOW, max(2, len(self.blocks) // 4)) * self.block_size
         cuts = [units[start : start + window] for start in range(0, len(units), window)]
         return np.concatenate([cut[np.argsort(-self.unit_costs[cut], kind="stable")] for cut in cuts])
 

@@ -183,8 +183,9 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
         self.current_gradient_accumulation_steps = steps * len(rows)  # a router's auxiliary loss is a mean over them
         losses = []
         for index, row in enumerate(rows):
-            # Gradients are reduced once, with the last branch (unless the caller holds them back further).
-            waits = index < len(rows) - 1
+            # Gradients are reduced once, with the last branch (unless the caller holds them back further). Not under
+            # FSDP2: those that wait there are whole, and the end of an inner `no_sync` would end the caller's.
+            waits = index < len(rows) - 1 and not self.accelerator.is_fsdp2
             with self.accelerator.no_sync(model) if waits else nullcontext():
                 losses.append(super().training_step(model, row, num_items_in_batch))
         self.current_gradient_accumulation_steps = steps

@@ -4,12 +4,26 @@
 from __future__ import annotations
 
 import csv
+import gc
+import time
+import weakref
 
 import pytest
 import torch
 
 from benchmarks import largest_row, scaling
 from hf_prefix_tree.synthetic import caterpillar, caterpillar_set
+
+
+@pytest.fixture(autouse=True)
+def launched_with_bf16(monkeypatch):
+    """As `accelerate launch` with one of the configs in examples/accelerate does."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+
+
+def read(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
 
 
 def test_the_set_has_the_published_figures():
@@ -46,37 +60,117 @@ def test_flat_samples_supervise_every_token_once():
         ("tree", "published", 2, 4),
         ("tree", "equal", 8, 8),
         ("per_branch", "published", 4, 16),
+        ("per_branch", "published", 8, 32),  # of 8 trees, which a step has there
+        ("per_branch", "equal", 1, 82),
         ("per_branch", "equal", 2, 82),
-        ("flat_steps", "equal", 8, 80),
+        ("flat_steps", "equal", 8, 160),
     ],
 )
 def test_rows_of_a_step(mode, coverage, ranks, rows):
     assert scaling.rows_per_step(mode, coverage, caterpillar_set(), 4, ranks) == rows
 
 
-def test_it_runs(tmp_path):
+def test_it_runs(tmp_path, monkeypatch):
     output = tmp_path / "scaling.csv"
-    rows = scaling.main(
-        ["--quick", "--steps", "2", "--only", "tree", "grouped", "per_branch", "--output", str(output)]
-    )
+    models = []
+    make_trainer = scaling.make_trainer
+
+    def watched(*args):
+        trainer = make_trainer(*args)
+        models.append(weakref.ref(trainer.model))
+        return trainer
+
+    monkeypatch.setattr(scaling, "make_trainer", watched)
+    rows = scaling.main(["--quick", "--steps", "3", "--output", str(output)])
     by_mode = {(row["mode"], row["coverage"]): row for row in rows}
     assert set(by_mode) == {
         ("tree", "published"), ("grouped", "published"), ("per_branch", "published"), ("per_branch", "equal"),
+        ("flat_steps", "published"), ("flat_steps", "equal"),
     }  # fmt: skip
     tree, grouped = by_mode["tree", "published"], by_mode["grouped", "published"]
     assert tree["loss"] == pytest.approx(grouped["loss"], rel=1e-5) and tree["loss"] != tree["first_loss"]
     assert tree["ms_per_branch"] == tree["ms"] / 16
     assert by_mode["per_branch", "equal"]["branches_per_step"] == 16
-    with output.open() as file:
-        written = list(csv.DictReader(file))
-    assert len(written) == 4 and written[0].keys() >= {
-        "peak_gib",
-        "imbalance",
-        "flop_ratio",
-        "gpus",
-        "engine",
-        "commit",
-    }
+    assert by_mode["flat_steps", "equal"]["rows_per_step"] == 16
+    written = read(output)
+    assert [(row["mode"], row["coverage"]) for row in written] == [(row["mode"], row["coverage"]) for row in rows]
+    assert [float(row["ms"]) for row in written] == [row["ms"] for row in rows]
+    assert not any(row.get("failure") for row in written)
+    assert written[0].keys() >= {"peak_gib", "imbalance", "flop_ratio", "gpus", "engine", "commit"}
+    assert {(row["mixed_precision"], row["weights"]) for row in written} == {("no", "float32")}
+    gc.collect()
+    assert len(models) == 6 and not any(model() is not None for model in models)  # no memory that the next one counts
+
+
+def test_a_step_includes_reading_its_rows(monkeypatch):
+    make_trainer = scaling.make_trainer
+
+    def slow(*args):
+        trainer = make_trainer(*args)
+        collate = trainer.data_collator
+
+        def collator(rows):
+            time.sleep(0.1)
+            return collate(rows)
+
+        trainer.data_collator = collator
+        return trainer
+
+    monkeypatch.setattr(scaling, "make_trainer", slow)
+    (row,) = scaling.main(["--quick", "--steps", "2", "--only", "tree"])
+    assert row["low"] > 3 * 100  # the first of its four was read ahead
+
+
+def test_rows_are_appended(tmp_path):
+    output = tmp_path / "scaling.csv"
+    for options in (["tree"], ["grouped", "--append"]):
+        scaling.main(["--quick", "--steps", "2", "--output", str(output), "--only", *options])
+    tree, grouped = read(output)
+    assert (tree["mode"], grouped["mode"]) == ("tree", "grouped")
+    assert float(tree["loss"]) == pytest.approx(float(grouped["loss"]), rel=1e-5)
+    scaling.main(["--quick", "--steps", "2", "--output", str(output), "--only", "grouped"])
+    assert [row["mode"] for row in read(output)] == ["grouped"]
+    with pytest.raises(SystemExit):
+        scaling.main(["--quick", "--append"])
+
+
+@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError, RuntimeError])
+def test_failures_are_written(tmp_path, monkeypatch, error):
+    output = tmp_path / "scaling.csv"
+    make_trainer = scaling.make_trainer
+
+    def failing(mode, *args):
+        if mode == "per_branch":
+            raise error("injected")
+        return make_trainer(mode, *args)
+
+    monkeypatch.setattr(scaling, "make_trainer", failing)
+    options = ["--quick", "--steps", "2", "--output", str(output), "--only", "tree", "per_branch", "grouped"]
+    if error is RuntimeError:
+        with pytest.raises(RuntimeError, match="injected"):
+            scaling.main(options)
+    else:
+        scaling.main(options)
+    found = [(row["mode"], row["failure"], row["ms"] != "") for row in read(output)]
+    if error is RuntimeError:
+        assert found == [("tree", "", True), ("per_branch", "did not finish", False)]
+    else:  # on one GPU the other modes go on
+        assert found == [("tree", "", True), ("per_branch", "out of memory", False), ("grouped", "", True)]
+
+
+def test_sampling_reaches_the_trainer(monkeypatch):
+    strategies = []
+    make_trainer = scaling.make_trainer
+
+    def watched(*args):
+        trainer = make_trainer(*args)
+        strategies.append(trainer.args.train_sampling_strategy)
+        return trainer
+
+    monkeypatch.setattr(scaling, "make_trainer", watched)
+    scaling.main(["--quick", "--steps", "2", "--only", "tree", "--sampling", "group_by_length"])
+    scaling.main(["--quick", "--steps", "2", "--only", "tree"])
+    assert strategies == ["group_by_length", "sequential"]
 
 
 @pytest.mark.parametrize(("tokens", "filled"), [(1536, 0.4), (4096, 0.7), (50_000, 0.95)])
@@ -89,3 +183,45 @@ def test_rows_of_a_length(tokens, filled):
 def test_the_largest_row_runs():
     rows = largest_row.main(["--quick", "--options", "checkpointing", "lora"])
     assert [(row["shape"], row["option"]) for row in rows] == [("quick", "checkpointing"), ("quick", "lora")]
+
+
+def step_of(capacity):
+    """Steps of 10 GiB and 1 MiB a token, on a GPU of that capacity."""
+
+    def step(tokens):
+        if (peak := 10 + tokens / 1024) > capacity:
+            raise torch.cuda.OutOfMemoryError
+        return peak
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("capacity", "most", "largest"),
+    [
+        (79.0, 10**6, 128 * 534),  # 96 % of 80 GiB less 10 are 68,403 tokens, which fit
+        (60.0, 10**6, 128 * 390),  # they don't, and are cut by 5 % six times
+        (79.0, 20_000, 128 * 156),
+        (17.0, 10**6, 128 * 54),  # 8,192 do not fit, nor do 7,680 and 7,296
+        (14.1, 10**6, 4096),
+    ],
+)
+def test_the_largest_row_is_found(capacity, most, largest):
+    row = largest_row.find_largest(step_of(capacity), 4096, 8192, most, total=80.0)
+    assert row["largest_row"] == largest and row["peak_gib"] == 10 + largest / 1024
+    if capacity > 18:
+        assert row["gib_fixed"] == pytest.approx(10) and row["kib_per_token"] == pytest.approx(1024)
+
+
+def test_no_row_fits():
+    row = largest_row.find_largest(step_of(12.0), 4096, 8192, 10**6, total=80.0)
+    assert row == {"failure": "out of memory at 4096 tokens"}
+
+
+def test_quantized_models_are_measured_unless_told_otherwise(monkeypatch):
+    monkeypatch.setattr(largest_row.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(largest_row, "make_model", lambda *args: pytest.fail("a model was made"))
+    args = ["--quick", "--options"]
+    (row,) = largest_row.main([*args, "qlora"])
+    assert row["failure"] == "bitsandbytes is not installed"
+    assert set(largest_row.OPTIONS) == {"plain", "checkpointing", "offloading", "lora", "qlora"}

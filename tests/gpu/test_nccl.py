@@ -12,10 +12,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "trainers"))
 
-from engine_worker import FSDP2, train_and_die, train_engine, train_saving, zero
+from engine_worker import FSDP2, train_and_die, train_engine, train_saving, train_watched, zero
 from processes import run_ranks
 from runs import make_model
-from test_engines import check, read
+from test_engines import check, check_log_probs, read
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,8 +34,8 @@ ENGINES = {
 }
 
 
-def run(folder, options, ranks):
-    run_ranks(train_engine, folder, {**options, **ON_GPU}, ranks, ranks=ranks, gpus=True, timeout=180)
+def run(folder, options, ranks, function=train_engine):
+    run_ranks(function, folder, {**options, **ON_GPU}, ranks, ranks=ranks, gpus=True, timeout=180)
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +64,9 @@ def test_engines_equal_one_gpu(tmp_path, one_gpu, engine, ranks):
 
 
 def test_fsdp2_in_bf16_casts_no_weight(tmp_path, one_gpu):
-    run(tmp_path, {**FSDP2, "bf16": True}, 2)
+    run(tmp_path, {**FSDP2, "bf16": True}, 2, train_watched)
     check(tmp_path, one_gpu(bf16=True), "FSDP", rel=2e-2, apart=0.1)
+    check_log_probs(tmp_path)
 
 
 def test_tensor_parallelism(tmp_path, one_gpu):

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,10 +19,12 @@ from accelerate.state import AcceleratorState, DistributedType
 from datasets import Dataset
 from packaging.version import Version
 from peft import LoraConfig
-from runs import config, make_model, make_trees, tokenizer
-from transformers import AutoModelForCausalLM
+from runs import config, make_model, make_trees, tokenizer, tree_dataset
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from hf_prefix_tree import TreeSFTTrainer
+from hf_prefix_tree import DataCollatorForPrefixTree, TreeLossMixin, TreeSFTTrainer
+from hf_prefix_tree.batch import gather_supervised
+from hf_prefix_tree.trainers import sft
 from hf_prefix_tree.tree import Branch, fold
 
 FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}}
@@ -138,6 +141,106 @@ def train_engine(folder, options, ranks=1):
         torch.save(found, f"{folder}/weights.pt")
         Path(folder, "engine.txt").write_text(trainer.accelerator.distributed_type.value)
         Path(folder, "log.json").write_text(json.dumps(trainer.state.log_history))
+
+
+def train_watched(folder, options, ranks):
+    """[`train_engine`]; `log_probs.json` has the dtype of every micro-batch's log-probs and its gradients' error."""
+    seen = []
+
+    class Watched(sft._WeightedLogProbs):
+        def __call__(self, **inputs):
+            compute = self.model
+
+            def model(**inputs):
+                outputs = compute(**inputs)
+                weights = gather_supervised(inputs["prefix_tree"], inputs["labels"], inputs["loss_weights"]).weights
+                if outputs.log_probs.requires_grad and weights.any():
+                    expected = -weights * ranks / self.divisor
+                    own = {"dtype": str(outputs.log_probs.dtype)}
+                    seen.append(own)
+                    outputs.log_probs.register_hook(
+                        lambda gradient: own.update(error=((gradient - expected).norm() / expected.norm()).item())
+                    )
+                return outputs
+
+            self.model = model
+            return super().__call__(**inputs)
+
+    with mock.patch.object(sft, "_WeightedLogProbs", Watched):
+        train_engine(folder, options, ranks)
+    Path(folder, f"log_probs{os.environ['RANK']}.json").write_text(json.dumps(seen))
+
+
+class _PlainTrainer(TreeLossMixin, Trainer):
+    """Keeps the dtype of every loss that the model returned."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.dtypes = []
+
+    def record(self, loss_sum, inputs):
+        self.dtypes.append(str(loss_sum.dtype))
+        super().record(loss_sum, inputs)
+
+
+def plain_trainer(folder, trainer_class=_PlainTrainer, **options):
+    """A `Trainer` with the step-wide normaliser; `train_dataset` and `eval_dataset` are among the options."""
+    train_dataset = options.pop("train_dataset", None) or tree_dataset(make_trees(7))
+    eval_dataset = options.pop("eval_dataset", None)
+    options = {"optim": "sgd", "max_grad_norm": 0.0, "report_to": "none", "save_strategy": "no", **options}
+    options = {"use_cpu": True, "max_steps": 2, "logging_steps": 1, "disable_tqdm": True, **options}
+    options = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 2, **options}
+    options = {"remove_unused_columns": False, **options}
+    return trainer_class(
+        model=make_model(),
+        args=TrainingArguments(str(folder), lr_scheduler_type="constant", learning_rate=0.3, **options),
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        data_collator=DataCollatorForPrefixTree(pad_token_id=0),
+    )
+
+
+def train_plain(folder, options):
+    """Rank 0 leaves the dtypes of the losses in `dtypes.json`."""
+    allow_engines_on_cpu(options)
+    trainer = plain_trainer(folder, **options)
+    trainer.train()
+    if trainer.accelerator.is_main_process:
+        Path(folder, "dtypes.json").write_text(json.dumps(trainer.dtypes))
+
+
+def train_grouped(folder, options, ranks):
+    """[`train_engine`]; `sharded.json` has the parameters that had a gradient after each micro-batch."""
+    seen = []
+    original = TreeSFTTrainer.training_step
+
+    def training_step(trainer, model, inputs, *args, **kwargs):
+        loss = original(trainer, model, inputs, *args, **kwargs)
+        if "branch_lengths" in inputs:  # the branches of a micro-batch pass through here as well
+            gradients = sum(parameter.grad is not None for parameter in model.parameters())
+            seen.append([trainer.accelerator.sync_gradients, gradients])
+        return loss
+
+    with mock.patch.object(TreeSFTTrainer, "training_step", training_step):
+        train_engine(folder, {**options, "mode": "grouped"}, ranks)
+    Path(folder, f"sharded{os.environ['RANK']}.json").write_text(json.dumps(seen))
+
+
+def try_refused(folder, cases):
+    """Makes trainers that must be refused; rank 0 leaves what they raised in `refusals.json`."""
+    allow_engines_on_cpu({})
+    raised = {}
+    for name, options in cases.items():
+        AcceleratorState._reset_state()
+        if "parallelism_config" in options:
+            options = {**options, "parallelism_config": ParallelismConfig(**options["parallelism_config"])}
+        try:
+            with mock.patch.dict(os.environ):  # an engine is asked for in it, and the next trainer would find it there
+                make_trainer(folder, dict(options), 2)
+        except ValueError as error:
+            raised[name] = str(error)
+    if os.environ["RANK"] == "0":
+        Path(folder, "refusals.json").write_text(json.dumps(raised))
 
 
 SAVES = {

@@ -13,12 +13,24 @@ import types
 
 import pytest
 import torch
-from engine_worker import FSDP2, make_trainer, needs_deepspeed, needs_transformers, train_engine, zero
+from engine_worker import (
+    FSDP2,
+    make_trainer,
+    needs_deepspeed,
+    needs_transformers,
+    train_engine,
+    train_grouped,
+    train_plain,
+    train_watched,
+    try_refused,
+    zero,
+)
 from peft import PeftModel
 from processes import run_ranks
 from runs import config, distance, make_model, make_trees, tokenizer, tree_dataset, weights
 
 from hf_prefix_tree import TreeSFTTrainer
+from hf_prefix_tree.trainers.engines import earlier_gradients_aside, refuse_engines
 
 SAME = ("loss", "loss/sum", "loss/token_count", "grad_norm", "tree/branches", "tree/tokens", "tree/pair_ratio")
 
@@ -78,9 +90,33 @@ def test_fsdp2_with_checkpointing(tmp_path, one_process):
 
 
 def test_fsdp2_in_bf16_casts_no_weight(tmp_path, one_process):
-    """Its parameters are bfloat16, so losses are close only; sums of weights are the same to the last digits."""
-    run_ranks(train_engine, tmp_path, {**FSDP2, "bf16": True}, 2, ranks=2)
+    """Its parameters are bfloat16, so losses are close only. Log-probs and their gradients, the weights, are exact."""
+    run_ranks(train_watched, tmp_path, {**FSDP2, "bf16": True}, 2, ranks=2)
     check(tmp_path, one_process(bf16=True), "FSDP", rel=2e-2, apart=0.1)
+    check_log_probs(tmp_path)
+
+
+def check_log_probs(folder):
+    seen = [entry for rank in range(2) for entry in json.loads((folder / f"log_probs{rank}.json").read_text())]
+    assert len(seen) > 2 * 10
+    assert {entry["dtype"] for entry in seen} == {"torch.float32"}
+    assert max(entry["error"] for entry in seen) < 1e-6
+
+
+def test_fsdp2_in_bf16_casts_no_loss_of_a_plain_trainer(tmp_path):
+    run_ranks(train_plain, tmp_path, {**FSDP2, "bf16": True}, ranks=2)
+    dtypes = json.loads((tmp_path / "dtypes.json").read_text())
+    assert len(dtypes) == 2 and set(dtypes) <= {"torch.float32", "torch.float64"}
+
+
+def test_grouped_under_fsdp2(tmp_path, one_process):
+    """Branch by branch the same; and where the trainer holds gradients back, no branch shards them."""
+    run_ranks(train_grouped, tmp_path, FSDP2, 2, ranks=2)
+    check(tmp_path, one_process(), "FSDP")
+    seen = json.loads((tmp_path / "sharded0.json").read_text())
+    assert len(seen) == 2 * 10
+    for is_last, gradients in seen:
+        assert (gradients > 0) == is_last
 
 
 @needs_deepspeed
@@ -127,34 +163,68 @@ def test_checkpointing_changes_no_bit(tmp_path, one_process, reentrant):
 # ---- refused ----
 
 
-def refused(folder, **accelerator):
-    trainer = TreeSFTTrainer(
-        model=make_model(),
-        args=config(folder),
-        train_dataset=tree_dataset(make_trees(2)),
-        processing_class=tokenizer(),
-    )
-    trainer.accelerator = types.SimpleNamespace(
-        **{"parallelism_config": None, "distributed_type": trainer.accelerator.distributed_type, **accelerator}
-    )
-    trainer._refuse_engines()
+def test_engines_are_refused(tmp_path):
+    """With the engines themselves, on two ranks."""
+    cases = {
+        "none": {},
+        "context parallelism": {**FSDP2, "parallelism_config": {"cp_size": 2}},
+        "FSDP1": {**FSDP2, "fsdp_config": {**FSDP2["fsdp_config"], "version": 1, "sync_module_states": False}},
+        "dispatch": {"accelerator_config": {"dispatch_batches": True}},
+    }
+    run_ranks(try_refused, tmp_path, cases, ranks=2)
+    raised = json.loads((tmp_path / "refusals.json").read_text())
+    assert raised.keys() == cases.keys() - {"none"}
+    assert "drops the mask. Set `cp_size=1`" in raised["context parallelism"]
+    assert raised["FSDP1"].startswith("`fsdp_config` asks for FSDP1, which is not tested on trees. Set `version: 2`")
+    assert "`dispatch_batches=True`, which concatenates the batches of all ranks" in raised["dispatch"]
 
 
 @pytest.mark.parametrize(
-    ("name", "accelerator"),
-    [
-        ("drops the mask. Set `cp_size=1`", {"parallelism_config": (True, False)}),
-        ("drops the mask. Set `cp_size=1`", {"parallelism_config": (False, True)}),
-        ("Megatron-LM", {"distributed_type": "MEGATRON_LM"}),
-    ],
+    ("name", "parallelism", "engine"),
+    [("drops the mask. Set `cp_size=1` and `sp_size=1`", True, "NO"), ("Megatron-LM", False, "MEGATRON_LM")],
 )
-def test_engines_that_drop_the_mask_are_refused(tmp_path, name, accelerator):
-    if "parallelism_config" in accelerator:
-        cp, sp = accelerator["parallelism_config"]
-        accelerator = {"parallelism_config": types.SimpleNamespace(cp_enabled=cp, sp_enabled=sp)}
-    refused(tmp_path)
+def test_engines_that_are_not_installed_are_refused(name, parallelism, engine):
+    """Sequence parallelism needs DeepSpeed, Megatron-LM is a package of its own."""
+    sequence = types.SimpleNamespace(cp_enabled=False, sp_enabled=parallelism)
     with pytest.raises(ValueError, match=name):
-        refused(tmp_path, **accelerator)
+        refuse_engines(types.SimpleNamespace(parallelism_config=sequence, distributed_type=engine))
+
+
+def small_trainer(folder, model=None, **options):
+    return TreeSFTTrainer(
+        model=make_model() if model is None else model,
+        args=config(folder, **options),
+        train_dataset=tree_dataset(make_trees(2)),
+        processing_class=tokenizer(),
+    )
+
+
+def test_a_model_on_several_devices_is_refused(tmp_path):
+    model = make_model()
+    model.hf_device_map = {"": "cpu"}
+    small_trainer(tmp_path, model)
+    model = make_model()
+    model.hf_device_map = {"model": "cpu", "lm_head": "meta"}
+    with pytest.raises(ValueError, match="`device_map` spreads the layers over several devices"):
+        small_trainer(tmp_path, model)
+
+
+@needs_deepspeed
+def test_compiled_layers_are_refused_with_deepspeed(tmp_path):
+    run_ranks(try_refused, tmp_path, {"compiled": {**zero(2), "compile_layers": True}, "not": zero(2)}, ranks=2)
+    raised = json.loads((tmp_path / "refusals.json").read_text())
+    assert (
+        raised.keys() == {"compiled"}
+        and "`compile_layers=True` cannot be used together with DeepSpeed" in raised["compiled"]
+    )
+
+
+def test_compiled_layers_are_refused_where_deepspeed_is_not_installed(tmp_path):
+    trainer = small_trainer(tmp_path, compile_layers=True)
+    trainer._refuse_engines()
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(ValueError, match="`compile_layers=True` cannot be used together with DeepSpeed"):
+        trainer._refuse_engines()
 
 
 def test_data_parallel_is_refused(tmp_path):
@@ -167,3 +237,13 @@ def test_data_parallel_is_refused(tmp_path):
             train_dataset=tree_dataset(make_trees(2)),
             processing_class=tokenizer(),
         )
+
+
+def test_gradients_come_back_after_an_error():
+    model = make_model()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(KeyError), earlier_gradients_aside(model):
+        assert all(parameter.grad is None for parameter in model.parameters())
+        raise KeyError
+    assert all((parameter.grad == 1).all() for parameter in model.parameters())

@@ -1,25 +1,70 @@
-"""Streams on several ranks: every rank reads for itself, and a dispatcher that would glue batches is refused."""
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Rows that do not fill the last batch: none is dropped from an evaluation, and torch datasets are filled as well."""
 
-from types import SimpleNamespace
+from __future__ import annotations
+
+import logging
 
 import pytest
-from datasets import Dataset
-
-from hf_prefix_tree.trainers.padding import PaddedStream, fill_uneven_steps
-
-
-def trainer(dispatch_batches):
-    config = SimpleNamespace(dispatch_batches=dispatch_batches)
-    accelerator = SimpleNamespace(num_processes=2, dataloader_config=config)
-    return SimpleNamespace(args=SimpleNamespace(gradient_accumulation_steps=1), accelerator=accelerator)
+import torch
+from engine_worker import plain_trainer, train_plain
+from processes import run_ranks
+from runs import distance, make_trees, tree_dataset, weights
 
 
-def test_dispatched_streams_are_refused():
-    stream = Dataset.from_list([{"input_ids": [5]}] * 3).to_iterable_dataset()
-    with pytest.raises(ValueError, match="`dispatch_batches=True`, which concatenates the batches of all ranks"):
-        fill_uneven_steps(trainer(True), stream, 2, is_training=False, description="evaluation")
-    for given in (None, False):  # not set means `True` for streams
-        one = trainer(given)
-        filled = fill_uneven_steps(one, stream, 2, is_training=False, description="evaluation")
-        assert isinstance(filled, PaddedStream) and len(list(filled)) == 4
-        assert one.accelerator.dataloader_config.dispatch_batches is False
+class TorchDataset(torch.utils.data.Dataset):
+    """Map-style, of folded trees, without `column_names`."""
+
+    def __init__(self, number):
+        self.rows = make_trees(number)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_evaluation_is_of_all_rows(tmp_path, drop_last):
+    """5 rows in batches of 2."""
+    trees = make_trees(5, seed=1)
+    options = {"dataloader_drop_last": drop_last}
+    losses = [
+        plain_trainer(
+            tmp_path, eval_dataset=tree_dataset(trees), per_device_eval_batch_size=size, **options
+        ).evaluate()
+        for size in (5, 2)
+    ]
+    assert losses[1]["eval_loss"] == pytest.approx(losses[0]["eval_loss"], rel=1e-6)
+    four = plain_trainer(tmp_path, eval_dataset=tree_dataset(trees[:4]), **options).evaluate()["eval_loss"]
+    assert abs(four / losses[0]["eval_loss"] - 1) > 1e-4
+
+
+def test_torch_datasets(tmp_path):
+    """As those of `datasets`, where steps are laid out by `StepSampler` (shuffled), and filled on several ranks."""
+    options = {
+        "train_sampling_strategy": "random",
+        "gradient_accumulation_steps": 4,
+        "num_train_epochs": 1,
+        "max_steps": -1,
+    }
+    found = []
+    for dataset, removes in ((TorchDataset(7), True), (tree_dataset(make_trees(7)), False)):
+        trainer = plain_trainer(tmp_path, train_dataset=dataset, remove_unused_columns=removes, **options)
+        trainer.train()
+        assert trainer.state.global_step == 2
+        found.append(weights(trainer.model))
+    assert distance(*found) == 0.0
+    rows = TorchDataset(5)
+    options = {"train_dataset": rows, "eval_dataset": rows, "eval_strategy": "epoch", "remove_unused_columns": True}
+    run_ranks(train_plain, tmp_path, options, ranks=2)
+
+
+def test_what_drop_last_leaves_undealt_is_said(tmp_path, caplog):
+    options = {"dataloader_drop_last": True}
+    with caplog.at_level(logging.WARNING):
+        plain_trainer(tmp_path, **options).get_train_dataloader()
+        assert "dataloader_drop_last" not in caplog.text
+        plain_trainer(tmp_path, **options, train_sampling_strategy="group_by_length").get_train_dataloader()
+    assert "`dataloader_drop_last=True`: rows are neither dealt to ranks nor sorted by what they cost" in caplog.text
