@@ -91,7 +91,11 @@ def make_model(
 
 
 def measure_step(
-    model: torch.nn.Module, step: FoldedStep | BranchStep, checkpointing: bool, seconds: float | None, device: torch.device
+    model: torch.nn.Module,
+    step: FoldedStep | BranchStep,
+    checkpointing: bool,
+    seconds: float | None,
+    device: torch.device,
 ) -> Row:
     """Time and peak memory of a step; of its second run the memory alone where `seconds` is `None`."""
     # A learning rate of 0 does all the work of a step and leaves the weights of all runs the same.
@@ -136,7 +140,8 @@ def add_ratios(rows: list[Row]) -> None:
             row["bound_share"] = row["speedup"] / row["flop_ratio"]
             if row["peak_gib"] is not None:
                 row["memory_ratio"] = row["peak_gib"] / other["peak_gib"]
-                row["rows_ratio"] = row["peak_gib"] / other["peak_gib_in_rows"]
+                if other["peak_gib_in_rows"] is not None:
+                    row["rows_ratio"] = row["peak_gib"] / other["peak_gib_in_rows"]
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
