@@ -3,8 +3,8 @@
 
     python -m benchmarks.plot benchmarks/results/step_h100.csv --output benchmarks/results/step_h100.png
 
-One point for each shape and mode: branch tokens over tree tokens across, time of the per-branch step over that of the
-folded step up. Bars are the FLOP ratio, what the speed-up would be if time were FLOPs; the line is 1, no gain. Of
+One bar for each shape and mode, by branch tokens over tree tokens: time of the per-branch step over that of the folded
+step. Black lines are the FLOP ratio, what the speed-up would be if time were FLOPs; the grey one is 1, no gain. Of
 several backends the fastest is shown. Needs matplotlib.
 """
 
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-MARKERS = {"eager": "o", "compiled": "s"}
+BARS = {"eager": (-0.17, "#9ecae1"), "compiled": (0.17, "#2171b5")}
 
 
 def points(paths: Sequence[Path]) -> list[dict[str, str]]:
@@ -46,22 +46,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for mode, marker in MARKERS.items():
+    shapes = {row["shape"]: row for row in found}
+    place = {shape: at for at, shape in enumerate(shapes)}
+    figure, axes = pyplot.subplots(figsize=(1.5 + 1.4 * len(shapes), 4.5), layout="constrained")
+    for mode, (shift, colour) in BARS.items():
         own = [row for row in found if row["mode"] == mode]
         if own:
-            across, up = ([float(row[name]) for row in own] for name in ("token_ratio", "speedup"))
-            axes.plot(across, up, marker, label=f"{mode}, measured")
-    bounds = {row["shape"]: row for row in found}
-    across, up = ([float(row[name]) for row in bounds.values()] for name in ("token_ratio", "flop_ratio"))
-    axes.plot(across, up, "_", color="black", markersize=16, label="FLOP ratio")
-    for row in bounds.values():
-        place = (float(row["token_ratio"]), float(row["flop_ratio"]))
-        axes.annotate(row["shape"], place, xytext=(6, -10), textcoords="offset points", fontsize=8)
+            heights = [float(row["speedup"]) for row in own]
+            bars = axes.bar([place[row["shape"]] + shift for row in own], heights, 0.32, color=colour, label=mode)
+            axes.bar_label(bars, fmt="%.1fx", fontsize=8)
+    bounds = [float(row["flop_ratio"]) for row in shapes.values()]
+    axes.hlines(
+        bounds,
+        [at - 0.4 for at in place.values()],
+        [at + 0.4 for at in place.values()],
+        color="black",
+        label="FLOP ratio",
+    )
     axes.axhline(1, color="grey", linewidth=0.8)
-    axes.set(xscale="log", yscale="log", xlabel="branch tokens / tree tokens", ylabel="speed-up of a whole step")
-    axes.set_title(found[0]["device"], fontsize=9)
-    axes.legend(frameon=False)
+    labels = [f"{shape}\n{float(row['token_ratio']):.1f}" for shape, row in shapes.items()]
+    axes.set_xticks(range(len(shapes)), labels, fontsize=8)
+    axes.set(xlabel="branch tokens / tree tokens", ylabel="speed-up of a whole step over per-branch training")
+    axes.set_title(f"{found[0]['model']}, {found[0]['device']}", fontsize=9)
+    axes.legend(frameon=False, loc="upper left")
+    axes.margins(y=0.15)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.output, dpi=150)
 
