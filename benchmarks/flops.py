@@ -13,17 +13,31 @@ HYBRID_NAMES = [
     *NAMES,
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
 ]
-QWEN3_06B = (151_936, 1024, 3072, 28, 16, 8, 128)
+SHAPES = {
+    "0.6b": (151_936, 1024, 3072, 28, 16, 8, 128),
+    "4b": (151_936, 2560, 9728, 36, 32, 8, 128),
+    "8b": (151_936, 4096, 12_288, 36, 32, 8, 128),
+}
 QWEN3_SMALL = (512, 32, 48, 2, 4, 2, 8)
 QWEN3_5_08B = (248_320, 1024, 3584, 24, 8, 2, 256, 16, 16, 128, 128)
 QWEN3_5_SMALL = (512, 32, 48, 4, 4, 2, 16, 2, 2, 16, 16)
 MODELS = ("qwen3-0.6b", "qwen3.5-0.8b")
 
 
+def shape_config(shape: str) -> Qwen3Config:
+    """Qwen3 of a size in `SHAPES`, or `"quick"`."""
+    sizes = dict(zip(NAMES, QWEN3_SMALL if shape == "quick" else SHAPES[shape], strict=True))
+    return Qwen3Config(**sizes, tie_word_embeddings=shape != "8b", max_position_embeddings=65_536)
+
+
 def model_config(quick: bool, model: str = "qwen3-0.6b") -> PreTrainedConfig:
     """A model of `MODELS`, or one of its form with 2 or 4 layers. Of Qwen3.5, every 4th layer has attention."""
-    common = {"tie_word_embeddings": True, "max_position_embeddings": 65_536}
     if model == "qwen3-0.6b":
-        return Qwen3Config(**dict(zip(NAMES, QWEN3_SMALL if quick else QWEN3_06B, strict=True)), **common)
+        return shape_config("quick" if quick else "0.6b")
     sizes = QWEN3_5_SMALL if quick else QWEN3_5_08B
-    return Qwen3_5TextConfig(**dict(zip(HYBRID_NAMES, sizes, strict=True)), linear_conv_kernel_dim=4, **common)
+    return Qwen3_5TextConfig(
+        **dict(zip(HYBRID_NAMES, sizes, strict=True)),
+        linear_conv_kernel_dim=4,
+        tie_word_embeddings=True,
+        max_position_embeddings=65_536,
+    )

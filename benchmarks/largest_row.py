@@ -8,11 +8,12 @@ memory), `lora` and `qlora` (which needs bitsandbytes). A step is a forward and 
 with weights, gradients and AdamW's state in place, all of them in bfloat16 (`lora`, `qlora`: gradients and state of
 the adapter only, in float32). DDP with `bf16` keeps the same; `examples/accelerate/fsdp2.yaml` keeps its share in
 float32. Peak memory is a line in the row's length: measured at two lengths, and the length that fills the GPU is
-tried, and cut by 5 % until it fits. `peak_gib` is that of the largest row.
+tried, and cut by 5 % until it fits. `peak_gib` is that of the largest row. The CSV file is written after every row.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 import importlib.util
@@ -28,8 +29,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.trainer.utils import add_fused_lm_head
 
-from benchmarks.common import Row, default_device, make_parser, peak_gib, progress, report
-from benchmarks.scaling import SHAPES, shape_config
+from benchmarks.common import Row, default_device, environment, make_parser, peak_gib, progress, report
+from benchmarks.flops import SHAPES, shape_config
+from benchmarks.scaling import Results
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.batch import BLOCK_SIZE, concatenate_trees
 from hf_prefix_tree.synthetic import caterpillar
@@ -155,14 +157,15 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--most", type=int, default=262_144, help="longest row to try, in tokens")
     args = parser.parse_args(argv)
     device = default_device(args.quick)
-    rows: list[Row] = []
+    results = Results(args.output, environment(device, args.commit))
     for shape in ["quick"] if args.quick else args.only:
         for option in args.options:
-            progress(rows, measure_option(shape, option, args, device))
+            progress(results.rows, measure_option(shape, option, args, device))
+            results.write()
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    return report(rows, COLUMNS, device, args)
+    return report(results.rows, COLUMNS, device, argparse.Namespace(output=None, commit=args.commit))
 
 
 if __name__ == "__main__":

@@ -37,104 +37,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from accelerate import PartialState
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, TrainerCallback
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from benchmarks.common import Row, default_device, environment, make_parser, progress, report
-from benchmarks.flops import model_config
+from benchmarks.flops import SHAPES, shape_config
+from benchmarks.published import MODES, baseline_rows, check_figures, rows_per_step, set_figures
 from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer
-from hf_prefix_tree.baselines import per_branch
 from hf_prefix_tree.flops import flop_counts
-from hf_prefix_tree.rollouts import CROSS_ENTROPY_IGNORE_IDX
 from hf_prefix_tree.synthetic import caterpillar, caterpillar_set
 from hf_prefix_tree.tree import PrefixTree
 
-MODES = ("tree", "per_branch", "grouped", "flat_steps")
-BRANCHES_PER_TREE = 4  # of the published batches: 16 branches against 4 trees
-# Of the 64 published trees: means of K, tokens and longest path, and sums over branches over sums over trees.
-PUBLISHED = {"branches": 20.4, "tokens": 8004.0, "longest_path": 6615.0, "token_ratio": 8.11, "pair_ratio": 5.38}
-TOLERANCE = 0.02
-# vocabulary, hidden, MLP, layers, heads, key-value heads, tied embeddings
-SHAPES = {
-    "0.6b": (151_936, 1024, 3072, 28, 16, 8, True),
-    "4b": (151_936, 2560, 9728, 36, 32, 8, True),
-    "8b": (151_936, 4096, 12_288, 36, 32, 8, False),
-}
 # As `torchrun` and `accelerate launch` say.
 RANKS, RANK = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
 IS_FSDP = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"
 COLUMNS = ["mode", "coverage", "shape", "dtype", "gpus", "engine", "rows_per_step", "ms", "low", "high", "peak_gib"]
 COLUMNS += ["ms_per_branch", "loss", "imbalance", "flop_ratio", "failure"]
-
-
-def shape_config(name: str) -> Qwen3Config:
-    """Qwen3 of a size."""
-    if name == "quick":
-        return model_config(quick=True)
-    vocab, hidden, mlp, layers, heads, kv_heads, tied = SHAPES[name]
-    return Qwen3Config(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=128,
-        tie_word_embeddings=tied,
-        max_position_embeddings=65_536,
-    )
-
-
-def set_figures(trees: Sequence[PrefixTree]) -> dict[str, float]:
-    """The figures that were published of the 64 trees, of these ones."""
-    stats = [tree.stats() for tree in trees]
-
-    def total(name: str) -> int:
-        return sum(getattr(own, name) for own in stats)
-
-    return {
-        "branches": total("branches") / len(stats),
-        "tokens": total("tree_tokens") / len(stats),
-        "longest_path": total("longest_path") / len(stats),
-        "token_ratio": total("branch_tokens") / total("tree_tokens"),
-        "pair_ratio": total("branch_pairs") / total("tree_pairs"),
-    }
-
-
-def check_figures(figures: dict[str, float]) -> None:
-    """Raises `ValueError` where a figure is not the published one."""
-    off = {name: value for name, value in figures.items() if abs(value / PUBLISHED[name] - 1) > TOLERANCE}
-    if off:
-        raise ValueError(f"the set of trees is off the published figures {PUBLISHED}: {off}")
-
-
-def turn_samples(tree: PrefixTree) -> list[Row]:
-    """
-    The flat samples of a caterpillar: per turn its context, reasoning and output, supervised where the turn wrote; and
-    the final response.
-    """
-    *leaves, trunk = tree.branches()
-    samples = []
-    done = 0  # supervised tokens of the trunk before it belong to earlier turns
-    for leaf in leaves:
-        shared = min(len(leaf), len(trunk))
-        differs = leaf.input_ids[:shared] != trunk.input_ids[:shared]
-        fork = int(differs.argmax()) if differs.any() else shared
-        silent = trunk.weights[fork:] == 0
-        done = fork + int(silent.argmax())
-        ids = np.concatenate([leaf.input_ids, trunk.input_ids[fork:done]])
-        samples.append({"input_ids": ids.tolist(), "labels": [CROSS_ENTROPY_IGNORE_IDX] * fork + ids[fork:].tolist()})
-    weights = trunk.weights.copy()
-    weights[:done] = 0
-    labels = np.where(weights > 0, trunk.input_ids, CROSS_ENTROPY_IGNORE_IDX)
-    return [*samples, {"input_ids": trunk.input_ids.tolist(), "labels": labels.tolist()}]
 
 
 class Clock(TrainerCallback):
@@ -164,21 +88,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
     """Something to pad with: the rows are token ids already."""
     made = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
-
-
-def baseline_rows(mode: str, trees: Sequence[PrefixTree]) -> list[Row]:
-    """The rows of a baseline, shuffled so that a step's rows come from anywhere."""
-    rows = per_branch(trees) if mode == "per_branch" else [row for tree in trees for row in turn_samples(tree)]
-    return [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
-
-
-def rows_per_step(mode: str, coverage: str, trees: Sequence[PrefixTree], trees_per_step: int, ranks: int) -> int:
-    """Rows of a step over all ranks, a multiple of them; a baseline's cover the trees that a step has there."""
-    in_step = max(1, round(trees_per_step / ranks)) * ranks
-    if mode in ("tree", "grouped"):
-        return in_step
-    per_tree = BRANCHES_PER_TREE if coverage == "published" else set_figures(trees)["branches"]
-    return max(1, round(in_step * per_tree / ranks)) * ranks
 
 
 def make_trainer(mode: str, coverage: str, trees: Sequence[PrefixTree], args: Any, device: torch.device) -> SFTTrainer:
@@ -274,15 +183,14 @@ def flop_ratio(trees: Sequence[PrefixTree], shape: str) -> float:
 
 
 class Results:
-    """The rows of this launch; the CSV file holds them after those that it had (`--append`)."""
+    """The rows of this launch, measured `where`; the CSV file holds them after those that it had (`append`)."""
 
-    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
-        self.path: Path | None = args.output
-        self.where = environment(device, args.commit)
+    def __init__(self, path: Path | None, where: Row, append: bool = False) -> None:
+        self.path, self.where = path, where
         self.rows: list[Row] = []
         self.earlier: list[Row] = []
-        if args.append and self.path.is_file():
-            with self.path.open(newline="") as file:
+        if append and path is not None and path.is_file():
+            with path.open(newline="") as file:
                 self.earlier = list(csv.DictReader(file))
 
     def write(self, *unfinished: Row) -> None:
@@ -301,7 +209,7 @@ class Results:
 
 def measure(trees: Sequence[PrefixTree], args: Any, device: torch.device, state: PartialState) -> list[Row]:
     """The rows of all modes and coverages, printed and written one by one."""
-    results = Results(args, device)
+    results = Results(args.output, environment(device, args.commit), args.append)
     for mode in args.only:
         # trees have the same step at any coverage
         for coverage in args.coverage[:1] if mode in ("tree", "grouped") else args.coverage:

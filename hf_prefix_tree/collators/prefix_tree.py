@@ -95,7 +95,9 @@ class DataCollatorForPrefixTree:
 
 
 def _is_padding(feature: object) -> bool:
-    return isinstance(feature, Mapping) and dict(feature) == PADDING_FEATURE
+    if not isinstance(feature, Mapping) or feature.keys() != PADDING_FEATURE.keys():
+        return False
+    return isinstance(feature["input_ids"], list) and not feature["input_ids"]  # arrays compare by element
 
 
 def _trees(feature: object, weighting: str) -> list[PrefixTree]:

@@ -27,6 +27,7 @@ from hf_prefix_tree.trainers.card import add_section, tree_section
 from hf_prefix_tree.trainers.config import TreeSFTConfig
 from hf_prefix_tree.trainers.grouped import BranchCollator, branch_batches
 from hf_prefix_tree.trainers.mixin import TreeLossMixin, without_empty_mask
+from hf_prefix_tree.trainers.speedup import seconds_of_forwards
 from hf_prefix_tree.tree import PrefixTree
 
 
@@ -100,6 +101,7 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
         # `SFTTrainer` prepares the training dataset first; the same object may be an evaluation dataset as well
         self._to_select_from: Any = train_dataset
         self._prepared: weakref.WeakSet = weakref.WeakSet()
+        self._has_measured = False
         super().__init__(
             model=model,
             args=args,
@@ -175,6 +177,8 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
     def training_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
     ) -> torch.Tensor:
+        if self.args.measure_speedup and self.state.global_step == 2 and not self._has_measured:
+            self._measure_speedup(model, inputs)
         if "branch_lengths" not in inputs:
             return super().training_step(model, inputs, num_items_in_batch)
         own = torch.tensor([inputs["branch_lengths"].numel()], device=self.args.device)
@@ -190,6 +194,20 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
                 losses.append(super().training_step(model, row, num_items_in_batch))
         self.current_gradient_accumulation_steps = steps
         return torch.stack(losses).sum()
+
+    def _measure_speedup(self, model: torch.nn.Module, inputs: dict[str, Any]) -> None:
+        """After two steps: kernels are compiled and memory is allocated."""
+        self._has_measured = True
+
+        def most(number: int) -> int:
+            return int(self.accelerator.gather(torch.tensor([number], device=self.args.device)).max())
+
+        def collate(trees: list[PrefixTree]) -> dict[str, torch.Tensor]:
+            return self._prepare_inputs(self.data_collator(trees))
+
+        seconds = seconds_of_forwards(model, self._prepare_inputs(inputs), collate, most)
+        folded, one_by_one = self.accelerator.gather(seconds[None]).sum(dim=0).tolist()
+        self._metrics["train"]["tree/speedup"].append(one_by_one / folded)
 
     def compute_loss(
         self,

@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 
-from benchmarks import largest_row, scaling
+from benchmarks import largest_row, published, scaling
 from hf_prefix_tree.synthetic import caterpillar, caterpillar_set
 
 
@@ -28,12 +28,12 @@ def read(path):
 
 def test_the_set_has_the_published_figures():
     trees = caterpillar_set()
-    figures = scaling.set_figures(trees)
-    scaling.check_figures(figures)
+    figures = published.set_figures(trees)
+    published.check_figures(figures)
     assert len(trees) == 64
     assert figures["branches"] == pytest.approx(20.4, abs=0.2) and figures["tokens"] == pytest.approx(8004, rel=0.02)
     with pytest.raises(ValueError, match="off the published figures"):
-        scaling.check_figures(scaling.set_figures(trees[:1]))
+        published.check_figures(published.set_figures(trees[:1]))
 
 
 def test_the_flop_bound_of_the_set():
@@ -42,7 +42,7 @@ def test_the_flop_bound_of_the_set():
 
 def test_flat_samples_supervise_every_token_once():
     tree = caterpillar(5, seed=3, vocab_size=50)
-    samples = scaling.turn_samples(tree)
+    samples = published.turn_samples(tree)
     *leaves, trunk = tree.branches()
     assert len(samples) == 6 and samples[-1]["input_ids"] == trunk.input_ids.tolist()
     supervised = [[label for label in sample["labels"] if label != -100] for sample in samples]
@@ -67,7 +67,7 @@ def test_flat_samples_supervise_every_token_once():
     ],
 )
 def test_rows_of_a_step(mode, coverage, ranks, rows):
-    assert scaling.rows_per_step(mode, coverage, caterpillar_set(), 4, ranks) == rows
+    assert published.rows_per_step(mode, coverage, caterpillar_set(), 4, ranks) == rows
 
 
 def test_it_runs(tmp_path, monkeypatch):
@@ -183,6 +183,21 @@ def test_rows_of_a_length(tokens, filled):
 def test_the_largest_row_runs():
     rows = largest_row.main(["--quick", "--options", "checkpointing", "lora"])
     assert [(row["shape"], row["option"]) for row in rows] == [("quick", "checkpointing"), ("quick", "lora")]
+
+
+def test_a_run_that_dies_leaves_its_largest_rows(tmp_path, monkeypatch):
+    output = tmp_path / "largest_row.csv"
+    make_model = largest_row.make_model
+
+    def failing(shape, option, *args):
+        if option == "lora":
+            raise RuntimeError("injected")
+        return make_model(shape, option, *args)
+
+    monkeypatch.setattr(largest_row, "make_model", failing)
+    with pytest.raises(RuntimeError, match="injected"):
+        largest_row.main(["--quick", "--options", "plain", "lora", "--output", str(output), "--commit", "abc"])
+    assert [(row["shape"], row["option"], row["commit"]) for row in read(output)] == [("quick", "plain", "abc")]
 
 
 def step_of(capacity):

@@ -2,6 +2,7 @@
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -79,6 +80,7 @@ def test_empty_features_are_padding():
     ("feature", "message"),
     [
         ({"text": "hello"}, r"got the keys \['text'\].*prepare_trees"),
+        ({"input_ids": np.arange(3)}, r"got the keys \['input_ids'\].*prepare_trees"),
         ({"node_lengths": [1], "sample_paths": [[0]]}, r"PrefixTree.from_node_paths"),
         ([1, 2], "got list"),
         ({"branches": [{"input_ids": [1, 2]}]}, r"`branches\[0\]` must be .*got the keys \['input_ids'\]"),

@@ -1,0 +1,94 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""What folding gains, measured on a row of a training: its root-to-leaf paths one by one against the row, forward."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_prefix_tree.batch import IGNORE_INDEX, PREDECESSOR, SUBTREE_END
+from hf_prefix_tree.tree import Branch, PrefixTree, fold
+
+
+def root_to_leaf_paths(batch: Mapping[str, torch.Tensor]) -> list[PrefixTree]:
+    """
+    The paths of a batch's trees, each a tree of one branch. Strict prefixes and duplicates are on other paths.
+
+    Args:
+        batch (`Mapping[str, torch.Tensor]`): A batch of the contract, with `labels`.
+
+    Example:
+
+    ```python
+    >>> from hf_prefix_tree.batch import concatenate_trees
+
+    >>> tree = fold([Branch([5, 6, 7], [0, 1, 1]), Branch([5, 6, 8], [0, 1, 1])])
+    >>> [path.input_ids.tolist() for path in root_to_leaf_paths(concatenate_trees([tree], pad_token_id=0))]
+    [[5, 6, 7], [5, 6, 8]]
+
+    ```
+    """
+    names = ("input_ids", "labels", "attention_mask")
+    rows = [batch[name].cpu().numpy() for name in names]
+    paths = []
+    for ids, labels, is_real, tree in zip(*rows, batch["prefix_tree"].cpu().numpy(), strict=True):
+        leaves = np.flatnonzero((tree[SUBTREE_END] == np.arange(len(ids)) + 1) & (is_real > 0))
+        for leaf in leaves.tolist():
+            path = [leaf]
+            while (before := int(tree[PREDECESSOR, path[-1]])) >= 0:
+                path.append(before)
+            own = np.array(path[::-1])
+            paths.append(fold([Branch(ids[own], (labels[own] != IGNORE_INDEX).astype(float))]))
+    return paths
+
+
+def seconds_of_forwards(
+    model: Callable[..., Any],
+    batch: Mapping[str, torch.Tensor],
+    collate: Callable[[list[PrefixTree]], dict[str, torch.Tensor]],
+    ranks_most: Callable[[int], int],
+) -> torch.Tensor:
+    """
+    Seconds of the forward of a batch, and of its paths one after another. Every rank must call it: all do the same
+    number of forwards.
+
+    Args:
+        model (`Callable`): Takes the entries of a batch and `fused_lm_head`.
+        batch (`Mapping[str, torch.Tensor]`): A batch of the contract.
+        collate (`Callable`): Makes a batch of a list with one tree, on the model's device.
+        ranks_most (`Callable`): The largest of an integer over all ranks.
+
+    Returns:
+        float64 `[2]`.
+    """
+    device = batch["input_ids"].device
+    rows = [collate([path]) for path in root_to_leaf_paths(batch)] or [dict(batch)]  # a rank may have padding only
+    longest = max(rows, key=lambda row: row["input_ids"].shape[1])
+    rounds = ranks_most(len(rows))
+    with torch.no_grad(), torch.random.fork_rng(_with_random_state(device)):
+        for warm_up in (batch, longest):
+            _seconds(model, warm_up, device)
+        folded = _seconds(model, batch, device)
+        one_by_one = [_seconds(model, row, device) for row in rows + rows[:1] * (rounds - len(rows))]
+    return torch.tensor([folded, sum(one_by_one[: len(rows)])], dtype=torch.float64, device=device)
+
+
+def _seconds(model: Callable[..., Any], batch: Mapping[str, torch.Tensor], device: torch.device) -> float:
+    _wait_for(device)
+    start = time.perf_counter()
+    model(**batch, use_cache=False, fused_lm_head=True)
+    _wait_for(device)
+    return time.perf_counter() - start
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _with_random_state(device: torch.device) -> list[torch.device]:
+    return [] if device.type == "cpu" else [device]
