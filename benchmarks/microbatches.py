@@ -12,6 +12,7 @@ branch is a row of its own.
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -158,7 +159,10 @@ class BranchStep:
         return loss
 
     def time_kernels(self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-        """Milliseconds of one layer's attention over all rows, forward and backward, with every kernel installed."""
+        """
+        Milliseconds of one layer's attention over all rows, forward and backward, with every kernel installed;
+        infinite for one that does not run.
+        """
         kernels = packed.installed_kernels(device)
         heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         make = functools.partial(torch.randn, device=device, dtype=dtype, requires_grad=True)
@@ -179,15 +183,15 @@ class BranchStep:
                 found = attend()
                 times[kernel] = measure(attend, device, warmup=0, seconds=0.1).ms
             except Exception as error:  # of any type: kernels refuse a head dimension in their own ways
-                times.pop(kernel, None)
+                times[kernel] = math.inf
                 reason = (str(error).splitlines() or [""])[0]
                 print(f"kernel {kernel} does not run here: {type(error).__name__}: {reason}", file=sys.stderr)
                 continue
             reference = reference or found
             error = max(relative_error(x, y) for x, y in zip(found, reference, strict=True))
             if not error < 2e-2:
-                raise RuntimeError(f"kernel {kernel} differs from {min(times)} by {error:.1e}")
-        if not times:
+                raise RuntimeError(f"kernel {kernel} differs from the first by {error:.1e}")
+        if all(map(math.isinf, times.values())):
             raise RuntimeError(f"none of the kernels {', '.join(kernels)} runs here")
         return times
 

@@ -52,9 +52,10 @@ def compile_decoder_layers(model: PreTrainedModel) -> list[CompiledForward]:
             "of each row and make no graph that serves the next. Leave it at `False`."
         )
     own = [layer for layer in layers if not isinstance(layer.__dict__.get("forward"), CompiledForward)]
-    if any("forward" in layer.__dict__ for layer in own):
+    replaced = next((layer for layer in own if "forward" in layer.__dict__), None)
+    if replaced is not None:
         raise ValueError(
-            f"`compile_layers=True`: something has replaced the `forward` of {type(own[0]).__name__} (`device_map`, "
+            f"`compile_layers=True`: something has replaced the `forward` of {type(replaced).__name__} (`device_map`, "
             "offloading). Load the model without it, or leave it at `False`."
         )
     return [CompiledForward(layer) for layer in own]

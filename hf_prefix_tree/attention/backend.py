@@ -238,8 +238,8 @@ def _difference_to_triton(call: AttentionCall, mask: BlockMask) -> str | None:
     generator = torch.Generator(call.device).manual_seed(0)  # leaves the training's random state alone
 
     def random(heads: int, size: int) -> torch.Tensor:
-        shape = (mask.kv_num_blocks.shape[0], heads, call.length, size)
-        return torch.randn(shape, device=call.device, dtype=call.dtype, generator=generator)
+        shape = (mask.kv_num_blocks.shape[0], call.length, heads, size)  # as in a model: tokens before heads
+        return torch.randn(shape, device=call.device, dtype=call.dtype, generator=generator).transpose(1, 2)
 
     sizes = ((heads, call.head_dim), (kv_heads, call.head_dim), (kv_heads, call.value_dim))
     leaves = [random(*size).requires_grad_() for size in sizes]

@@ -104,8 +104,8 @@ def flex_with_lse(
     """
     score_mod = None if softcap is None else _softcap_mod(softcap)
     attend = _triton if torch.compiler.is_compiling() else functools.partial(_call_compiled, _triton)
-    # Transformers lays tokens out before heads. The backward loses more by that than copies cost (measured on an H200:
-    # 4.6 ms against 3.9 for 12,288 tokens).
+    # Transformers lays tokens out before heads, by which the backward loses more (a fifth, measured on an H200) than
+    # copies cost.
     return attend(query.contiguous(), key.contiguous(), value.contiguous(), mask, score_mod, scale)
 
 

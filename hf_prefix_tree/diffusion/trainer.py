@@ -25,7 +25,7 @@ from hf_prefix_tree.diffusion.objective import as_labels, objective_row, supervi
 from hf_prefix_tree.diffusion.start import check_collator, default_collator, find_mask_token_id
 from hf_prefix_tree.loss import safe_divisor
 from hf_prefix_tree.trainers.arguments import check_arguments
-from hf_prefix_tree.trainers.engines import refuse_engines
+from hf_prefix_tree.trainers.engines import keep_output_dtype, refuse_engines
 from hf_prefix_tree.trainers.mixin import without_empty_mask
 from hf_prefix_tree.trainers.padding import fill_uneven_steps
 
@@ -121,6 +121,7 @@ class DiffusionSFTTrainer(SFTTrainer):
         if self._is_vision_dataset:
             raise ValueError("`train_dataset` has images, which are not supported: use a dataset of texts.")
         refuse_engines(self.accelerator)
+        keep_output_dtype(self.accelerator)
         if self.get_tp_size() > 1:
             raise ValueError(f"Tensor parallelism ({self.get_tp_size()} devices) is not supported. Use DDP or FSDP2.")
         if data_collator is None:

@@ -28,7 +28,7 @@ from hf_prefix_tree.eagle3.samples import SampleOptions
 from hf_prefix_tree.eagle3.start import check_pair, new_draft, resolve_target
 from hf_prefix_tree.eagle3.target import STATES, Eagle3Target
 from hf_prefix_tree.eagle3.token_mapping import t2d_from_ids
-from hf_prefix_tree.trainers.engines import refuse_engines
+from hf_prefix_tree.trainers.engines import keep_output_dtype, refuse_engines
 from hf_prefix_tree.trainers.padding import fill_uneven_steps
 
 logger = logging.getLogger(__name__)
@@ -159,6 +159,7 @@ class Eagle3Trainer(Trainer):
             **kwargs,
         )
         refuse_engines(self.accelerator)
+        keep_output_dtype(self.accelerator)
         # As `loss_is_scaled_for_ga`, which transformers knows from 5.19 on.
         self.model_accepts_loss_kwargs = True
 

@@ -6,7 +6,7 @@ proportion of the model's sizes; the number of rows, or of tokens, says little. 
 FSDP and ZeRO to gather parameters and under DDP because TRL gathers its metrics there. So a step takes as long as the
 slowest batch of its first round, plus that of its second, and so on, and this sum is kept low.
 
-Cost: one pass over the dataset before the first step, O(n log n) an epoch for n rows.
+Cost: one pass over the dataset before the first step, O(n log n) an epoch for n rows, and the exchanges.
 """
 
 from __future__ import annotations

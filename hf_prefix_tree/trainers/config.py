@@ -96,9 +96,10 @@ class TreeSFTConfig(SFTConfig):
         attn_backend (`str`, *optional*, defaults to `"auto"`):
             See [`prepare_model`].
         measure_speedup (`bool`, *optional*, defaults to `False`):
-            Measures in the third optimizer step how much faster the forward of a row is than those of its root-to-leaf
-            paths one by one, in this model, on this hardware. Logged as `tree/speedup`, and written into the model
-            card. Costs those forwards once.
+            Measures in the third optimizer step (or the first after a resumption) how much faster the forward of a row
+            is than those of its root-to-leaf paths one by one, in this model, on this hardware. Logged as
+            `tree/speedup`, and written into the model card. Costs those forwards twice, once to compile what they
+            need.
         compile_layers (`bool`, *optional*, defaults to `False`):
             Compiles each decoder layer by itself, see [`prepare_model`]. Works with gradient checkpointing, PEFT and
             FSDP2; refused with DeepSpeed.
@@ -110,8 +111,8 @@ class TreeSFTConfig(SFTConfig):
     >
     > With several processes the rows of a step are dealt so that these wait little for each other (`tree/imbalance` in
     > the logs). As they meet at every micro-batch, that needs several rows in each: `per_device_train_batch_size` of 4
-    > with fewer `gradient_accumulation_steps`. `train_sampling_strategy="group_by_length"` helps, too: the rows of a
-    > step then cost alike.
+    > with fewer `gradient_accumulation_steps` (and `pack_trees=False` with `max_packed_tokens`).
+    > `train_sampling_strategy="group_by_length"` helps, too: the rows of a step then cost alike.
     """
 
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "chat_template_kwargs", "column_names"]  # noqa: RUF012

@@ -33,7 +33,7 @@ from hf_prefix_tree.trainers.folding_rows import FoldedRows, fold_rows, row_mult
 
 logger = logging.getLogger(__name__)
 
-MIN_REUSE = 1.2  # measured: at 1.1 a folded update takes 7 % longer than a stock one
+MIN_REUSE = 1.2  # on an H200 a folded update takes 7 % longer than a stock one at 1.1, and half as long at 4
 _STATE = "_hf_prefix_tree_folded"
 # What a folded call understands; any other argument falls through to the ordinary call.
 _TAKEN = {"input_ids", "attention_mask", "labels", "shift_labels", "fused_lm_head", "num_items_in_batch"}

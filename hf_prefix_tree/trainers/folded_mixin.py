@@ -33,7 +33,7 @@ class FoldedForwardMixin(_Trainer):
     [`~hf_prefix_tree.trainers.folded.fold_shared_prefixes`].
 
     Raises:
-        `ValueError`: where the architecture cannot be exact on trees, and under context or sequence parallelism.
+        `ValueError`: where the architecture cannot be exact on trees, and under the engines of [`refuse_engines`].
     """
 
     min_reuse: float = MIN_REUSE

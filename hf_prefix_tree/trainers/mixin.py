@@ -270,7 +270,8 @@ class TreeLossMixin(_Trainer):
         """FLOPs of every row; `None` where nothing is dealt or sorted by them."""
         if self._ranks() == 1 and self.args.train_sampling_strategy != "group_by_length":
             return None
-        with self.accelerator.main_process_first():
+        # `datasets` caches what the first rank counts; others count at the same time
+        with self.accelerator.main_process_first() if hasattr(dataset, "map") else nullcontext():
             return row_costs(dataset, counts, self.model.config, getattr(self.args, "dataset_num_proc", None))
 
     def _ranks(self) -> int:

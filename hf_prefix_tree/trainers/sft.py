@@ -8,6 +8,7 @@ offloading, metrics, saving. Overridden are what a dataset becomes, the columns 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -29,6 +30,8 @@ from hf_prefix_tree.trainers.grouped import BranchCollator, branch_batches
 from hf_prefix_tree.trainers.mixin import TreeLossMixin, without_empty_mask
 from hf_prefix_tree.trainers.speedup import seconds_of_forwards
 from hf_prefix_tree.tree import PrefixTree
+
+logger = logging.getLogger(__name__)
 
 
 class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
@@ -177,7 +180,7 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
     def training_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if self.args.measure_speedup and self.state.global_step == 2 and not self._has_measured:
+        if self.args.measure_speedup and not self._has_measured and self.state.global_step >= 2:
             self._measure_speedup(model, inputs)
         if "branch_lengths" not in inputs:
             return super().training_step(model, inputs, num_items_in_batch)
@@ -196,7 +199,6 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
         return torch.stack(losses).sum()
 
     def _measure_speedup(self, model: torch.nn.Module, inputs: dict[str, Any]) -> None:
-        """After two steps: kernels are compiled and memory is allocated."""
         self._has_measured = True
 
         def most(number: int) -> int:
@@ -224,6 +226,13 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
         result = SFTTrainer.compute_loss(self, weighted, inputs, return_outputs, num_items_in_batch=1)
         self.record(weighted.loss_sum, inputs)
         self._forget_empty_metrics()
+        return result
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        self._has_measured = False
+        result = super().train(*args, **kwargs)
+        if self.args.measure_speedup and not self._has_measured:
+            logger.warning("`measure_speedup=True` measured nothing: it takes place in the third step.")
         return result
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -53,8 +54,8 @@ def seconds_of_forwards(
     ranks_most: Callable[[int], int],
 ) -> torch.Tensor:
     """
-    Seconds of the forward of a batch, and of its paths one after another. Every rank must call it: all do the same
-    number of forwards.
+    Seconds of the forward of a batch, and of its paths one after another, each after a forward that is not timed.
+    Every rank must call it: all do the same number of forwards.
 
     Args:
         model (`Callable`): Takes the entries of a batch and `fused_lm_head`.
@@ -67,13 +68,12 @@ def seconds_of_forwards(
     """
     device = batch["input_ids"].device
     rows = [collate([path]) for path in root_to_leaf_paths(batch)] or [dict(batch)]  # a rank may have padding only
-    longest = max(rows, key=lambda row: row["input_ids"].shape[1])
-    rounds = ranks_most(len(rows))
-    with torch.no_grad(), torch.random.fork_rng(_with_random_state(device)):
-        for warm_up in (batch, longest):
+    forwards = rows + rows[:1] * (ranks_most(len(rows)) - len(rows))
+    with torch.no_grad(), _random_state_of(device):
+        for warm_up in (batch, *forwards):  # kernels follow the length of a row: each may have to be compiled
             _seconds(model, warm_up, device)
         folded = _seconds(model, batch, device)
-        one_by_one = [_seconds(model, row, device) for row in rows + rows[:1] * (rounds - len(rows))]
+        one_by_one = [_seconds(model, row, device) for row in forwards]
     return torch.tensor([folded, sum(one_by_one[: len(rows)])], dtype=torch.float64, device=device)
 
 
@@ -85,10 +85,13 @@ def _seconds(model: Callable[..., Any], batch: Mapping[str, torch.Tensor], devic
     return time.perf_counter() - start
 
 
+def _random_state_of(device: torch.device) -> AbstractContextManager[None]:
+    """Gives the random state back afterwards, also that of dropout."""
+    if device.type == "cpu":
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([device], device_type=device.type)
+
+
 def _wait_for(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def _with_random_state(device: torch.device) -> list[torch.device]:
-    return [] if device.type == "cpu" else [device]

@@ -375,3 +375,12 @@ def test_flex_trains_as_the_dense_mask(objective, bf16, tmp_path):
         found.append([entry["loss"] for entry in logs_of(trainer)])
     assert lengths[0] % 128 != 0 and lengths[1] == 256
     assert found[1] == pytest.approx(found[0], rel=2e-2 if bf16 else 1e-4)
+
+
+def test_fsdp2_is_told_to_round_no_log_prob(tmp_path, monkeypatch):
+    """What that does to a model is tested in tests/trainers/test_engines.py."""
+    from hf_prefix_tree.diffusion import trainer as module
+
+    told = []
+    monkeypatch.setattr(module, "keep_output_dtype", told.append)
+    assert trainer_of(tmp_path, rows_of_ids(2)).accelerator is told[0]

@@ -339,3 +339,12 @@ def test_two_processes_equal_one(tmp_path):
                 assert second[name] == pytest.approx(first[name], rel=1e-5), (kind, name)
         for name in ("eval_loss", "eval_tau", "eval_accuracy/step_0"):
             assert log[-1][name] == pytest.approx(metrics[name], rel=1e-5), (kind, name)
+
+
+def test_fsdp2_is_told_to_round_no_loss(tmp_path, monkeypatch):
+    """What that does to a model is tested in tests/trainers/test_engines.py."""
+    from hf_prefix_tree.eagle3 import trainer as module
+
+    told = []
+    monkeypatch.setattr(module, "keep_output_dtype", told.append)
+    assert trainer_of(tmp_path, documents(2)).accelerator is told[0]

@@ -46,7 +46,9 @@ class Layer(torch.nn.Module):
     is_causal = True
 
 
-def attend(backend, dtype, heads, head_dim, window, softcap=None, sinks=None, autocast=False, seed=0):
+def attend(
+    backend, dtype, heads, head_dim, window, softcap=None, sinks=None, autocast=False, seed=0, heads_first=False
+):
     trees = forest(seed, 3, num_branches=25, max_length=300)
     row = row_of(trees)
     length = row["input_ids"].shape[1]
@@ -55,6 +57,8 @@ def attend(backend, dtype, heads, head_dim, window, softcap=None, sinks=None, au
         torch.randn(1, n, length, head_dim, device="cuda", generator=generator)
         for n in (heads[0], heads[1], heads[1], heads[0])
     )
+    if not heads_first:  # in memory; models lay tokens out before heads
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     # under autocast norms and rotary leave query and key in float32 beside a value in bf16
     dtypes = (torch.float32, torch.float32, torch.bfloat16) if autocast else (dtype,) * 3
     q, k, v = (x.to(d).requires_grad_() for x, d in zip((q, k, v), dtypes, strict=True))

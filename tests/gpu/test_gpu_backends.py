@@ -39,9 +39,10 @@ def tree_of(blocks):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("heads", [(4, 2), (4, 4), (6, 2)])
-def test_flash_is_as_close_to_float64_as_the_dense_mask_is(head_dim, heads):
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_flash_is_as_close_to_float64_as_the_dense_mask_is(head_dim, heads, heads_first):
     needs_flash(head_dim)
-    case = {"heads": heads, "head_dim": head_dim, "window": None}
+    case = {"heads": heads, "head_dim": head_dim, "window": None, "heads_first": heads_first}
     exact = attend("sdpa", torch.float64, **case)
     dense = error(attend("sdpa", torch.bfloat16, **case), exact)
     assert error(attend("flash", torch.bfloat16, **case), exact) < max(2 * dense, 1e-2)

@@ -238,6 +238,28 @@ def test_the_kernel_that_was_chosen_is_what_runs(monkeypatch):
         assert set(ran) == {f"attend_{chosen}"} and len(ran) % len(model.model.layers) == 0
 
 
+def test_flash_takes_tokens_before_heads_and_gives_heads_before_tokens(monkeypatch):
+    import hf_prefix_tree.attention.kernels as kernels
+
+    seen = []
+
+    def standin(query, key, value, mask, scale):
+        seen.append(query.stride())
+        return dense_standin()(query, key, value, mask).transpose(1, 2)
+
+    monkeypatch.setattr(kernels, "_flash", standin)
+    monkeypatch.setattr(kernels, "_call_compiled", lambda function, *args: function(*args))
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 256, 2, 16, generator=generator).transpose(1, 2) for _ in range(3))
+    mask = chain(2)
+    expected = dense_standin()(query, key, value, mask)
+    assert torch.equal(kernels.attend_flash(query, key, value, mask), expected)
+    assert seen == [query.stride()]  # not copied
+    every_other = [x.repeat_interleave(2, dim=-1)[..., ::2] for x in (query, key, value)]
+    assert torch.equal(kernels.attend_flash(*every_other, mask), expected)
+    assert seen[1][-1] == 1
+
+
 def test_sinks_are_known_before_the_call(monkeypatch):
     seen = []
     choose = backend.choose_backend

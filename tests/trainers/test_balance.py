@@ -79,12 +79,16 @@ def test_dealing_against_every_other_way(batch_size, above):
 
 @pytest.mark.parametrize(("ranks", "batch_size", "rounds"), [(1, 1, 4), (2, 3, 2), (4, 1, 4), (8, 2, 1)])
 def test_dealing(ranks, batch_size, rounds):
-    rng = np.random.default_rng(0)
+    rng, found = np.random.default_rng(0), []
     for _ in range(20):
         costs = rng.lognormal(sigma=0.5, size=ranks * batch_size * rounds)
         order = deal(costs, ranks, batch_size)
         assert sorted(order) == list(range(len(costs)))
         assert (deal(costs, ranks, batch_size) == order).all()
+        batches = [of_batches(costs, rows, ranks, batch_size) for rows in (order, np.arange(len(costs)))]
+        found.append([own.max(axis=1).sum() for own in batches])
+    dealt, undealt = np.mean(found, axis=0)
+    assert dealt < 0.95 * undealt if ranks > 1 else dealt == pytest.approx(undealt)
     assert deal(np.zeros(ranks * batch_size), ranks, batch_size).tolist() == list(range(ranks * batch_size))
 
 

@@ -1,5 +1,8 @@
 """`measure_speedup`: what is timed, that it changes nothing, and that ranks stay together. Tokens are the seconds."""
 
+import functools
+
+import numpy as np
 import pytest
 import torch
 from engine_worker import FSDP2, train_engine
@@ -13,6 +16,7 @@ from hf_prefix_tree.batch import IGNORE_INDEX, concatenate_trees
 from hf_prefix_tree.trainers import speedup
 from hf_prefix_tree.trainers.card import tree_section
 from hf_prefix_tree.trainers.speedup import root_to_leaf_paths
+from hf_prefix_tree.tree import Branch, fold
 
 
 class TokenClock:
@@ -69,7 +73,7 @@ def test_the_third_step_measures_once_and_changes_nothing(tmp_path, monkeypatch)
         (entry["step"], entry["tree/speedup"]) for entry in measured.state.log_history if "tree/speedup" in entry
     ]
     assert logged == [(3, tokens / row["input_ids"].numel())] and logged[0][1] > 1
-    assert clock.calls == calls + 3 + len(paths)  # two to warm up, the row, its paths
+    assert clock.calls == calls + 2 * (1 + len(paths))  # the row and its paths, each once to warm up
     start = weights(make_model())
     assert distance(weights(measured.model), weights(plain.model)) == 0 < distance(weights(plain.model), start)
     assert f"| {logged[0][1]:.2f}x faster |" in tree_section(measured.state.log_history, "tree")
@@ -92,11 +96,45 @@ def test_training_draws_the_random_numbers_that_it_would_have_drawn(tmp_path):
     assert found[0] == found[1] and len(set(found[0])) >= 4
 
 
-def test_a_row_of_padding_is_timed_as_it_is():
-    empty = concatenate_trees([], pad_token_id=0)
+class Compiled:
+    """A model whose first forward of every length costs 1,000 tokens more, on a clock of tokens."""
+
+    def __init__(self):
+        self.tokens, self.lengths = 0, set()
+
+    def __call__(self, input_ids, **kwargs):
+        length = input_ids.shape[1]
+        self.tokens += length + 1000 * (length not in self.lengths)
+        self.lengths.add(length)
+
+    def perf_counter(self):
+        return self.tokens
+
+
+@pytest.mark.parametrize("surplus", [0, 3])
+def test_neither_compilation_nor_surplus_forwards_count(monkeypatch, surplus):
+    """Surplus forwards keep a rank with fewer paths in step with the others."""
+    model = Compiled()
+    monkeypatch.setattr(speedup, "time", model)
+    trees = [fold([Branch(np.arange(3, 3 + n), np.ones(n)) for n in (100, 200, 400)]), *random_forest(0, 2)]
+    collate = functools.partial(concatenate_trees, pad_token_id=0)
+    seconds = speedup.seconds_of_forwards(model, collate(trees), collate, lambda number: number + surplus)
+    paths = [collate([path])["input_ids"].shape[1] for path in root_to_leaf_paths(collate(trees))]
+    assert len(set(paths)) > 1
+    assert seconds.tolist() == [collate(trees)["input_ids"].shape[1], sum(paths)]
+
+
+def test_a_row_of_padding_is_timed_as_it_is(monkeypatch):
+    model, empty = Compiled(), concatenate_trees([], pad_token_id=0)
+    monkeypatch.setattr(speedup, "time", model)
     assert (empty["labels"] == IGNORE_INDEX).all() and not root_to_leaf_paths(empty)
-    seconds = speedup.seconds_of_forwards(lambda **batch: None, empty, concatenate_trees, lambda number: 3)
-    assert seconds.shape == (2,)
+    assert speedup.seconds_of_forwards(model, empty, concatenate_trees, lambda number: 3).tolist() == [128, 128]
+
+
+def test_a_training_of_two_steps_says_that_nothing_was_measured(tmp_path, caplog):
+    trainer = train(tmp_path, make_trees(2), max_steps=2, measure_speedup=True)
+    assert not any("tree/speedup" in entry for entry in trainer.state.log_history)
+    assert "`measure_speedup=True` measured nothing" in caplog.text
 
 
 def test_grouped_mode_is_refused(tmp_path):
