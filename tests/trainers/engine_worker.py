@@ -20,9 +20,10 @@ from datasets import Dataset
 from packaging.version import Version
 from peft import LoraConfig
 from runs import config, make_model, make_trees, tokenizer, tree_dataset
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from hf_prefix_tree import DataCollatorForPrefixTree, TreeLossMixin, TreeSFTTrainer
+from hf_prefix_tree import DataCollatorForPrefixTree, TreeLossMixin, TreeSFTTrainer, compilation
 from hf_prefix_tree.batch import gather_supervised
 from hf_prefix_tree.trainers import sft
 from hf_prefix_tree.tree import Branch, fold
@@ -141,6 +142,13 @@ def train_engine(folder, options, ranks=1):
         torch.save(found, f"{folder}/weights.pt")
         Path(folder, "engine.txt").write_text(trainer.accelerator.distributed_type.value)
         Path(folder, "log.json").write_text(json.dumps(trainer.state.log_history))
+
+
+def train_compiled(folder, options, ranks):
+    """[`train_engine`] with compiled layers, kernels left out; `graphs.txt` has how many graphs there are."""
+    with mock.patch.object(compilation, "BACKEND", "aot_eager"):
+        train_engine(folder, {**options, "compile_layers": True}, ranks)
+    Path(folder, "graphs.txt").write_text(str(counters["stats"]["unique_graphs"]))
 
 
 def train_watched(folder, options, ranks):

@@ -18,6 +18,7 @@ from engine_worker import (
     make_trainer,
     needs_deepspeed,
     needs_transformers,
+    train_compiled,
     train_engine,
     train_grouped,
     train_plain,
@@ -116,6 +117,12 @@ def test_fsdp2_in_bf16_casts_no_loss_of_a_plain_trainer(tmp_path):
     run_ranks(train_plain, tmp_path, {**FSDP2, "bf16": True}, ranks=2)
     dtypes = json.loads((tmp_path / "dtypes.json").read_text())
     assert len(dtypes) == 2 and set(dtypes) <= {"torch.float32", "torch.float64"}
+
+
+def test_compiled_layers_under_fsdp2(tmp_path, one_process):
+    run_ranks(train_compiled, tmp_path, FSDP2, 2, ranks=2)
+    check(tmp_path, one_process(), "FSDP")
+    assert 1 <= int((tmp_path / "graphs.txt").read_text()) <= 4
 
 
 def test_grouped_under_fsdp2(tmp_path, one_process):
