@@ -67,7 +67,7 @@ class Group(NamedTuple):
 SHAPES = {
     "4k+16x512": Group(4096, 16, 512, 4),
     "1k+16x256": Group(1024, 16, 256, 16),
-    "reuse-1.1": Group(112, 16, 1024, 16),  # short prompts, long answers: nothing to win
+    "reuse-1.1": Group(112, 16, 1024, 16),  # short prompts, long answers: runs as in TRL
 }
 QUICK = {"4k+16x512": Group(64, 4, 8, 2), "1k+16x256": Group(32, 4, 8, 4), "reuse-1.1": Group(3, 4, 16, 4)}
 
