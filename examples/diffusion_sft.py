@@ -27,6 +27,7 @@ a GPU.
 """
 
 import argparse
+import gc
 import itertools
 import random
 import sys
@@ -236,4 +237,6 @@ def parse(options: list[str]) -> tuple[Any, ...]:
 
 if __name__ == "__main__":
     main(*parse(sys.argv[1:]))
-    PartialState().destroy_process_group()  # at exit, a thread of gloo could abort the process
+    # At exit, a thread of gloo could abort the process; and a DDP model that is still there would keep the group.
+    gc.collect()
+    PartialState().destroy_process_group()

@@ -21,6 +21,7 @@ data, prints what was made of it and stops. Without a GPU leave out `--bf16`, or
 """
 
 import argparse
+import gc
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -194,4 +195,6 @@ def make_parser(subparsers: argparse._SubParsersAction | None = None) -> argpars
 
 if __name__ == "__main__":
     main(*make_parser().parse_args_and_config())
-    PartialState().destroy_process_group()  # at exit, a thread of gloo could abort the process
+    # At exit, a thread of gloo could abort the process; and a DDP model that is still there would keep the group.
+    gc.collect()
+    PartialState().destroy_process_group()

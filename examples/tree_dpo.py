@@ -21,6 +21,7 @@ can come from a YAML file (`--config options.yaml`). Start it with `accelerate l
 """
 
 import argparse
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -173,4 +174,6 @@ def make_parser(subparsers: argparse._SubParsersAction | None = None) -> argpars
 
 if __name__ == "__main__":
     main(*make_parser().parse_args_and_config())
-    PartialState().destroy_process_group()  # at exit, a thread of gloo could abort the process
+    # At exit, a thread of gloo could abort the process; and a DDP model that is still there would keep the group.
+    gc.collect()
+    PartialState().destroy_process_group()

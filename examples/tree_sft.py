@@ -18,6 +18,7 @@ prints what was made of it and stops. With `--eval_strategy`, a JSON Lines file 
 """
 
 import argparse
+import gc
 import inspect
 import json
 import os
@@ -197,4 +198,6 @@ def make_parser(subparsers: argparse._SubParsersAction | None = None) -> argpars
 
 if __name__ == "__main__":
     main(*make_parser().parse_args_and_config())
-    PartialState().destroy_process_group()  # at exit, a thread of gloo could abort the process
+    # At exit, a thread of gloo could abort the process; and a DDP model that is still there would keep the group.
+    gc.collect()
+    PartialState().destroy_process_group()
