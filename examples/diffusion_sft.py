@@ -237,8 +237,7 @@ def parse(options: list[str]) -> tuple[Any, ...]:
 
 if __name__ == "__main__":
     main(*parse(sys.argv[1:]))
-    # At exit, a thread of gloo could abort the process. No rank leaves while another still works, and a DDP model would
-    # keep the group.
+    # At exit, a thread of gloo could abort the process: ranks leave together, and no DDP model keeps the group.
     PartialState().wait_for_everyone()
     gc.collect()
     PartialState().destroy_process_group()

@@ -174,8 +174,7 @@ def make_parser(subparsers: argparse._SubParsersAction | None = None) -> argpars
 
 if __name__ == "__main__":
     main(*make_parser().parse_args_and_config())
-    # At exit, a thread of gloo could abort the process. No rank leaves while another still works, and a DDP model would
-    # keep the group.
+    # At exit, a thread of gloo could abort the process: ranks leave together, and no DDP model keeps the group.
     PartialState().wait_for_everyone()
     gc.collect()
     PartialState().destroy_process_group()
