@@ -116,3 +116,19 @@ def relative_error(got, expected):
         ((got[name] - expected[name]).abs().max() / expected[name].abs().max().clamp(min=1e-30)).item()
         for name in expected
     )
+
+
+def kept_bytes(model, **batch):
+    """Bytes that the backbone of a causal LM keeps for the backward, parameters left out."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no address comes twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.model(**batch)
+    return sum(size for size, _ in kept.values())

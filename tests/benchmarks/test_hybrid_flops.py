@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from models import kept_bytes
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
@@ -73,18 +74,7 @@ def test_activation_memory_is_what_a_hybrid_keeps(monkeypatch, layers, value_hea
         linear_num_value_heads=value_heads, linear_key_head_dim=128, linear_value_head_dim=128,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no address comes twice
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.model(input_ids=torch.arange(128)[None] % 16, use_cache=False)
-    num_bytes = sum(size for size, _ in kept.values())
+    num_bytes = kept_bytes(model, input_ids=torch.arange(128)[None] % 16, use_cache=False)
     assert activation_bytes(config, 128, checkpointing=False) == pytest.approx(num_bytes, rel=0.1)
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from models import kept_bytes
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from hf_prefix_tree import cli, fold, prepare_model
@@ -220,18 +221,7 @@ def test_activation_memory_is_what_a_model_keeps():
 
     model = prepare_model(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)).train()
     batch = concatenate_trees([fold([branch(*[1] * 100, *[n] * 14) for n in range(2, 4)])], pad_token_id=0)
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no address comes twice
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.model(**{k: v for k, v in batch.items() if k in ("input_ids", "position_ids")})
-    num_bytes = sum(size for size, _ in kept.values())
+    num_bytes = kept_bytes(model, **{k: v for k, v in batch.items() if k in ("input_ids", "position_ids")})
     assert activation_bytes(config, 128, checkpointing=False) == pytest.approx(num_bytes, rel=0.15)
 
 
