@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib.metadata
+import os
 import platform
 import statistics
 import subprocess
@@ -163,17 +164,23 @@ def progress(rows: list[Row], row: Row) -> None:
     print("  ".join(f"{name}={_text(value)}" for name, value in row.items() if value not in (None, "")), flush=True)
 
 
+def write_csv(path: Path, rows: list[Row]) -> None:
+    """Writes rows with all their columns. A process that dies while it writes leaves the file as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    own = path.with_name(f"{path.name}.{os.getpid()}")
+    with own.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)), restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+    own.replace(path)
+
+
 def report(rows: list[Row], columns: list[str], device: torch.device, args: argparse.Namespace) -> list[Row]:
     """Writes all columns to `--output`, prints the chosen ones, and returns the rows with the environment."""
     where = environment(device, args.commit)
     rows = [{**row, **where} for row in rows]
     if args.output is not None:
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        with args.output.open("w", newline="") as file:
-            writer = csv.DictWriter(file, names, restval="")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(args.output, rows)
     print(" | ".join(f"{name} {value}" for name, value in where.items() if value != ""))
     table = [columns] + [[_text(row.get(name)) for name in columns] for row in rows]
     widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]

@@ -46,7 +46,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from benchmarks.common import Row, default_device, environment, make_parser, progress, report
+from benchmarks.common import Row, default_device, environment, make_parser, progress, report, write_csv
 from benchmarks.flops import SHAPES, shape_config
 from benchmarks.published import MODES, baseline_rows, check_figures, rows_per_step, set_figures
 from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer
@@ -194,17 +194,10 @@ class Results:
                 self.earlier = list(csv.DictReader(file))
 
     def write(self, *unfinished: Row) -> None:
-        """Writes the file, with `unfinished` rows at its end. A rank that dies while it writes leaves the old one."""
-        if self.path is None:
-            return
-        rows = [*self.earlier, *({**row, **self.where} for row in [*self.rows, *unfinished])]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        own = self.path.with_name(f"{self.path.name}.{RANK}")
-        with own.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)), restval="")
-            writer.writeheader()
-            writer.writerows(rows)
-        own.replace(self.path)
+        """Writes the file, with `unfinished` rows at its end."""
+        if self.path is not None:
+            rows = [{**row, **self.where} for row in [*self.rows, *unfinished]]
+            write_csv(self.path, [*self.earlier, *rows])
 
 
 def measure(trees: Sequence[PrefixTree], args: Any, device: torch.device, state: PartialState) -> list[Row]:
