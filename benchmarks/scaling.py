@@ -7,8 +7,9 @@
 
 Modes: `tree` (folded trees), `per_branch` (TRL's SFTTrainer on the branches), `grouped` (the trees branch by branch)
 and `flat_steps` (SFTTrainer on one sample per turn, each token supervised once). A step has 4 trees over all GPUs, at
-least one for each; `--trees-per-step` makes it larger, so that its trees can be balanced. For each of these trees a
-baseline's step has 4 rows at the `published` coverage, and as many as a tree has branches, 20.4, at the `equal` one.
+least one for each; `--trees-per-step` makes it larger, so that its trees can be balanced, best with several of them in
+a micro-batch (`--trees-per-micro-batch`; in the other modes it has one row). For each of these trees a baseline's step
+has 4 rows at the `published` coverage, and as many as a tree has branches, 20.4, at the `equal` one.
 
 A step lasts from the end of the one before, so that it includes reading its rows, until the slowest rank is done.
 `ms` is the median of all steps but the first, `ms_per_branch` that over the branches (for `flat_steps`: samples) of a
@@ -96,11 +97,17 @@ def make_trainer(mode: str, coverage: str, trees: Sequence[PrefixTree], args: An
     # What the launcher's config says would win over `bf16=False`.
     os.environ["ACCELERATE_MIXED_PRECISION"] = precision = "bf16" if dtype == torch.bfloat16 else "no"
     on_trees = mode in ("tree", "grouped")
+    batch_size = args.trees_per_micro_batch if mode == "tree" else 1
+    own_rows = rows_per_step(mode, coverage, trees, args.trees_per_step, RANKS) // RANKS
+    if own_rows % batch_size:
+        raise ValueError(
+            f"`--trees-per-micro-batch {batch_size}` does not divide the {own_rows} trees of a rank's step"
+        )
     folder = tempfile.mkdtemp()
     options: dict[str, Any] = {
         "max_steps": args.steps,
-        "gradient_accumulation_steps": rows_per_step(mode, coverage, trees, args.trees_per_step, RANKS) // RANKS,
-        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": own_rows // batch_size,
+        "per_device_train_batch_size": batch_size,
         "learning_rate": 1e-5,
         "lr_scheduler_type": "constant",
         "optim": "adamw_torch_fused",
@@ -154,7 +161,7 @@ def measure_mode(mode: str, coverage: str, trees: Sequence[PrefixTree], args: An
     own = torch.tensor([peak, *clock.seconds], dtype=torch.float64, device=device)
     peak, first, *seconds = trainer.accelerator.gather(own[None]).amax(dim=0).tolist()
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
-    per_step = trainer.args.gradient_accumulation_steps * RANKS
+    per_step = trainer.args.gradient_accumulation_steps * trainer.args.per_device_train_batch_size * RANKS
     covered = statistics.mean(entry.get("tree/branches", per_step) for entry in log[1:])
     imbalance = [entry["tree/imbalance"] for entry in log[1:] if "tree/imbalance" in entry]
     median = 1e3 * statistics.median(seconds)
@@ -208,7 +215,7 @@ def measure(trees: Sequence[PrefixTree], args: Any, device: torch.device, state:
         for coverage in args.coverage[:1] if mode in ("tree", "grouped") else args.coverage:
             row: Row = {"mode": mode, "coverage": coverage, "shape": args.shape, "dtype": args.dtype, "gpus": RANKS}
             row |= {"checkpointing": args.checkpointing, "compiled": args.compile, "sampling": args.sampling}
-            row |= {"attention": args.baseline_attention}
+            row |= {"attention": args.baseline_attention, "trees_per_micro_batch": args.trees_per_micro_batch}
             row["rows_per_step"] = rows_per_step(mode, coverage, trees, args.trees_per_step, RANKS)
             state.wait_for_everyone()  # all have read what is there
             if RANK == 0:
@@ -243,6 +250,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--trees-per-step", type=int, default=4, help="over all GPUs; 4 were published")
+    parser.add_argument("--trees-per-micro-batch", type=int, default=1, help="of the mode `tree`")
     parser.add_argument("--sampling", choices=("sequential", "group_by_length"), default="sequential")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
     parser.add_argument("--compile", action="store_true", help="compile every decoder layer by itself")

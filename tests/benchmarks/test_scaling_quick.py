@@ -102,6 +102,16 @@ def test_it_runs(tmp_path, monkeypatch):
     assert len(models) == 6 and not any(model() is not None for model in models)  # no memory that the next one counts
 
 
+def test_trees_of_a_micro_batch_change_no_loss():
+    options = ["--quick", "--steps", "2", "--only", "tree", "--trees-per-step", "4"]
+    (one,) = scaling.main(options)
+    (four,) = scaling.main([*options, "--trees-per-micro-batch", "4"])
+    assert four["branches_per_step"] == one["branches_per_step"] == 16
+    assert four["loss"] == pytest.approx(one["loss"], rel=1e-5) and four["loss"] != four["first_loss"]
+    with pytest.raises(ValueError, match="trees-per-micro-batch 3"):
+        scaling.main([*options, "--trees-per-micro-batch", "3"])
+
+
 def test_a_step_includes_reading_its_rows(monkeypatch):
     make_trainer = scaling.make_trainer
 
