@@ -44,7 +44,7 @@ from hf_prefix_tree.attention import backend as backends
 from hf_prefix_tree.attention.backend import AttentionCall, choose_backend
 from hf_prefix_tree.attention.context import Mask, TreeContext
 from hf_prefix_tree.attention.interface import prefix_tree_attention
-from hf_prefix_tree.attention.mask import TreeBlockMask, tree_block_mask
+from hf_prefix_tree.attention.mask import tree_block_mask
 from hf_prefix_tree.batch import concatenate_trees
 from hf_prefix_tree.flops import attention_flops
 from hf_prefix_tree.tree import PrefixTree
@@ -79,6 +79,8 @@ COLUMNS = [
     "tflops",
     "failure",
 ]
+HEADS, QUICK_HEADS = (16, 8, 128), (4, 2, 16)  # of queries, of keys and values, and their size
+GROUPS = 2  # query heads for each of keys and values
 BUSY = 50  # short kernels are timed as in a training step, where the host runs ahead of the device
 
 
@@ -91,9 +93,7 @@ class StockContext(TreeContext):
 
 def through_the_project(rows: torch.Tensor, backend: str, context_class: type[TreeContext] = TreeContext) -> Attend:
     context = context_class(rows, attn_backend=backend)
-    mask = context.mask(None, flex=backend != "sdpa")
-    if isinstance(mask, TreeBlockMask):
-        mask.backend = backend
+    mask = context.flash_mask(GROUPS) if backend == "flash" else context.mask(flex=backend != "sdpa")
     module = torch.nn.Module()
     return lambda q, k, v: prefix_tree_attention(module, q, k, v, mask, prefix_tree=context)[0]
 
@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--methods", nargs="+", choices=[*METHODS, *TILES], default=METHODS, metavar="METHOD")
     args = parser.parse_args(argv)
     device = default_device(args.quick)
-    heads = (4, 2, 16) if args.quick else (16, 8, 128)
+    heads = QUICK_HEADS if args.quick else HEADS
     rows: list[Row] = []
 
     def add(

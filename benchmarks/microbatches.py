@@ -158,12 +158,18 @@ class BranchStep:
 
         return loss
 
-    def time_kernels(self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    def time_kernels(
+        self,
+        config: PreTrainedConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        only: Sequence[str] | None = None,
+    ) -> dict[str, float]:
         """
-        Milliseconds of one layer's attention over all rows, forward and backward, with every kernel installed;
-        infinite for one that does not run.
+        Milliseconds of one layer's attention over all rows, forward and backward, with every kernel installed (those
+        of `only`, where it is given); infinite for one that does not run.
         """
-        kernels = packed.installed_kernels(device)
+        kernels = [kernel for kernel in packed.installed_kernels(device) if only is None or kernel in only]
         heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         make = functools.partial(torch.randn, device=device, dtype=dtype, requires_grad=True)
         leaves = [[make(1, n, sum(row.lengths), config.head_dim) for n in heads] for row in self.rows]
@@ -192,7 +198,7 @@ class BranchStep:
             if not error < 2e-2:
                 raise RuntimeError(f"kernel {kernel} differs from the first by {error:.1e}")
         if all(map(math.isinf, times.values())):
-            raise RuntimeError(f"none of the kernels {', '.join(kernels)} runs here")
+            raise RuntimeError(f"none of the kernels {', '.join(only or kernels)} runs here")
         return times
 
     def use(self, kernel: str) -> None:

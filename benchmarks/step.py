@@ -12,7 +12,8 @@ breaks compiled layers into two, the fastest of the others is tried as well. Tre
 tree or a branch above it is a micro-batch of its own. `memory_ratio` compares the peaks of these micro-batches,
 `rows_ratio` with branches in rows as long as the longest of the trees' (or of the branches). A step is one tree of a
 shape; `--fill` takes as many as fill a micro-batch, as training does: costs of a step that no token has a part in
-(optimizer, calls from the host) then weigh as little on both sides.
+(optimizer, calls from the host) then weigh as little on both sides. Steps follow one another without waiting for the
+GPU, as in training.
 
 `--backends` are the `attn_backend` of the trees; `kernel` is what that took. `compiled` compiles every decoder layer
 by itself.
@@ -40,7 +41,17 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 from trl.trainer.utils import add_fused_lm_head
 
-from benchmarks.common import Row, default_device, make_parser, matmul_roof, measure, peak_gib, progress, report
+from benchmarks.common import (
+    Row,
+    default_device,
+    make_parser,
+    matmul_roof,
+    measure,
+    measure_in_a_row,
+    peak_gib,
+    progress,
+    report,
+)
 from benchmarks.flops import MODELS, model_config
 from benchmarks.microbatches import BranchStep, FoldedStep, convolution_gap, scan_starts_anew
 from benchmarks.packed import IMPLEMENTATION, packed_attention
@@ -121,7 +132,7 @@ def measure_step(
         losses: list[torch.Tensor] = []
         peak = peak_gib(lambda: losses.append(run()), device)
         row: Row = {"first_step_s": first, "loss": losses[0].item(), "peak_gib": peak}
-        return row if seconds is None else row | measure(run, device, warmup=0, seconds=seconds)._asdict()
+        return row if seconds is None else row | measure_in_a_row(run, device, seconds=seconds)._asdict()
     except torch.cuda.OutOfMemoryError:
         return {"failure": "out of memory"}
     finally:
@@ -153,6 +164,9 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     )
     parser.add_argument("--backends", nargs="+", choices=ATTN_BACKENDS, default=["auto"])
     parser.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=["off"])
+    parser.add_argument(
+        "--kernels", nargs="+", choices=("fa2", "fa4", "cudnn", "flex"), help="for branches; all by default"
+    )
     parser.add_argument("--micro-batch-tokens", type=int, default=16_384)
     parser.add_argument("--fill", action="store_true", help="as many trees of a shape as fill a micro-batch")
     parser.add_argument("--seconds", type=float, default=1.5, help="time for the repeats of one measurement")
@@ -193,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         folded_steps[name] = FoldedStep(trees, args.micro_batch_tokens, device)
         branch_steps[name] = BranchStep(trees, branch_budget, device, gap)
         short_steps[name] = BranchStep(trees, min(branch_budget, folded_steps[name].row_tokens), device, gap)
-        kernel_times[name] = branch_steps[name].time_kernels(config, device, dtype)
+        kernel_times[name] = branch_steps[name].time_kernels(config, device, dtype, args.kernels)
     rows: list[Row] = []
 
     def measure_branches(name: str, model: torch.nn.Module, compiled: bool, checkpointing: bool) -> Row:

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 from packaging.version import Version
-from torch.nn.attention.flex_attention import BlockMask
 
 from hf_prefix_tree.attention.kernels import attend_flash, attend_flex
+from hf_prefix_tree.attention.mask import TreeBlockMask, flash_block_mask
 from hf_prefix_tree.batch import BLOCK_SIZE
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class AttentionCall(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     length: int  # tokens of a row
-    heads: int
+    heads: int  # 0 where layers differ
     kv_heads: int
     head_dim: int  # of queries and keys
     value_dim: int
@@ -69,7 +69,7 @@ class AttentionCall(NamedTuple):
         """
         heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
         if not (isinstance(heads, int) and isinstance(kv_heads, int | None)):
-            heads = kv_heads = 1  # where layers differ, the head sizes decide alone
+            heads = kv_heads = 0
         head_dim = _head_dim(config)
         return cls(
             device,
@@ -94,7 +94,7 @@ def _head_dim(config: Any) -> int:
 
 
 def choose_backend(
-    requested: str, call: AttentionCall, mask: Callable[[], BlockMask], no_flex: str | None = None
+    requested: str, call: AttentionCall, mask: Callable[[], TreeBlockMask], no_flex: str | None = None
 ) -> str:
     """
     The backend of a call, logged with the reason whenever either is new.
@@ -108,7 +108,7 @@ def choose_backend(
     Args:
         requested (`str`): `"auto"`, or the backend to use.
         call ([`AttentionCall`]): The shapes.
-        mask (`Callable[[], BlockMask]`): Builds the block mask of the call.
+        mask (`Callable[[], TreeBlockMask]`): Builds the block mask of the call.
         no_flex (`str`, *optional*): Why the architecture cannot use a block mask, if so.
 
     Returns:
@@ -180,6 +180,8 @@ def _why_not_flash(call: AttentionCall) -> str | None:
         return f"it does not take {call.dtype}"
     if call.head_dim != call.value_dim or call.head_dim not in _FLASH_HEAD_SIZES:
         return f"head sizes {call.head_dim} and {call.value_dim} are not among those it is right for (64, 128)"
+    if call.heads == 0:
+        return "layers differ in how many query heads share a key-value head"
     if call.sinks:
         return "attention sinks need gradients through the log-sum-exp, which it does not have"
     if call.softcap:
@@ -209,7 +211,7 @@ _sparse: dict[tuple, str | None] = {}  # reasons by device and power of two of t
 _checked: dict[tuple, str | None] = {}  # reasons by device, dtype and head sizes
 
 
-def _too_sparse(call: AttentionCall, mask: Callable[[], BlockMask]) -> str | None:
+def _too_sparse(call: AttentionCall, mask: Callable[[], TreeBlockMask]) -> str | None:
     blocks = call.length // BLOCK_SIZE
     if blocks < _LEAST_FLASH_BLOCKS:
         return f"rows of fewer than {_LEAST_FLASH_BLOCKS} blocks gain nothing"
@@ -223,7 +225,7 @@ def _too_sparse(call: AttentionCall, mask: Callable[[], BlockMask]) -> str | Non
     return _sparse[key]
 
 
-def _agrees_with_triton(call: AttentionCall, mask: Callable[[], BlockMask]) -> str | None:
+def _agrees_with_triton(call: AttentionCall, mask: Callable[[], TreeBlockMask]) -> str | None:
     """`None` where it does; looked at once for each device, dtype and head sizes."""
     key = (call.device, call.dtype, call.heads // call.kv_heads, call.head_dim, call.value_dim)
     if key not in _checked:
@@ -233,7 +235,7 @@ def _agrees_with_triton(call: AttentionCall, mask: Callable[[], BlockMask]) -> s
     return _checked[key]
 
 
-def _difference_to_triton(call: AttentionCall, mask: BlockMask) -> str | None:
+def _difference_to_triton(call: AttentionCall, mask: TreeBlockMask) -> str | None:
     """Compares output and gradients of both kernels on random numbers under the mask; `None` where they agree."""
     kv_heads = max(1, min(call.kv_heads, _CHECKED_TOKENS // call.length))
     heads = kv_heads * (call.heads // call.kv_heads)
@@ -247,18 +249,18 @@ def _difference_to_triton(call: AttentionCall, mask: BlockMask) -> str | None:
     leaves = [random(*size).requires_grad_() for size in sizes]
     grad = random(heads, call.value_dim)
 
-    def run(attend: Callable) -> list[torch.Tensor]:
+    def run(attend: Callable, mask: TreeBlockMask) -> list[torch.Tensor]:
         output = attend(*leaves, mask)
         return [output, *torch.autograd.grad(output, leaves, grad)]
 
     with torch.enable_grad(), torch.autocast(call.device.type, enabled=False):
         try:
-            found = run(attend_flash)
+            found = run(attend_flash, flash_block_mask(mask, heads // kv_heads))
         except torch.cuda.OutOfMemoryError:
             raise  # says nothing about the kernel
         except Exception as error:  # whatever a young kernel fails with, the reason is passed on
             return f"it failed with {type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
-        expected = run(attend_flex)
+        expected = run(attend_flex, mask)
     errors = [((x - y).float().norm() / y.float().norm()).item() for x, y in zip(found, expected, strict=True)]
     names = ("output", "query gradient", "key gradient", "value gradient")
     wrong = [f"{name} {error:.1e}" for name, error in zip(names, errors, strict=True) if not error < _TOLERANCE]

@@ -90,10 +90,9 @@ def prefix_tree_mask(
     backend = choose_backend(context.attn_backend, call, build, no_flex)
     if additive:
         return context.additive_mask(dtype, window, chunk)
-    mask = context.mask(window, chunk, flex=backend != "sdpa")
-    if isinstance(mask, TreeBlockMask):
-        mask.backend = backend
-    return mask
+    if backend == "flash":
+        return context.flash_mask(call.heads // call.kv_heads)
+    return context.mask(window, chunk, flex=backend != "sdpa")
 
 
 def prefix_tree_attention(
@@ -194,6 +193,11 @@ def _tree_attention(
             raise ValueError(
                 f"{type(module).__name__} has a softcap, sinks or values of another size, which its config does not "
                 "tell and FlexAttention's FLASH backend does not serve. Use `attn_backend='flex'`."
+            )
+        if query.shape[1] != mask.groups * key.shape[1]:
+            raise ValueError(
+                f"{type(module).__name__} has {query.shape[1]} query and {key.shape[1]} key-value heads, where its "
+                f"config tells of {mask.groups} to 1. Use `attn_backend='flex'`."
             )
         output = attend_flash(query, key, value, mask, scale=scaling)
     elif isinstance(mask, BlockMask):

@@ -64,9 +64,8 @@ def attend(
     q, k, v = (x.to(d).requires_grad_() for x, d in zip((q, k, v), dtypes, strict=True))
     sinks = None if sinks is None else torch.linspace(-1, 3, heads[0], device="cuda", dtype=dtype).requires_grad_()
     context = TreeContext(row["prefix_tree"], attn_backend=backend)
-    mask = context.mask(window, flex=backend != "sdpa")
-    if backend == "flash":
-        mask.backend = backend
+    groups = heads[0] // heads[1]
+    mask = context.flash_mask(groups) if backend == "flash" else context.mask(window, flex=backend != "sdpa")
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
         output, _ = prefix_tree_attention(
             Layer(), q, k, v, mask, prefix_tree=context, softcap=softcap, s_aux=sinks, scaling=head_dim**-0.5

@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 
 import hf_prefix_tree.attention.kernels as kernels
 import hf_prefix_tree.attention.mask as mask_module
-from hf_prefix_tree.attention.mask import dense_mask, tree_block_mask
+from hf_prefix_tree.attention.mask import dense_mask, flash_block_mask, tree_block_mask
 from hf_prefix_tree.batch import concatenate_trees
 from hf_prefix_tree.tree import Branch, fold
 
@@ -67,7 +67,8 @@ def test_flash_is_one_graph_whatever_the_length():
         tree = row["prefix_tree"]
         query, key, value = (torch.randn(1, heads, tree.shape[-1], 32) for heads in (4, 2, 2))
         with torch.no_grad():
-            found = kernels.attend_flash(query, key, value, tree_block_mask(tree), scale=0.2)
+            mask = flash_block_mask(tree_block_mask(tree), 2)
+            found = kernels.attend_flash(query, key, value, mask, scale=0.2)
             expected = kernels.attend_dense(query, key, value, dense_mask(tree), scale=0.2)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
