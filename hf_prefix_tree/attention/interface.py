@@ -194,11 +194,6 @@ def _tree_attention(
                 f"{type(module).__name__} has a softcap, sinks or values of another size, which its config does not "
                 "tell and FlexAttention's FLASH backend does not serve. Use `attn_backend='flex'`."
             )
-        if query.shape[1] != mask.groups * key.shape[1]:
-            raise ValueError(
-                f"{type(module).__name__} has {query.shape[1]} query and {key.shape[1]} key-value heads, where its "
-                f"config tells of {mask.groups} to 1. Use `attn_backend='flex'`."
-            )
         output = attend_flash(query, key, value, mask, scale=scaling)
     elif isinstance(mask, BlockMask):
         output = attend_flex(query, key, value, mask, scale=scaling, softcap=softcap, sinks=s_aux)

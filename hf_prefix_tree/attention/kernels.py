@@ -121,6 +121,9 @@ def attend_flash(
     attend = _flash if torch.compiler.is_compiling() else functools.partial(_call_compiled, _flash)
     # Tokens before heads, as Transformers lays them out, is what these kernels want: nothing is copied.
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    if not torch.compiler.is_compiling():
+        for x in (query, key, value):
+            torch._dynamo.mark_static(x, 1)  # a number of heads that it does not know fails the compiler
     return attend(query, key, value, mask, scale).transpose(1, 2)
 
 
@@ -154,18 +157,24 @@ def _triton(
 def _flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: TreeBlockMask, scale: float | None
 ) -> torch.Tensor:
+    groups = query.shape[1] // key.shape[1]
+    if groups != mask.groups:
+        raise ValueError(
+            f"the layer has {query.shape[1]} query and {key.shape[1]} key-value heads, where the model's config tells "
+            f"of {mask.groups} to 1. Use `attn_backend='flex'`."
+        )
     # The query heads of a key-value head become rows of the batch, views of the same keys: where heads share keys, the
     # kernels add gradients up in float32 in memory, which takes 3 to 6% of the time that attention takes.
     output = flex_attention(
-        _QueryGroups.apply(query, mask.groups),
-        _SharedKeys.apply(key, mask.groups),
-        _SharedKeys.apply(value, mask.groups),
+        _QueryGroups.apply(query, groups),
+        _SharedKeys.apply(key, groups),
+        _SharedKeys.apply(value, groups),
         block_mask=mask,
         scale=scale,
         kernel_options={"BACKEND": "FLASH"},
     )
     # tokens before heads, contiguous: the compiled backward copies gradients that are not
-    return output.unflatten(0, (-1, mask.groups)).permute(0, 3, 2, 1, 4).flatten(2, 3)
+    return output.unflatten(0, (-1, groups)).permute(0, 3, 2, 1, 4).flatten(2, 3)
 
 
 class _QueryGroups(torch.autograd.Function):

@@ -74,6 +74,28 @@ def test_flash_is_one_graph_whatever_the_length():
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
+@pytest.mark.parametrize("heads", [(4, 2), (6, 2), (2, 2)])
+def test_flash_knows_the_number_of_heads(heads, monkeypatch):
+    """The compiler cannot lower FlexAttention for a number of heads that is not known before the call."""
+    shapes = []
+
+    def look(graph, inputs):
+        nodes = [node for node in graph.graph.nodes if "flex_attention" in str(node.target)]
+        shapes.extend(node.args[index].meta["example_value"].shape[:2] for node in nodes for index in range(3))
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = functools.cache(lambda function: torch.compile(function, dynamic=True, backend=look))
+    monkeypatch.setattr(kernels, "_compiled", compiled)
+    tree = concatenate_trees([fold([Branch(np.arange(300) % 90, np.ones(300))])], pad_token_id=0)["prefix_tree"]
+    query, key, value = (torch.randn(1, tree.shape[-1], n, 32).transpose(1, 2) for n in (*heads, heads[1]))
+    groups = heads[0] // heads[1]
+    with torch.no_grad():
+        kernels.attend_flash(query, key, value, flash_block_mask(tree_block_mask(tree), groups), scale=0.2)
+    assert shapes == [(groups, heads[1])] * 3
+    assert {type(size) for shape in shapes for size in shape} == {int}
+
+
 @pytest.mark.usefixtures("without_kernels")
 def test_whole_blocks_are_told_to_the_kernel(monkeypatch):
     """Without it, a kernel that is compiled for all lengths checks the bounds of every load."""
