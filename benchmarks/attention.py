@@ -6,7 +6,7 @@
 | method | what runs |
 |---|---|
 | `flex` | the project's path: FlexAttention (Triton), heaviest child first |
-| `flash` | the same by FlexAttention's FLASH backend, where `flash-attn-4` is installed |
+| `flash` | the same by the kernels of `flash-attn-4`, where it is installed |
 | `sdpa` | the project's dense mask |
 | `flex, leaf first`, `flash, leaf first` | the project's path, children in the reverse order |
 | `flex, tiles N` | tiles of N keys in the backward of keys and values; not among the defaults |
@@ -44,7 +44,7 @@ from hf_prefix_tree.attention import backend as backends
 from hf_prefix_tree.attention.backend import AttentionCall, choose_backend
 from hf_prefix_tree.attention.context import Mask, TreeContext
 from hf_prefix_tree.attention.interface import prefix_tree_attention
-from hf_prefix_tree.attention.mask import tree_block_mask
+from hf_prefix_tree.attention.mask import TreeBlockMask, tree_block_mask
 from hf_prefix_tree.batch import concatenate_trees
 from hf_prefix_tree.flops import attention_flops
 from hf_prefix_tree.tree import PrefixTree
@@ -80,7 +80,6 @@ COLUMNS = [
     "failure",
 ]
 HEADS, QUICK_HEADS = (16, 8, 128), (4, 2, 16)  # of queries, of keys and values, and their size
-GROUPS = 2  # query heads for each of keys and values
 BUSY = 50  # short kernels are timed as in a training step, where the host runs ahead of the device
 
 
@@ -93,7 +92,9 @@ class StockContext(TreeContext):
 
 def through_the_project(rows: torch.Tensor, backend: str, context_class: type[TreeContext] = TreeContext) -> Attend:
     context = context_class(rows, attn_backend=backend)
-    mask = context.flash_mask(GROUPS) if backend == "flash" else context.mask(flex=backend != "sdpa")
+    mask = context.mask(flex=backend != "sdpa")
+    if isinstance(mask, TreeBlockMask):
+        mask.backend = backend
     module = torch.nn.Module()
     return lambda q, k, v: prefix_tree_attention(module, q, k, v, mask, prefix_tree=context)[0]
 

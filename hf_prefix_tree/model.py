@@ -72,7 +72,7 @@ def prepare_model(
         model (`PreTrainedModel` or `PeftModel`):
             A causal LM. Wrap it with DDP, FSDP or `torch.compile` afterwards.
         attn_backend (`str`, *optional*, defaults to `"auto"`):
-            `"flex"` runs FlexAttention, `"flash"` its FLASH backend (`flash-attn-4`, on Hopper), `"sdpa"` a dense
+            `"flex"` runs FlexAttention, `"flash"` the kernels of `flash-attn-4` (on Hopper), `"sdpa"` a dense
             mask; each raises where it cannot serve. `"auto"` takes FLASH where it is right and pays, FlexAttention
             wherever it can train, and the dense mask elsewhere (on CPU). The log says which and why.
         compile_layers (`bool`, *optional*, defaults to `False`):

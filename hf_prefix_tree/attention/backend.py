@@ -5,7 +5,7 @@
 |---|---|
 | `"sdpa"` | PyTorch's SDPA with a dense mask: anywhere, O(N^2) memory |
 | `"flex"` | FlexAttention's Triton kernels with a block mask |
-| `"flash"` | FlexAttention's FLASH backend (`flash-attn-4`) with the same block mask: faster on Hopper, younger |
+| `"flash"` | the kernels of `flash-attn-4` with the same block mask: faster on Hopper, younger |
 
 What the config, the device and the installed versions say costs nothing. Two things cost a wait for the device, once:
 whether FLASH agrees with Triton on the shapes at hand, and how sparse the masks of a range of row lengths are.
@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from packaging.version import Version
 
-from hf_prefix_tree.attention.kernels import attend_flash, attend_flex
-from hf_prefix_tree.attention.mask import TreeBlockMask, flash_block_mask
+from hf_prefix_tree.attention.flash import attend_flash
+from hf_prefix_tree.attention.kernels import attend_flex
+from hf_prefix_tree.attention.mask import TreeBlockMask, mask_kind
 from hf_prefix_tree.batch import BLOCK_SIZE
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class AttentionCall(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     length: int  # tokens of a row
-    heads: int  # 0 where layers differ
+    heads: int
     kv_heads: int
     head_dim: int  # of queries and keys
     value_dim: int
@@ -69,7 +70,7 @@ class AttentionCall(NamedTuple):
         """
         heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
         if not (isinstance(heads, int) and isinstance(kv_heads, int | None)):
-            heads = kv_heads = 0
+            heads = kv_heads = 1  # where layers differ, the head sizes decide alone
         head_dim = _head_dim(config)
         return cls(
             device,
@@ -100,10 +101,10 @@ def choose_backend(
     The backend of a call, logged with the reason whenever either is new.
 
     `"auto"` takes FLASH where it is installed in a version that is known to be right, on a Hopper GPU, in half
-    precision, for heads of 64 or 128 without softcap, sinks and windows, on rows of at least 48 blocks that are mostly
-    full, and agrees with Triton in a forward and a backward at these head sizes; FlexAttention's Triton kernels
-    elsewhere on a GPU; SDPA where FlexAttention cannot train. The first row of a length between two powers of two
-    decides for all of these lengths, so that the device is waited for once.
+    precision, for heads of 64 or 128 without softcap and sinks, on rows of at least 48 blocks that are mostly full,
+    and agrees with Triton, forward and backward, at these head sizes and this kind of mask; FlexAttention's Triton
+    kernels elsewhere on a GPU; SDPA where FlexAttention cannot train. The first row of a length between two powers of
+    two decides for all of these lengths, so that the device is waited for once.
 
     Args:
         requested (`str`): `"auto"`, or the backend to use.
@@ -180,16 +181,10 @@ def _why_not_flash(call: AttentionCall) -> str | None:
         return f"it does not take {call.dtype}"
     if call.head_dim != call.value_dim or call.head_dim not in _FLASH_HEAD_SIZES:
         return f"head sizes {call.head_dim} and {call.value_dim} are not among those it is right for (64, 128)"
-    if call.heads == 0:
-        return "layers differ in how many query heads share a key-value head"
     if call.sinks:
         return "attention sinks need gradients through the log-sum-exp, which it does not have"
     if call.softcap:
         return "its gradients under a softcap are not tested"
-    if call.window is not None:
-        return "its code generator fails under a window"
-    if call.chunk is not None:
-        return "it is not tested under chunks"
     if call.length > 4096 * BLOCK_SIZE:
         return f"it takes blocks of {BLOCK_SIZE} only, and rows above {4096 * BLOCK_SIZE} tokens have larger ones"
     if torch.are_deterministic_algorithms_enabled():
@@ -207,15 +202,15 @@ def _flash_version() -> Version | None:
         return None
 
 
-_sparse: dict[tuple, str | None] = {}  # reasons by device and power of two of the length
-_checked: dict[tuple, str | None] = {}  # reasons by device, dtype and head sizes
+_sparse: dict[tuple, str | None] = {}  # reasons by device, kind of mask and power of two of the length
+_checked: dict[tuple, str | None] = {}  # reasons by device, dtype, kind of mask and head sizes
 
 
 def _too_sparse(call: AttentionCall, mask: Callable[[], TreeBlockMask]) -> str | None:
     blocks = call.length // BLOCK_SIZE
     if blocks < _LEAST_FLASH_BLOCKS:
         return f"rows of fewer than {_LEAST_FLASH_BLOCKS} blocks gain nothing"
-    key = (call.device, blocks.bit_length())
+    key = (call.device, call.window, call.chunk, blocks.bit_length())
     if key not in _sparse:
         found = mask()
         assert found.full_kv_num_blocks is not None
@@ -226,12 +221,13 @@ def _too_sparse(call: AttentionCall, mask: Callable[[], TreeBlockMask]) -> str |
 
 
 def _agrees_with_triton(call: AttentionCall, mask: Callable[[], TreeBlockMask]) -> str | None:
-    """`None` where it does; looked at once for each device, dtype and head sizes."""
-    key = (call.device, call.dtype, call.heads // call.kv_heads, call.head_dim, call.value_dim)
+    """`None` where it does; looked at once for each device, dtype, kind of mask and head sizes."""
+    sizes = (call.heads // call.kv_heads, call.head_dim, call.value_dim)
+    key = (call.device, call.dtype, mask_kind(call.window, call.chunk), *sizes)
     if key not in _checked:
         _checked[key] = reason = _difference_to_triton(call, mask())
         if reason is not None:
-            warnings.warn(f"FlexAttention's FLASH backend is not used: {reason}.", stacklevel=2)
+            warnings.warn(f"The kernels of `flash-attn-4` are not used: {reason}.", stacklevel=2)
     return _checked[key]
 
 
@@ -249,18 +245,18 @@ def _difference_to_triton(call: AttentionCall, mask: TreeBlockMask) -> str | Non
     leaves = [random(*size).requires_grad_() for size in sizes]
     grad = random(heads, call.value_dim)
 
-    def run(attend: Callable, mask: TreeBlockMask) -> list[torch.Tensor]:
+    def run(attend: Callable) -> list[torch.Tensor]:
         output = attend(*leaves, mask)
         return [output, *torch.autograd.grad(output, leaves, grad)]
 
     with torch.enable_grad(), torch.autocast(call.device.type, enabled=False):
         try:
-            found = run(attend_flash, flash_block_mask(mask, heads // kv_heads))
+            found = run(attend_flash)
         except torch.cuda.OutOfMemoryError:
             raise  # says nothing about the kernel
         except Exception as error:  # whatever a young kernel fails with, the reason is passed on
             return f"it failed with {type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
-        expected = run(attend_flex, mask)
+        expected = run(attend_flex)
     errors = [((x - y).float().norm() / y.float().norm()).item() for x, y in zip(found, expected, strict=True)]
     names = ("output", "query gradient", "key gradient", "value gradient")
     wrong = [f"{name} {error:.1e}" for name, error in zip(names, errors, strict=True) if not error < _TOLERANCE]

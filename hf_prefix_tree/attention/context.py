@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from hf_prefix_tree.attention.mask import TreeBlockMask, dense_mask, flash_block_mask, tree_block_mask
+from hf_prefix_tree.attention.mask import dense_mask, tree_block_mask
 from hf_prefix_tree.batch import PREDECESSOR, Supervised
 
 Mask = torch.Tensor | BlockMask
@@ -100,17 +100,6 @@ class TreeContext:
             build = tree_block_mask if flex else dense_mask
             self._masks[key] = build(self.prefix_tree, **{key[0]: key[1]})
         return self._masks[key]
-
-    def flash_mask(self, groups: int) -> TreeBlockMask:
-        """The mask of the layers without window and chunks for FLASH, of so many query heads to a key-value head."""
-        key = ("flash", groups)
-        if key not in self._masks:
-            mask = self.mask(flex=True)
-            assert isinstance(mask, TreeBlockMask)
-            self._masks[key] = flash_block_mask(mask, groups)
-        found = self._masks[key]
-        assert isinstance(found, TreeBlockMask)
-        return found
 
     @property
     def has_masks(self) -> bool:

@@ -21,7 +21,8 @@ from transformers.masking_utils import AttentionMaskInterface, bidirectional_mas
 from hf_prefix_tree.attention.backend import AttentionCall, choose_backend
 from hf_prefix_tree.attention.context import Mask, TreeContext, active_context
 from hf_prefix_tree.attention.defaults import default_attention, default_implementation, uses_attention_interface
-from hf_prefix_tree.attention.kernels import attend_dense, attend_flash, attend_flex, attention_dtype
+from hf_prefix_tree.attention.flash import attend_flash
+from hf_prefix_tree.attention.kernels import attend_dense, attend_flex, attention_dtype
 from hf_prefix_tree.attention.mask import TreeBlockMask
 
 IMPLEMENTATION = "prefix_tree"
@@ -90,9 +91,10 @@ def prefix_tree_mask(
     backend = choose_backend(context.attn_backend, call, build, no_flex)
     if additive:
         return context.additive_mask(dtype, window, chunk)
-    if backend == "flash":
-        return context.flash_mask(call.heads // call.kv_heads)
-    return context.mask(window, chunk, flex=backend != "sdpa")
+    mask = context.mask(window, chunk, flex=backend != "sdpa")
+    if isinstance(mask, TreeBlockMask):
+        mask.backend = backend
+    return mask
 
 
 def prefix_tree_attention(
@@ -192,7 +194,7 @@ def _tree_attention(
         if softcap is not None or s_aux is not None or query.shape[-1] != value.shape[-1]:
             raise ValueError(
                 f"{type(module).__name__} has a softcap, sinks or values of another size, which its config does not "
-                "tell and FlexAttention's FLASH backend does not serve. Use `attn_backend='flex'`."
+                "tell and `flash-attn-4` does not serve on trees. Use `attn_backend='flex'`."
             )
         output = attend_flash(query, key, value, mask, scale=scaling)
     elif isinstance(mask, BlockMask):

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from hf_prefix_tree.attention.mask import TreeBlockMask
-
 
 def attention_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """The dtype that attention runs in: autocast's where it is on, otherwise that of the values."""
@@ -111,22 +109,6 @@ def flex_with_lse(
     return attend(query.contiguous(), key.contiguous(), value.contiguous(), mask, score_mod, scale)
 
 
-def attend_flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: TreeBlockMask, *, scale: float | None = None
-) -> torch.Tensor:
-    """
-    FlexAttention by its FLASH backend, the kernels of `flash-attn-4`; arguments and result as for [`attend_flex`], the
-    mask from [`~attention.mask.flash_block_mask`].
-    """
-    attend = _flash if torch.compiler.is_compiling() else functools.partial(_call_compiled, _flash)
-    # Tokens before heads, as Transformers lays them out, is what these kernels want: nothing is copied.
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    if not torch.compiler.is_compiling():
-        for x in (query, key, value):
-            torch._dynamo.mark_static(x, 1)  # a number of heads that it does not know fails the compiler
-    return attend(query, key, value, mask, scale).transpose(1, 2)
-
-
 def _triton(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -152,67 +134,6 @@ def _triton(
     )
     assert aux.lse is not None  # it was asked for
     return output, aux.lse
-
-
-def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: TreeBlockMask, scale: float | None
-) -> torch.Tensor:
-    groups = query.shape[1] // key.shape[1]
-    if groups != mask.groups:
-        raise ValueError(
-            f"the layer has {query.shape[1]} query and {key.shape[1]} key-value heads, where the model's config tells "
-            f"of {mask.groups} to 1. Use `attn_backend='flex'`."
-        )
-    # The query heads of a key-value head become rows of the batch, views of the same keys: where heads share keys, the
-    # kernels add gradients up in float32 in memory, which takes 3 to 6% of the time that attention takes.
-    output = flex_attention(
-        _QueryGroups.apply(query, groups),
-        _SharedKeys.apply(key, groups),
-        _SharedKeys.apply(value, groups),
-        block_mask=mask,
-        scale=scale,
-        kernel_options={"BACKEND": "FLASH"},
-    )
-    # tokens before heads, contiguous: the compiled backward copies gradients that are not
-    return output.unflatten(0, (-1, groups)).permute(0, 3, 2, 1, 4).flatten(2, 3)
-
-
-class _QueryGroups(torch.autograd.Function):
-    """
-    Queries `(B, heads, N, head_dim)` as `(B * groups, heads / groups, N, head_dim)`; of a single row a view, and the
-    gradient too. Said by strides: the compiler copies what it computed itself for any other kind of view.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, groups: int) -> torch.Tensor:
-        batch, heads, length, size = query.shape
-        ctx.groups = groups
-        if batch > 1:
-            return query.unflatten(1, (-1, groups)).transpose(1, 2).flatten(0, 1)
-        _, of_head, of_token, of_channel = query.stride()
-        return query.as_strided(
-            (groups, heads // groups, length, size), (of_head, groups * of_head, of_token, of_channel)
-        )
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        groups = ctx.groups
-        return grad.unflatten(0, (-1, groups)).transpose(1, 2).flatten(1, 2), None
-
-
-class _SharedKeys(torch.autograd.Function):
-    """Keys or values `(B, heads, N, size)` as `(B * groups, heads, N, size)`, the same for every group."""
-
-    @staticmethod
-    def forward(ctx: Any, key: torch.Tensor, groups: int) -> torch.Tensor:
-        ctx.groups = groups
-        if len(key) > 1:
-            return key.repeat_interleave(groups, dim=0)
-        return key.as_strided((groups, *key.shape[1:]), (0, *key.stride()[1:]))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.unflatten(0, (-1, ctx.groups)).sum(dim=1), None
 
 
 @contextmanager

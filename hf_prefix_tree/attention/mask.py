@@ -10,7 +10,6 @@ no wait for the device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
@@ -53,11 +52,13 @@ def dense_mask(prefix_tree: torch.Tensor, window: int | None = None, chunk: int 
 
 
 class TreeBlockMask(BlockMask):
-    """A block mask, what runs it (`"flex"`: Triton, or `"flash"`), and the row of the tree that it is of."""
+    """A block mask, what runs it (`"flex"`: Triton, or `"flash"`), and what the pairs of a partial block depend on."""
 
     backend: str = "flex"
-    groups: int = 1  # rows of the mask for each row of the batch: see `flash_block_mask`
-    subtree_end: torch.Tensor
+    subtree_end: torch.Tensor  # [B, N] int32
+    depth: torch.Tensor  # [B, N] int32
+    kind: str  # "plain", "window" or "chunk"
+    limit: torch.Tensor | None  # [1] int32: the window, or the size of chunks
 
 
 def tree_block_mask(prefix_tree: torch.Tensor, window: int | None = None, chunk: int | None = None) -> TreeBlockMask:
@@ -115,35 +116,17 @@ def tree_block_mask(prefix_tree: torch.Tensor, window: int | None = None, chunk:
         (size, size),
         _mask_mod(subtree_end, depth, reach, chunk_size),
     )
-    mask.subtree_end = subtree_end
+    mask.subtree_end, mask.depth = subtree_end, depth
+    mask.kind = mask_kind(window, chunk)
+    mask.limit = reach if chunk is None else chunk_size
     return mask
 
 
-def flash_block_mask(mask: TreeBlockMask, groups: int) -> TreeBlockMask:
-    """
-    The same mask for [`~attention.kernels.attend_flash`], which makes the query heads of a key-value head rows of the
-    batch.
-
-    Args:
-        mask (`TreeBlockMask`): The mask of a batch of B rows, without window and chunks.
-        groups (`int`): Query heads for each key-value head.
-
-    Returns:
-        `TreeBlockMask` of B * groups rows, those of a row of the batch next to each other.
-    """
-    lists: dict[str, Any] = {name: getattr(mask, name) for name in _LISTS}
-    if len(mask.subtree_end) > 1:  # those of a single row serve all rows
-        lists = {name: blocks.repeat_interleave(groups, dim=0) for name, blocks in lists.items()}
-    subtree_end = mask.subtree_end.repeat_interleave(groups, dim=0)
-    mask_mod = _mask_mod(subtree_end, subtree_end, None, None)
-    grouped = TreeBlockMask(seq_lengths=mask.seq_lengths, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask_mod, **lists)
-    grouped.backend, grouped.groups, grouped.subtree_end = "flash", groups, subtree_end
-    return grouped
-
-
-_LISTS = [
-    f"{kind}{blocks}_{what}" for blocks in ("kv", "q") for kind in ("", "full_") for what in ("num_blocks", "indices")
-]
+def mask_kind(window: int | None, chunk: int | None) -> str:
+    """What hides pairs of a path from each other: `"plain"` (nothing), `"window"` or `"chunk"`."""
+    if chunk is not None:
+        return "chunk"
+    return "plain" if window is None else "window"
 
 
 def block_size(length: int) -> int:

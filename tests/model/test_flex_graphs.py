@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 
 import hf_prefix_tree.attention.kernels as kernels
 import hf_prefix_tree.attention.mask as mask_module
-from hf_prefix_tree.attention.mask import dense_mask, flash_block_mask, tree_block_mask
+from hf_prefix_tree.attention.mask import dense_mask, tree_block_mask
 from hf_prefix_tree.batch import concatenate_trees
 from hf_prefix_tree.tree import Branch, fold
 
@@ -58,42 +58,6 @@ def test_hitting_the_recompile_limit_raises(monkeypatch):
             else:
                 with pytest.raises(Exception, match=r"recompile_limit"):
                     kernels.attend_flex(query, query, query, mask, scale=0.2)
-
-
-@pytest.mark.usefixtures("without_kernels")
-def test_flash_is_one_graph_whatever_the_length():
-    for length in (300, 500, 1100):
-        row = concatenate_trees([fold([Branch(np.arange(length) % 90, np.ones(length))])], pad_token_id=0)
-        tree = row["prefix_tree"]
-        query, key, value = (torch.randn(1, heads, tree.shape[-1], 32) for heads in (4, 2, 2))
-        with torch.no_grad():
-            mask = flash_block_mask(tree_block_mask(tree), 2)
-            found = kernels.attend_flash(query, key, value, mask, scale=0.2)
-            expected = kernels.attend_dense(query, key, value, dense_mask(tree), scale=0.2)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-
-
-@pytest.mark.parametrize("heads", [(4, 2), (6, 2), (2, 2)])
-def test_flash_knows_the_number_of_heads(heads, monkeypatch):
-    """The compiler cannot lower FlexAttention for a number of heads that is not known before the call."""
-    shapes = []
-
-    def look(graph, inputs):
-        nodes = [node for node in graph.graph.nodes if "flex_attention" in str(node.target)]
-        shapes.extend(node.args[index].meta["example_value"].shape[:2] for node in nodes for index in range(3))
-        return graph.forward
-
-    torch._dynamo.reset()
-    compiled = functools.cache(lambda function: torch.compile(function, dynamic=True, backend=look))
-    monkeypatch.setattr(kernels, "_compiled", compiled)
-    tree = concatenate_trees([fold([Branch(np.arange(300) % 90, np.ones(300))])], pad_token_id=0)["prefix_tree"]
-    query, key, value = (torch.randn(1, tree.shape[-1], n, 32).transpose(1, 2) for n in (*heads, heads[1]))
-    groups = heads[0] // heads[1]
-    with torch.no_grad():
-        kernels.attend_flash(query, key, value, flash_block_mask(tree_block_mask(tree), groups), scale=0.2)
-    assert shapes == [(groups, heads[1])] * 3
-    assert {type(size) for shape in shapes for size in shape} == {int}
 
 
 @pytest.mark.usefixtures("without_kernels")

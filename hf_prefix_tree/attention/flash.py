@@ -1,0 +1,265 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Tree attention by the Hopper kernels of `flash-attn-4`.
+
+FlexAttention's FLASH backend runs the same kernels. Called directly they can be told what it has no words for:
+
+- Query heads that share keys are rows of the batch, views of the same keys. Otherwise the kernels sum the gradients of
+  keys and values in float32 in memory.
+- Blocks start head by head for one block of keys (of queries, in the forward) after the other. The first blocks of a
+  tree are seen by most queries; in the kernels' own order those of the last head would start last, and all wait for
+  them.
+- The mask looks up the tree by address. The kernels wrap every index of a tensor that a mask reads.
+
+An operator of its own, so that compiled layers stay one graph. Everything private of `flash-attn-4` is touched here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hf_prefix_tree.attention.mask import TreeBlockMask
+
+
+def attend_flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: TreeBlockMask, *, scale: float | None = None
+) -> torch.Tensor:
+    """
+    Attention under a block mask by `flash-attn-4`; arguments and result as for [`~attention.kernels.attend_flex`],
+    without softcap and sinks.
+    """
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    rows = [mask.subtree_end] if mask.limit is None else [mask.subtree_end, mask.depth, mask.limit]
+    lists = [
+        *(mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices),
+        *(mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices),
+    ]
+    output, _ = _flash(query, key, value, rows, lists, mask.kind, scale)
+    return output.transpose(1, 2)
+
+
+@torch.library.custom_op("hf_prefix_tree::flash", mutates_args=())
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: Sequence[torch.Tensor],
+    lists: Sequence[torch.Tensor],
+    kind: str,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    batch_size, length, heads, _ = query.shape
+    groups = heads // key.shape[2]
+    output = query.new_empty(*query.shape[:3], value.shape[3])
+    lse = query.new_empty(batch_size * groups, heads // groups, length, dtype=torch.float32)
+    own = _by_group(output, groups)
+    with _heads_first():
+        _flash_attn_fwd(
+            _by_group(query, groups),
+            _for_each_group(key, groups),
+            _for_each_group(value, groups),
+            softmax_scale=scale,
+            return_lse=True,
+            out=own,
+            lse=lse,
+            **_mask(rows, lists[:4], kind, groups),
+        )
+    return _of_groups(own, output, groups), lse
+
+
+@torch.library.custom_op("hf_prefix_tree::flash_backward", mutates_args=())
+def _flash_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    rows: Sequence[torch.Tensor],
+    lists: Sequence[torch.Tensor],
+    kind: str,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    groups = query.shape[2] // key.shape[2]
+    query_grad = torch.empty_like(query, memory_format=torch.contiguous_format)
+    own = _by_group(query_grad, groups)
+    key_grad, value_grad = (x.new_empty(len(x) * groups, *x.shape[1:]) for x in (key, value))
+    with _heads_first():
+        _flash_attn_bwd(
+            _by_group(query, groups),
+            _for_each_group(key, groups),
+            _for_each_group(value, groups),
+            _by_group(output, groups),
+            _by_group(grad if grad.stride(-1) == 1 else grad.contiguous(), groups),
+            lse,
+            softmax_scale=scale,
+            dq=own,
+            dk=key_grad,
+            dv=value_grad,
+            **_mask(rows, lists[4:], kind, groups),
+        )
+    if groups > 1:
+        key_grad, value_grad = (x.unflatten(0, (-1, groups)).sum(dim=1) for x in (key_grad, value_grad))
+    return _of_groups(own, query_grad, groups), key_grad, value_grad
+
+
+@_flash.register_fake
+def _(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: Sequence[torch.Tensor],
+    lists: Sequence[torch.Tensor],
+    kind: str,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch_size, length, heads, _ = query.shape
+    groups = heads // key.shape[2]
+    lse = query.new_empty(batch_size * groups, heads // groups, length, dtype=torch.float32)
+    return query.new_empty(*query.shape[:3], value.shape[3]), lse
+
+
+@_flash_backward.register_fake
+def _(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    query_grad, key_grad, value_grad = (x.new_empty(x.shape) for x in (query, key, value))
+    return query_grad, key_grad, value_grad
+
+
+def _keep(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    query, key, value, rows, lists, *ctx.others = inputs
+    ctx.num_rows = len(rows)
+    ctx.save_for_backward(query, key, value, *output, *rows, *lists)
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple:
+    saved, others = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    rows, lists = list(others[: ctx.num_rows]), list(others[ctx.num_rows :])
+    grads = _flash_backward(grad, *saved, rows, lists, *ctx.others)
+    return *grads, [None] * len(rows), [None] * len(lists), None, None
+
+
+_flash.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _by_group(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """`(B, N, heads, size)` as `(B * groups, N, heads / groups, size)`; a view of a batch of one row."""
+    if len(x) > 1:
+        return x.unflatten(2, (-1, groups)).permute(0, 3, 1, 2, 4).flatten(0, 1)
+    _, length, heads, size = x.shape
+    _, of_token, of_head, _ = x.stride()
+    return x.as_strided((groups, length, heads // groups, size), (of_head, of_token, groups * of_head, 1))
+
+
+def _of_groups(own: torch.Tensor, whole: torch.Tensor, groups: int) -> torch.Tensor:
+    """`whole`, with the values of `own`, which [`_by_group`] made of it: of a single row they are there."""
+    if len(whole) > 1:
+        whole.copy_(own.unflatten(0, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3))
+    return whole
+
+
+def _for_each_group(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """Keys or values `(B, N, heads, size)` as `(B * groups, N, heads, size)`; a view of a batch of one row."""
+    return x.repeat_interleave(groups, dim=0) if len(x) > 1 else x.expand(groups, -1, -1, -1)
+
+
+def _mask(rows: Sequence[torch.Tensor], lists: Sequence[torch.Tensor], kind: str, groups: int) -> dict[str, Any]:
+    """The keyword arguments that make up the mask. The tensors must live until the kernel has run."""
+    from cutlass import Int32, Int64
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    batch_size, length = rows[0].shape
+    if batch_size > 1:  # the lists of a single row serve all rows
+        lists = [blocks.repeat_interleave(groups, dim=0) for blocks in lists]
+    size = length // lists[0].shape[-1]
+    return {
+        "mask_mod": _mask_mod(kind, groups if batch_size > 1 else 0),
+        "aux_scalars": (Int32(length), *(Int64(row.data_ptr()) for row in rows)),
+        "block_sparse_tensors": BlockSparseTensorsTorch(*lists, block_size=(size, size)),
+    }
+
+
+@functools.cache
+def _mask_mod(kind: str, groups: int) -> Callable:
+    """
+    Whether a pair is visible, in the language of the kernels; see [`~attention.mask.dense_mask`]. `groups` rows of the
+    kernels' batch are of one row of ours, all of them where it is 0. The scalars: the length of a row, and the
+    addresses of the tree rows.
+    """
+    import cutlass
+    import cutlass.cute as cute
+
+    def lookup(address: Any, index: Any) -> Any:
+        pointer = cute.make_ptr(cutlass.Int32, address, cute.AddressSpace.gmem, assumed_align=4)
+        found = cute.make_rmem_tensor(1, cutlass.Int32)
+        found[0] = cute.make_tensor(pointer, cute.make_layout(2**30))[index]
+        return found.load()
+
+    def start(row: Any, length: Any) -> Any:
+        return (row[0] // groups) * length if groups else 0
+
+    @cute.jit
+    def plain(b: Any, h: Any, q: Any, k: Any, info: Any, tensors: Any, scalars: Any) -> Any:
+        return (k <= q) & (q < lookup(scalars[1], start(b, scalars[0]) + k[0]))
+
+    @cute.jit
+    def window(b: Any, h: Any, q: Any, k: Any, info: Any, tensors: Any, scalars: Any) -> Any:
+        at = start(b, scalars[0])
+        near = lookup(scalars[2], at + q[0]) - lookup(scalars[2], at + k[0]) < lookup(scalars[3], 0)
+        return (k <= q) & (q < lookup(scalars[1], at + k[0])) & near
+
+    @cute.jit
+    def chunk(b: Any, h: Any, q: Any, k: Any, info: Any, tensors: Any, scalars: Any) -> Any:
+        at, size = start(b, scalars[0]), lookup(scalars[3], 0)
+        same = lookup(scalars[2], at + q[0]) // size == lookup(scalars[2], at + k[0]) // size
+        return (k <= q) & (q < lookup(scalars[1], at + k[0])) & same
+
+    chosen = {"plain": plain, "window": window, "chunk": chunk}[kind]
+    chosen.__cute_hash__ = f"hf_prefix_tree: {kind}, {groups} groups, heads first"
+    return chosen
+
+
+@contextmanager
+def _heads_first() -> Iterator[None]:
+    """The order of blocks, for the kernels that are compiled meanwhile; those of other masks are kept apart."""
+    import flash_attn.cute.flash_bwd_sm90 as backward
+    import flash_attn.cute.flash_fwd_sm90 as forward
+
+    own = [module.SingleTileScheduler for module in (forward, backward)]
+    forward.SingleTileScheduler = backward.SingleTileScheduler = _scheduler()
+    try:
+        yield
+    finally:
+        forward.SingleTileScheduler, backward.SingleTileScheduler = own
+
+
+@functools.cache
+def _scheduler() -> type:
+    import cutlass.cute as cute
+    from flash_attn.cute.tile_scheduler import SingleTileScheduler
+
+    class HeadsFirst:
+        Params = SingleTileScheduler.Params
+        to_underlying_arguments = staticmethod(SingleTileScheduler.to_underlying_arguments)
+
+        @staticmethod
+        def create(params: Any, context: Any = None, *, loc: Any = None, ip: Any = None) -> Any:
+            head, row, block = cute.arch.block_idx()
+            return SingleTileScheduler(params, (block, head, row), loc=loc, ip=ip)
+
+        @staticmethod
+        def get_grid_shape(params: Any, *, loc: Any = None, ip: Any = None) -> tuple:
+            return params.num_head * params.num_splits, params.num_batch, params.num_block
+
+    return HeadsFirst

@@ -1,0 +1,210 @@
+"""What the kernels of `flash-attn-4` are handed, with plain PyTorch in their place: tests/gpu runs them."""
+
+import ctypes
+import sys
+import types
+
+import pytest
+import torch
+from models import random_forest
+from torch._dynamo.utils import counters
+
+import hf_prefix_tree.attention.flash as flash
+from hf_prefix_tree.attention.context import TreeContext
+from hf_prefix_tree.attention.kernels import attend_dense, one_graph_for_all_lengths
+from hf_prefix_tree.attention.mask import dense_mask
+from hf_prefix_tree.batch import concatenate_trees
+
+STOCK, OURS = object(), object()
+
+
+class Number(int):
+    """A scalar of the kernels."""
+
+
+def row_at(address, length):
+    return torch.tensor((ctypes.c_int32 * length).from_address(address)[:])
+
+
+def mask_mod(kind, groups):
+    def mod(row, q, k, scalars):
+        assert all(type(scalar) is Number for scalar in scalars)
+        length, end_at, *others = scalars
+        start = row // groups * length if groups else 0
+        many = start + length
+        end = row_at(end_at, many)[start:][k]
+        visible = (k <= q) & (q < end)
+        if kind != "plain":
+            depth, limit = row_at(others[0], many)[start:], row_at(others[1], 1)
+            visible &= depth[q] - depth[k] < limit if kind == "window" else depth[q] // limit == depth[k] // limit
+        return visible
+
+    return mod
+
+
+def visible_pairs(blocks, rows, length, mod, scalars, transposed):
+    """The dense mask that a kernel makes of the lists: partial blocks by `mod`, full ones without looking."""
+    size = blocks.block_size[0]
+    assert blocks.block_size == (size, size)
+    mask = torch.zeros(rows, length, length, dtype=torch.bool)
+    for row in range(rows):
+        of_row = row if len(blocks.mask_block_cnt) > 1 else 0
+        for full, count, index in ((False, *blocks[:2]), (True, *blocks[2:4])):
+            for i, number in enumerate(count[of_row, 0].tolist()):
+                for j in index[of_row, 0, i, :number].tolist():
+                    a, b = (j, i) if transposed else (i, j)
+                    q = torch.arange(a * size, (a + 1) * size)[:, None]
+                    k = torch.arange(b * size, (b + 1) * size)[None]
+                    mask[row, q, k] = True if full else mod(row, q, k, scalars)
+    return mask
+
+
+def attend(query, key, value, mask, scale):
+    assert query.shape[2] == key.shape[2]  # the kernels' own sums are not needed
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * scale
+    scores = scores.masked_fill(~mask[:, None], -torch.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), value), scores.logsumexp(-1)
+
+
+@pytest.fixture
+def plain_kernels(monkeypatch):
+    names = ("interface", "block_sparsity", "flash_fwd_sm90", "flash_bwd_sm90")
+    modules = {f"flash_attn.cute.{name}": types.ModuleType(name) for name in names}
+    interface, sparsity, forward, backward = modules.values()
+    forward.SingleTileScheduler = backward.SingleTileScheduler = STOCK
+
+    class Blocks(tuple):
+        def __new__(cls, *lists, block_size):
+            made = super().__new__(cls, lists)
+            made.block_size, made.mask_block_cnt = block_size, lists[0]
+            return made
+
+    sparsity.BlockSparseTensorsTorch = Blocks
+
+    def run_forward(q, k, v, *, softmax_scale, return_lse, out, lse, mask_mod, aux_scalars, block_sparse_tensors):
+        assert forward.SingleTileScheduler is OURS and return_lse
+        mask = visible_pairs(block_sparse_tensors, len(q), q.shape[1], mask_mod, aux_scalars, transposed=False)
+        for made, wanted in zip((out, lse), attend(q, k, v, mask, softmax_scale), strict=True):
+            made.copy_(wanted)
+
+    def run_backward(
+        q, k, v, out, dout, lse, *, softmax_scale, dq, dk, dv, mask_mod, aux_scalars, block_sparse_tensors
+    ):
+        assert backward.SingleTileScheduler is OURS
+        mask = visible_pairs(block_sparse_tensors, len(q), q.shape[1], mask_mod, aux_scalars, transposed=True)
+        expected, log_sum = attend(q, k, v, mask, softmax_scale)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(lse, log_sum.to(lse.dtype))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * softmax_scale
+        shares = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1)
+        change = torch.einsum("bqhd,bkhd->bhqk", dout, v)
+        change = shares * (change - (change * shares).sum(-1, keepdim=True)) * softmax_scale
+        grads = (
+            torch.einsum("bhqk,bkhd->bqhd", change, k),
+            torch.einsum("bhqk,bqhd->bkhd", change, q),
+            torch.einsum("bhqk,bqhd->bkhd", shares, dout),
+        )
+        for made, wanted in zip((dq, dk, dv), grads, strict=True):
+            made.copy_(wanted)
+
+    interface._flash_attn_fwd, interface._flash_attn_bwd = run_forward, run_backward
+    cutlass = types.ModuleType("cutlass")
+    cutlass.Int32 = cutlass.Int64 = Number
+    for name, module in {**modules, "cutlass": cutlass}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    cute = types.ModuleType("flash_attn.cute")
+    for name, module in zip(names, modules.values(), strict=True):
+        setattr(cute, name, module)
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
+    monkeypatch.setattr(flash, "_mask_mod", mask_mod)
+    monkeypatch.setattr(flash, "_scheduler", lambda: OURS)
+    yield
+    assert forward.SingleTileScheduler is backward.SingleTileScheduler is STOCK
+
+
+def inputs(rows, heads, lengths=256, seed=0):
+    batches = [concatenate_trees(random_forest(seed + row), 0, pad_to_multiple_of=lengths) for row in range(rows)]
+    tree = torch.cat([batch["prefix_tree"] for batch in batches])
+    generator = torch.Generator().manual_seed(seed)
+    leaves = [
+        torch.randn(rows, tree.shape[2], n, 8, generator=generator, dtype=torch.float64).transpose(1, 2)
+        for n in (*heads, heads[1])
+    ]
+    return tree, [x.requires_grad_() for x in leaves]
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("heads", [(4, 1), (6, 3), (2, 2)])
+@pytest.mark.parametrize("limits", [{}, {"window": 7}, {"chunk": 16}])
+def test_output_and_gradients(rows, heads, limits):
+    tree, leaves = inputs(rows, heads)
+    mask = TreeContext(tree).mask(**limits, flex=True)
+    found = flash.attend_flash(*leaves, mask, scale=0.3)
+    expected = attend_dense(*leaves, dense_mask(tree, **limits), scale=0.3)
+    torch.testing.assert_close(found, expected)
+    grad = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for got, wanted in zip(
+        torch.autograd.grad(found, leaves, grad), torch.autograd.grad(expected, leaves, grad), strict=True
+    ):
+        torch.testing.assert_close(got, wanted)
+    assert found.transpose(1, 2).is_contiguous()  # the output projection reads it without a copy
+
+
+@pytest.mark.usefixtures("plain_kernels")
+def test_nothing_of_a_single_row_is_copied(monkeypatch):
+    tree, leaves = inputs(1, (6, 3))
+    interface = sys.modules["flash_attn.cute.interface"]
+    seen = []
+    run = interface._flash_attn_fwd
+    monkeypatch.setattr(
+        interface, "_flash_attn_fwd", lambda *args, **kwargs: seen.append(args) or run(*args, **kwargs)
+    )
+    found = flash.attend_flash(*leaves, TreeContext(tree).mask(flex=True))
+    assert [x.data_ptr() for x in seen[0]] == [x.data_ptr() for x in leaves]
+    assert seen[0][0].shape == (2, tree.shape[2], 3, 8) and seen[0][1].stride(0) == 0
+    torch.testing.assert_close(found, attend_dense(*leaves, dense_mask(tree)))  # the scale of the head size
+
+
+@pytest.mark.usefixtures("plain_kernels")
+def test_the_operator_is_what_pytorch_expects():
+    tree, leaves = inputs(1, (4, 2))
+    mask = TreeContext(tree).mask(window=9, flex=True)
+    lists = [
+        *(mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices),
+        *(mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices),
+    ]
+    query, key, value = (x.detach().transpose(1, 2).requires_grad_() for x in leaves)
+    rows = [mask.subtree_end, mask.depth, mask.limit]
+    torch.library.opcheck(flash._flash, (query, key, value, rows, lists, mask.kind, 0.3))
+
+
+@pytest.mark.usefixtures("plain_kernels")
+def test_one_graph_whatever_the_length():
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(flash.attend_flash, dynamic=True, fullgraph=True, backend="aot_eager")
+    for seed, lengths in enumerate((256, 384, 640)):
+        tree, leaves = inputs(1, (4, 2), lengths, seed)
+        mask = TreeContext(tree).mask(flex=True)
+        with one_graph_for_all_lengths():
+            found = compiled(*leaves, mask, scale=0.3)
+        expected = attend_dense(*leaves, dense_mask(tree), scale=0.3)
+        for got, wanted in zip(
+            torch.autograd.grad(found.sum(), leaves), torch.autograd.grad(expected.sum(), leaves), strict=True
+        ):
+            torch.testing.assert_close(got, wanted)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("plain_kernels")
+def test_the_order_of_blocks_is_given_back_after_an_error(monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(sys.modules["flash_attn.cute.interface"], "_flash_attn_fwd", fail)
+    tree, leaves = inputs(1, (2, 2))
+    with pytest.raises(RuntimeError, match="no kernel"):
+        flash.attend_flash(*leaves, TreeContext(tree).mask(flex=True))
