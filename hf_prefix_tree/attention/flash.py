@@ -5,9 +5,9 @@ FlexAttention's FLASH backend runs the same kernels. Called directly they can be
 
 - Query heads that share keys are rows of the batch, views of the same keys. Otherwise the kernels sum the gradients of
   keys and values in float32 in memory.
-- Blocks start head by head for one block of keys (of queries, in the forward) after the other. The first blocks of a
-  tree are seen by most queries; in the kernels' own order those of the last head would start last, and all wait for
-  them.
+- The longest blocks start first, those of all heads together: in the backward the first keys of a row, which most
+  queries see, in the forward its last queries. In the kernels' own order those of the last head would start last, and
+  all wait for them.
 - The mask looks up the tree by address. The kernels wrap every index of a tensor that a mask reads.
 
 An operator of its own, so that compiled layers stay one graph. Everything private of `flash-attn-4` is touched here.
@@ -237,7 +237,7 @@ def _heads_first() -> Iterator[None]:
     import flash_attn.cute.flash_fwd_sm90 as forward
 
     own = [module.SingleTileScheduler for module in (forward, backward)]
-    forward.SingleTileScheduler = backward.SingleTileScheduler = _scheduler()
+    forward.SingleTileScheduler, backward.SingleTileScheduler = _scheduler(last_first=True), _scheduler()
     try:
         yield
     finally:
@@ -245,7 +245,7 @@ def _heads_first() -> Iterator[None]:
 
 
 @functools.cache
-def _scheduler() -> type:
+def _scheduler(last_first: bool = False) -> type:
     import cutlass.cute as cute
     from flash_attn.cute.tile_scheduler import SingleTileScheduler
 
@@ -256,6 +256,8 @@ def _scheduler() -> type:
         @staticmethod
         def create(params: Any, context: Any = None, *, loc: Any = None, ip: Any = None) -> Any:
             head, row, block = cute.arch.block_idx()
+            if last_first:
+                block = params.num_block - 1 - block
             return SingleTileScheduler(params, (block, head, row), loc=loc, ip=ip)
 
         @staticmethod

@@ -129,7 +129,7 @@ def test_a_single_block_and_an_architecture_that_cannot():
 
 
 def test_short_and_sparse_rows_go_to_triton_unless_forced():
-    assert choose_backend("auto", CALL._replace(length=47 * 128), never) == "flex"
+    assert choose_backend("auto", CALL._replace(length=39 * 128), never) == "flex"
     looked = []
     look = lambda: looked.append(1) or strangers(64)  # noqa: E731
     for length in (64, 64, 100):

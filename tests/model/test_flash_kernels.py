@@ -15,7 +15,7 @@ from hf_prefix_tree.attention.kernels import attend_dense, one_graph_for_all_len
 from hf_prefix_tree.attention.mask import dense_mask
 from hf_prefix_tree.batch import concatenate_trees
 
-STOCK, OURS = object(), object()
+STOCK, FIRST, LAST = object(), object(), object()  # orders of blocks
 
 
 class Number(int):
@@ -82,7 +82,7 @@ def plain_kernels(monkeypatch):
     sparsity.BlockSparseTensorsTorch = Blocks
 
     def run_forward(q, k, v, *, softmax_scale, return_lse, out, lse, mask_mod, aux_scalars, block_sparse_tensors):
-        assert forward.SingleTileScheduler is OURS and return_lse
+        assert forward.SingleTileScheduler is LAST and return_lse
         mask = visible_pairs(block_sparse_tensors, len(q), q.shape[1], mask_mod, aux_scalars, transposed=False)
         for made, wanted in zip((out, lse), attend(q, k, v, mask, softmax_scale), strict=True):
             made.copy_(wanted)
@@ -90,7 +90,7 @@ def plain_kernels(monkeypatch):
     def run_backward(
         q, k, v, out, dout, lse, *, softmax_scale, dq, dk, dv, mask_mod, aux_scalars, block_sparse_tensors
     ):
-        assert backward.SingleTileScheduler is OURS
+        assert backward.SingleTileScheduler is FIRST
         mask = visible_pairs(block_sparse_tensors, len(q), q.shape[1], mask_mod, aux_scalars, transposed=True)
         expected, log_sum = attend(q, k, v, mask, softmax_scale)
         torch.testing.assert_close(out, expected)
@@ -118,7 +118,7 @@ def plain_kernels(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
     monkeypatch.setattr(flash, "_mask_mod", mask_mod)
-    monkeypatch.setattr(flash, "_scheduler", lambda: OURS)
+    monkeypatch.setattr(flash, "_scheduler", lambda last_first=False: LAST if last_first else FIRST)
     yield
     assert forward.SingleTileScheduler is backward.SingleTileScheduler is STOCK
 
