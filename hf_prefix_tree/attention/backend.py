@@ -209,7 +209,7 @@ _checked: dict[tuple, str | None] = {}  # reasons by device, dtype, kind of mask
 def _too_sparse(call: AttentionCall, mask: Callable[[], TreeBlockMask]) -> str | None:
     blocks = call.length // BLOCK_SIZE
     if blocks < _LEAST_FLASH_BLOCKS:
-        return f"rows of fewer than {_LEAST_FLASH_BLOCKS} blocks gain nothing"
+        return f"rows of fewer than {_LEAST_FLASH_BLOCKS} blocks are not known to gain"
     key = (call.device, call.window, call.chunk, blocks.bit_length())
     if key not in _sparse:
         found = mask()
