@@ -79,7 +79,6 @@ COLUMNS = [
     "tflops",
     "failure",
 ]
-HEADS, QUICK_HEADS = (16, 8, 128), (4, 2, 16)  # of queries, of keys and values, and their size
 BUSY = 50  # short kernels are timed as in a training step, where the host runs ahead of the device
 
 
@@ -92,7 +91,7 @@ class StockContext(TreeContext):
 
 def through_the_project(rows: torch.Tensor, backend: str, context_class: type[TreeContext] = TreeContext) -> Attend:
     context = context_class(rows, attn_backend=backend)
-    mask = context.mask(flex=backend != "sdpa")
+    mask = context.mask(None, flex=backend != "sdpa")
     if isinstance(mask, TreeBlockMask):
         mask.backend = backend
     module = torch.nn.Module()
@@ -189,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--methods", nargs="+", choices=[*METHODS, *TILES], default=METHODS, metavar="METHOD")
     args = parser.parse_args(argv)
     device = default_device(args.quick)
-    heads = QUICK_HEADS if args.quick else HEADS
+    heads = (4, 2, 16) if args.quick else (16, 8, 128)
     rows: list[Row] = []
 
     def add(

@@ -260,6 +260,8 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         parser.error("`--append` needs `--output`, the CSV file to add to")
     if args.steps < 2:
         parser.error(f"`--steps {args.steps}`: the first step is not counted, at least 2 are needed")
+    if args.trees_per_micro_batch < 1:
+        parser.error(f"`--trees-per-micro-batch {args.trees_per_micro_batch}`: at least 1")
     device = default_device(args.quick)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
