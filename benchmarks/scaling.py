@@ -215,7 +215,8 @@ def measure(trees: Sequence[PrefixTree], args: Any, device: torch.device, state:
         for coverage in args.coverage[:1] if mode in ("tree", "grouped") else args.coverage:
             row: Row = {"mode": mode, "coverage": coverage, "shape": args.shape, "dtype": args.dtype, "gpus": RANKS}
             row |= {"checkpointing": args.checkpointing, "compiled": args.compile, "sampling": args.sampling}
-            row |= {"attention": args.baseline_attention, "trees_per_micro_batch": args.trees_per_micro_batch}
+            row |= {"attention": args.baseline_attention}
+            row["trees_per_micro_batch"] = args.trees_per_micro_batch if mode == "tree" else 1
             row["rows_per_step"] = rows_per_step(mode, coverage, trees, args.trees_per_step, RANKS)
             state.wait_for_everyone()  # all have read what is there
             if RANK == 0:

@@ -32,10 +32,12 @@ logger = logging.getLogger(__name__)
 
 ATTN_BACKENDS = ("auto", "flex", "flash", "sdpa")
 
-# Builds before it gave wrong gradients for heads of 64 and, in one of some hundred launches, garbage for all.
-_LEAST_FLASH = Version("4.0.0b36")
-_FLASH_HEAD_SIZES = (64, 128)
-_LEAST_FLASH_BLOCKS = 40  # measured on an H100: 1.5 times as fast at 40 blocks, 1.6 at 64; fewer were not measured
+# The one build whose private functions are called. Earlier ones gave wrong gradients for heads of 64 and, in one of
+# some hundred launches, garbage for all.
+_FLASH_BUILD = Version("4.0.0b36")
+FLASH_HEAD_SIZES = (64, 128)
+# Through FlexAttention, on an H100: 1.5 times as fast as Triton at 40 blocks, 1.6 at 64; fewer were not measured.
+_LEAST_FLASH_BLOCKS = 40
 _MOST_PARTIAL = 0.5  # share of the visible blocks above which FLASH is not taken
 _TOLERANCE = 2e-2  # norm of the difference of two bf16 kernels over the norm; typically 5e-3
 _CHECKED_TOKENS = 2**17  # times key-value heads: bounds the memory of the comparison
@@ -55,6 +57,7 @@ class AttentionCall(NamedTuple):
     sinks: bool = False
     window: int | None = None
     chunk: int | None = None
+    rows: int = 1  # of the batch
 
     @classmethod
     def of(cls, config: Any, device: torch.device, dtype: torch.dtype, length: int, **kwargs: Any) -> AttentionCall:
@@ -66,7 +69,7 @@ class AttentionCall(NamedTuple):
             device (`torch.device`): Where it runs.
             dtype (`torch.dtype`): What attention runs in.
             length (`int`): Tokens of a row.
-            kwargs: `sinks`, `window` and `chunk`.
+            kwargs: `sinks`, `window`, `chunk` and `rows`.
         """
         heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
         if not (isinstance(heads, int) and isinstance(kv_heads, int | None)):
@@ -101,10 +104,10 @@ def choose_backend(
     The backend of a call, logged with the reason whenever either is new.
 
     `"auto"` takes FLASH where it is installed in a version that is known to be right, on a Hopper GPU, in half
-    precision, for heads of 64 or 128 without softcap and sinks, on rows of at least 40 blocks that are mostly full,
-    and agrees with Triton, forward and backward, at these head sizes and this kind of mask; FlexAttention's Triton
-    kernels elsewhere on a GPU; SDPA where FlexAttention cannot train. The first row of a length between two powers of
-    two decides for all of these lengths, so that the device is waited for once.
+    precision, for heads of 64 or 128 without softcap, sinks, windows and chunks, on rows of at least 40 blocks that
+    are mostly full, and agrees with Triton, forward and backward, at these head sizes; FlexAttention's Triton kernels
+    elsewhere on a GPU; SDPA where FlexAttention cannot train. The first row of a length between two powers of two
+    decides for all of these lengths, so that the device is waited for once.
 
     Args:
         requested (`str`): `"auto"`, or the backend to use.
@@ -129,7 +132,7 @@ def choose_backend(
         return _log(requested, call, "flex", "it was asked for")
     no_flash = _why_not_flash(call)
     if no_flash is None and requested == "auto":
-        no_flash = _too_sparse(call, mask)
+        no_flash = _not_measured(call) or _too_sparse(call, mask)
     if no_flash is None:
         no_flash = _agrees_with_triton(call, mask)
     if no_flash is None:
@@ -172,14 +175,14 @@ def _why_not_flash(call: AttentionCall) -> str | None:
     version = _flash_version()
     if version is None:
         return "`flash-attn-4` is not installed"
-    if version < _LEAST_FLASH:
-        return f"`flash-attn-4` {version} is older than {_LEAST_FLASH}, which earlier builds' wrong gradients call for"
+    if version != _FLASH_BUILD:
+        return f"`flash-attn-4` {version} is not {_FLASH_BUILD}, whose private functions it calls"
     major, minor = torch.cuda.get_device_capability(call.device)
     if major != 9:
         return f"it is tested on compute capability 9 (Hopper) only, this is {major}.{minor}"
     if call.dtype not in (torch.bfloat16, torch.float16):
         return f"it does not take {call.dtype}"
-    if call.head_dim != call.value_dim or call.head_dim not in _FLASH_HEAD_SIZES:
+    if call.head_dim != call.value_dim or call.head_dim not in FLASH_HEAD_SIZES:
         return f"head sizes {call.head_dim} and {call.value_dim} are not among those it is right for (64, 128)"
     if call.sinks:
         return "attention sinks need gradients through the log-sum-exp, which it does not have"
@@ -202,15 +205,20 @@ def _flash_version() -> Version | None:
         return None
 
 
-_sparse: dict[tuple, str | None] = {}  # reasons by device, kind of mask and power of two of the length
-_checked: dict[tuple, str | None] = {}  # reasons by device, dtype, kind of mask and head sizes
+_sparse: dict[tuple, str | None] = {}  # reasons by device and power of two of the length
+_checked: dict[tuple, str | None] = {}  # reasons by device, dtype, kind of mask, one row or several, and head sizes
+
+
+def _not_measured(call: AttentionCall) -> str | None:
+    kind = mask_kind(call.window, call.chunk)
+    return None if kind == "plain" else f"its speed under a {kind} was not measured"
 
 
 def _too_sparse(call: AttentionCall, mask: Callable[[], TreeBlockMask]) -> str | None:
     blocks = call.length // BLOCK_SIZE
     if blocks < _LEAST_FLASH_BLOCKS:
         return f"rows of fewer than {_LEAST_FLASH_BLOCKS} blocks are not known to gain"
-    key = (call.device, call.window, call.chunk, blocks.bit_length())
+    key = (call.device, blocks.bit_length())
     if key not in _sparse:
         found = mask()
         assert found.full_kv_num_blocks is not None
@@ -221,9 +229,9 @@ def _too_sparse(call: AttentionCall, mask: Callable[[], TreeBlockMask]) -> str |
 
 
 def _agrees_with_triton(call: AttentionCall, mask: Callable[[], TreeBlockMask]) -> str | None:
-    """`None` where it does; looked at once for each device, dtype, kind of mask and head sizes."""
+    """`None` where it does; looked at once for each key of [`_checked`]."""
     sizes = (call.heads // call.kv_heads, call.head_dim, call.value_dim)
-    key = (call.device, call.dtype, mask_kind(call.window, call.chunk), *sizes)
+    key = (call.device, call.dtype, mask_kind(call.window, call.chunk), call.rows > 1, *sizes)
     if key not in _checked:
         _checked[key] = reason = _difference_to_triton(call, mask())
         if reason is not None:
@@ -252,6 +260,8 @@ def _difference_to_triton(call: AttentionCall, mask: TreeBlockMask) -> str | Non
     with torch.enable_grad(), torch.autocast(call.device.type, enabled=False):
         try:
             found = run(attend_flash)
+            if call.device.type == "cuda":
+                torch.cuda.synchronize(call.device)  # what the kernels fail with is told here
         except torch.cuda.OutOfMemoryError:
             raise  # says nothing about the kernel
         except Exception as error:  # whatever a young kernel fails with, the reason is passed on

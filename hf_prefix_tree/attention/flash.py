@@ -16,8 +16,11 @@ An operator of its own, so that compiled layers stay one graph. Everything priva
 from __future__ import annotations
 
 import functools
+import hashlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +36,6 @@ def attend_flash(
     without softcap and sinks.
     """
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     rows = [mask.subtree_end] if mask.limit is None else [mask.subtree_end, mask.depth, mask.limit]
     lists = [
@@ -100,7 +102,7 @@ def _flash_backward(
             _for_each_group(key, groups),
             _for_each_group(value, groups),
             _by_group(output, groups),
-            _by_group(grad if grad.stride(-1) == 1 else grad.contiguous(), groups),
+            _by_group(grad, groups),
             lse,
             softmax_scale=scale,
             dq=own,
@@ -155,6 +157,7 @@ _flash.register_autograd(_differentiate, setup_context=_keep)
 
 def _by_group(x: torch.Tensor, groups: int) -> torch.Tensor:
     """`(B, N, heads, size)` as `(B * groups, N, heads / groups, size)`; a view of a batch of one row."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
     if len(x) > 1:
         return x.unflatten(2, (-1, groups)).permute(0, 3, 1, 2, 4).flatten(0, 1)
     _, length, heads, size = x.shape
@@ -171,6 +174,7 @@ def _of_groups(own: torch.Tensor, whole: torch.Tensor, groups: int) -> torch.Ten
 
 def _for_each_group(x: torch.Tensor, groups: int) -> torch.Tensor:
     """Keys or values `(B, N, heads, size)` as `(B * groups, N, heads, size)`; a view of a batch of one row."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
     return x.repeat_interleave(groups, dim=0) if len(x) > 1 else x.expand(groups, -1, -1, -1)
 
 
@@ -180,7 +184,8 @@ def _mask(rows: Sequence[torch.Tensor], lists: Sequence[torch.Tensor], kind: str
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     batch_size, length = rows[0].shape
-    if batch_size > 1:  # the lists of a single row serve all rows
+    assert all(row.is_contiguous() and row.dtype == torch.int32 for row in rows)  # they are read by address
+    if batch_size > 1:  # a copy for every group, in every layer; the lists of a single row serve all
         lists = [blocks.repeat_interleave(groups, dim=0) for blocks in lists]
     size = length // lists[0].shape[-1]
     return {
@@ -226,8 +231,17 @@ def _mask_mod(kind: str, groups: int) -> Callable:
         return (k <= q) & (q < lookup(scalars[1], at + k[0])) & same
 
     chosen = {"plain": plain, "window": window, "chunk": chunk}[kind]
-    chosen.__cute_hash__ = f"hf_prefix_tree: {kind}, {groups} groups, heads first"
+    # compiled kernels are kept under it, on disk as well
+    chosen.__cute_hash__ = f"hf_prefix_tree {_digest()}: {kind}, {groups} groups"
     return chosen
+
+
+@functools.cache
+def _digest() -> str:
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+
+
+_compiling = threading.RLock()  # the backward runs in threads of its own
 
 
 @contextmanager
@@ -235,13 +249,14 @@ def _heads_first() -> Iterator[None]:
     """The order of blocks, for the kernels that are compiled meanwhile; those of other masks are kept apart."""
     import flash_attn.cute.flash_bwd_sm90 as backward
     import flash_attn.cute.flash_fwd_sm90 as forward
+    from flash_attn.cute.tile_scheduler import SingleTileScheduler
 
-    own = [module.SingleTileScheduler for module in (forward, backward)]
-    forward.SingleTileScheduler, backward.SingleTileScheduler = _scheduler(last_first=True), _scheduler()
-    try:
-        yield
-    finally:
-        forward.SingleTileScheduler, backward.SingleTileScheduler = own
+    with _compiling:
+        forward.SingleTileScheduler, backward.SingleTileScheduler = _scheduler(last_first=True), _scheduler()
+        try:
+            yield
+        finally:
+            forward.SingleTileScheduler = backward.SingleTileScheduler = SingleTileScheduler
 
 
 @functools.cache

@@ -86,7 +86,9 @@ def tree_block_mask(prefix_tree: torch.Tensor, window: int | None = None, chunk:
             f"the batch with `DataCollatorForPrefixTree(pad_to_multiple_of={BLOCK_SIZE})`."
         )
     # Clones, not views: the compiler would also specialise on the tensor that they are views of.
-    subtree_end, depth = prefix_tree[:, SUBTREE_END].clone(), prefix_tree[:, DEPTH].clone()
+    subtree_end, depth = (
+        prefix_tree[:, row].clone(memory_format=torch.contiguous_format) for row in (SUBTREE_END, DEPTH)
+    )
     size = block_size(length)
     end_low, end_high = _block_bounds(subtree_end, size)
     block = torch.arange(end_low.shape[1], device=subtree_end.device, dtype=subtree_end.dtype)

@@ -47,29 +47,14 @@ class Layer(torch.nn.Module):
 
 
 def attend(
-    backend,
-    dtype,
-    heads,
-    head_dim,
-    window,
-    chunk=None,
-    softcap=None,
-    sinks=None,
-    autocast=False,
-    seed=0,
-    heads_first=False,
-    rows=1,
+    backend, dtype, heads, head_dim, window, softcap=None, sinks=None, autocast=False, seed=0, heads_first=False
 ):
-    multiple = 128 if rows == 1 else 8192  # several rows are of one length
-    trees = [
-        concatenate_trees(forest(seed + i, 3, num_branches=25, max_length=300), 0, pad_to_multiple_of=multiple)
-        for i in range(rows)
-    ]
-    tree = torch.cat([row["prefix_tree"] for row in trees]).cuda()
-    length = tree.shape[2]
+    trees = forest(seed, 3, num_branches=25, max_length=300)
+    row = row_of(trees)
+    length = row["input_ids"].shape[1]
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v, grad = (
-        torch.randn(rows, n, length, head_dim, device="cuda", generator=generator)
+        torch.randn(1, n, length, head_dim, device="cuda", generator=generator)
         for n in (heads[0], heads[1], heads[1], heads[0])
     )
     if not heads_first:  # in memory; models lay tokens out before heads
@@ -78,8 +63,8 @@ def attend(
     dtypes = (torch.float32, torch.float32, torch.bfloat16) if autocast else (dtype,) * 3
     q, k, v = (x.to(d).requires_grad_() for x, d in zip((q, k, v), dtypes, strict=True))
     sinks = None if sinks is None else torch.linspace(-1, 3, heads[0], device="cuda", dtype=dtype).requires_grad_()
-    context = TreeContext(tree, attn_backend=backend)
-    mask = context.mask(window, chunk, flex=backend != "sdpa")
+    context = TreeContext(row["prefix_tree"], attn_backend=backend)
+    mask = context.mask(window, flex=backend != "sdpa")
     if backend == "flash":
         mask.backend = backend
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):

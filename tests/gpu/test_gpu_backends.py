@@ -12,6 +12,8 @@ from test_flex import attend, error, model_of, row_of
 import hf_prefix_tree.attention.backend as backend
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.attention.backend import AttentionCall, choose_backend
+from hf_prefix_tree.attention.context import TreeContext
+from hf_prefix_tree.attention.interface import prefix_tree_attention
 from hf_prefix_tree.attention.mask import tree_block_mask
 from hf_prefix_tree.tree import Branch, fold
 
@@ -50,27 +52,75 @@ def test_flash_is_as_close_to_float64_as_the_dense_mask_is(head_dim, heads, head
         assert error(attend("flash", torch.bfloat16, **case), exact) < max(2 * dense, 1e-2)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("limits", [{"window": None}, {"window": 200}, {"window": None, "chunk": 256}])
-def test_flash_under_windows_and_chunks_and_of_several_rows(rows, limits):
+def two_trees(rows):
+    """Rows of two caterpillars, some 6,000 tokens: most blocks are full, under windows and chunks too."""
+    rng = np.random.default_rng(0)
+    trees = []
+    for turns in (9, 6):
+        trunk = rng.integers(3, VOCAB, size=400 * turns)
+        leaves = [np.concatenate([trunk[: 400 * t - 37], rng.integers(3, VOCAB, size=90)]) for t in range(2, turns)]
+        trees.append(fold([Branch(ids, np.ones(len(ids))) for ids in (trunk, *leaves)]))
+    tree = row_of(trees)["prefix_tree"]
+    other = row_of(trees[::-1])["prefix_tree"]
+    return torch.cat([tree, other][:rows])
+
+
+@pytest.mark.parametrize(
+    ("limits", "heads", "rows", "dtype"),
+    [
+        ({}, (8, 1), 1, torch.bfloat16),
+        ({}, (4, 4), 2, torch.bfloat16),
+        ({}, (6, 2), 2, torch.float16),
+        ({"window": 2000}, (6, 2), 1, torch.bfloat16),
+        ({"window": 2000}, (8, 1), 2, torch.bfloat16),
+        ({"chunk": 1500}, (6, 2), 1, torch.float16),
+        ({"chunk": 1500}, (4, 4), 2, torch.bfloat16),
+    ],
+)
+def test_flash_on_full_blocks_under_windows_and_chunks_and_of_several_rows(limits, heads, rows, dtype):
     needs_flash()
-    for heads in ((6, 2), (4, 4)):
-        case = {"heads": heads, "head_dim": 128, "rows": rows, **limits}
-        exact = attend("sdpa", torch.float64, **case)
-        dense = error(attend("sdpa", torch.bfloat16, **case), exact)
-        assert error(attend("flash", torch.bfloat16, **case), exact) < max(2 * dense, 1e-2)
-        plain = attend("flash", torch.bfloat16, **{**case, "window": None, "chunk": None})
-        assert limits == {"window": None} or error(plain, exact) > 0.05  # a limit that is lost would be seen
+    tree = two_trees(rows)
+    generator = torch.Generator("cuda").manual_seed(0)
+    make = lambda n: torch.randn(rows, tree.shape[2], n, 128, device="cuda", generator=generator)  # noqa: E731
+    values = [make(n).transpose(1, 2) for n in (heads[0], heads[1], heads[1])]
+    grad = make(heads[0])
+
+    def run(backend, dtype, limits=limits):
+        context = TreeContext(tree)
+        mask = context.mask(**limits, flex=backend != "sdpa")
+        if backend == "flash":
+            mask.backend = backend
+            assert mask.full_kv_num_blocks.sum() > 100 and mask.kv_num_blocks.sum() > 100
+        leaves = [x.to(dtype).detach().requires_grad_() for x in values]
+        output, _ = prefix_tree_attention(torch.nn.Module(), *leaves, mask, prefix_tree=context)
+        return [x.double() for x in (output, *torch.autograd.grad(output, leaves, grad.to(dtype)))]
+
+    exact = run("sdpa", torch.float32)  # of 16-bit numbers
+    dense = error(run("sdpa", dtype), exact)
+    assert error(run("flash", dtype), exact) < max(2 * dense, 1e-2)
+    if limits:  # a limit that is lost would be seen
+        assert error(run("flash", dtype, {}), exact) > 0.05
 
 
 def test_other_masks_of_flash_attn_4_are_left_alone():
     needs_flash()
-    import flash_attn.cute.flash_bwd_sm90 as backward
-    import flash_attn.cute.flash_fwd_sm90 as forward
-    from flash_attn.cute.tile_scheduler import SingleTileScheduler
+    import cutlass.cute as cute
+    from flash_attn.cute.interface import _flash_attn_fwd
 
+    @cute.jit
+    def every_key(b, h, q, k, info, tensors):
+        return k >= 0
+
+    def other():
+        generator = torch.Generator("cuda").manual_seed(0)
+        q, k, v = (torch.randn(1, 512, 4, 128, device="cuda", generator=generator).bfloat16() for _ in range(3))
+        output, *_ = _flash_attn_fwd(q, k, v, mask_mod=every_key, return_lse=True)
+        expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+        return ((output.transpose(1, 2) - expected).float().norm() / expected.float().norm()).item()
+
+    assert other() < 1e-2
     attend("flash", torch.bfloat16, (4, 2), 128, None)
-    assert forward.SingleTileScheduler is backward.SingleTileScheduler is SingleTileScheduler
+    assert other() < 1e-2
 
 
 def test_auto_takes_flash_and_what_is_forced_is_taken():

@@ -46,7 +46,7 @@ def hopper(monkeypatch):
     """A Hopper GPU with a good build of flash-attn-4, which was checked already."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(backend, "_flash_version", lambda: Version("4.0.0b36"))
-    monkeypatch.setattr(backend, "_checked", {(GPU, torch.bfloat16, "plain", 2, 128, 128): None})
+    monkeypatch.setattr(backend, "_checked", {(GPU, torch.bfloat16, "plain", False, 2, 128, 128): None})
     monkeypatch.setattr(backend, "_sparse", {})
     backend._log_once.cache_clear()
 
@@ -115,7 +115,9 @@ def test_versions_devices_and_modes_that_flash_does_not_serve(monkeypatch):
     with torch.inference_mode():
         refused("inference mode")
     monkeypatch.setattr(backend, "_flash_version", lambda: Version("4.0.0b13"))
-    refused("4.0.0b13 is older")
+    refused("4.0.0b13 is not 4.0.0b36")
+    monkeypatch.setattr(backend, "_flash_version", lambda: Version("4.0.0"))
+    refused("4.0.0 is not 4.0.0b36")
     monkeypatch.setattr(backend, "_flash_version", lambda: None)
     refused("not installed")
 
@@ -184,8 +186,28 @@ def test_flash_is_compared_with_triton_once(flash, reason, monkeypatch):
     assert torch.equal(state, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("change", [{"window": 99}, {"chunk": 99}, {"rows": 2}, {"heads": 8}, {"head_dim": 64}])
+def test_every_kind_of_call_is_compared(change, monkeypatch):
+    compared = []
+    monkeypatch.setattr(backend, "_difference_to_triton", lambda call, mask: compared.append(call))
+    call = CALL._replace(**change)
+    call = call._replace(value_dim=call.head_dim)
+    for _ in range(2):
+        assert choose_backend("flash", call, lambda: chain(64)) == "flash"
+        assert choose_backend("flash", CALL, never) == "flash"  # it was
+    assert compared == [call]
+
+
+@pytest.mark.parametrize("kind", ["window", "chunk"])
+def test_windows_and_chunks_get_flash_where_it_is_asked_for(kind, monkeypatch):
+    monkeypatch.setattr(backend, "_agrees_with_triton", lambda call, mask: None)
+    call = CALL._replace(**{kind: 256})
+    assert choose_backend("auto", call, never) == "flex"
+    assert choose_backend("flash", call, never) == "flash"
+
+
 def test_a_failed_comparison_is_flex_under_auto_and_an_error_when_forced(monkeypatch):
-    monkeypatch.setattr(backend, "_checked", {(GPU, torch.bfloat16, "plain", 2, 128, 128): "it differs"})
+    monkeypatch.setattr(backend, "_checked", {(GPU, torch.bfloat16, "plain", False, 2, 128, 128): "it differs"})
     assert choose_backend("auto", CALL, lambda: chain(64)) == "flex"
     with pytest.raises(ValueError, match=r"`attn_backend='flash'` cannot serve this call: no FLASH: it differs"):
         choose_backend("flash", CALL, never)
@@ -226,6 +248,7 @@ def test_the_kernel_that_was_chosen_is_what_runs(monkeypatch):
     for name in ("attend_flash", "attend_flex"):
         run = lambda *args, own=name, **kwargs: ran.append(own) or dense_standin()(*args[:4])  # noqa: E731
         monkeypatch.setattr(interface, name, run)
+    monkeypatch.setattr(interface, "FLASH_HEAD_SIZES", (8,))  # those of the tiny model
     for chosen in ("flash", "flex"):
         model = make_model("qwen3")
         expected = prepare_model(copy.deepcopy(model))(**row).loss
@@ -255,7 +278,10 @@ def test_flash_gets_no_call_that_it_does_not_serve():
     context = TreeContext(tree)
     mask = context.mask(flex=True)
     mask.backend = "flash"
-    query = torch.randn(1, 2, tree.shape[2], 16)
+    query = torch.randn(1, 2, tree.shape[2], 64)
+    other = torch.randn(1, 2, tree.shape[2], 96)
+    with pytest.raises(ValueError, match="Use `attn_backend='flex'`"):
+        prefix_tree_attention(torch.nn.Module(), other, other, other, mask, prefix_tree=context)
     for options in ({"softcap": 5.0}, {"s_aux": torch.zeros(2)}):
         with pytest.raises(ValueError, match="Use `attn_backend='flex'`"):
             prefix_tree_attention(torch.nn.Module(), query, query, query, mask, prefix_tree=context, **options)

@@ -1,8 +1,11 @@
 """What the kernels of `flash-attn-4` are handed, with plain PyTorch in their place: tests/gpu runs them."""
 
 import ctypes
+import operator
 import sys
+import threading
 import types
+from itertools import product
 
 import pytest
 import torch
@@ -68,9 +71,9 @@ def attend(query, key, value, mask, scale):
 
 @pytest.fixture
 def plain_kernels(monkeypatch):
-    names = ("interface", "block_sparsity", "flash_fwd_sm90", "flash_bwd_sm90")
+    names = ("interface", "block_sparsity", "flash_fwd_sm90", "flash_bwd_sm90", "tile_scheduler")
     modules = {f"flash_attn.cute.{name}": types.ModuleType(name) for name in names}
-    interface, sparsity, forward, backward = modules.values()
+    interface, sparsity, forward, backward, scheduler = modules.values()
     forward.SingleTileScheduler = backward.SingleTileScheduler = STOCK
 
     class Blocks(tuple):
@@ -80,6 +83,7 @@ def plain_kernels(monkeypatch):
             return made
 
     sparsity.BlockSparseTensorsTorch = Blocks
+    scheduler.SingleTileScheduler = STOCK
 
     def run_forward(q, k, v, *, softmax_scale, return_lse, out, lse, mask_mod, aux_scalars, block_sparse_tensors):
         assert forward.SingleTileScheduler is LAST and return_lse
@@ -200,6 +204,33 @@ def test_one_graph_whatever_the_length():
 
 
 @pytest.mark.usefixtures("plain_kernels")
+def test_threads_take_turns():
+    """The backward runs in threads of its own; an order that leaked would stay for every other user."""
+    forward = sys.modules["flash_attn.cute.flash_fwd_sm90"]
+    inside, leave, seen = threading.Event(), threading.Event(), []
+
+    def first():
+        with flash._heads_first():
+            inside.set()
+            leave.wait(10)
+
+    def second():
+        with flash._heads_first():
+            seen.append(forward.SingleTileScheduler)
+
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
+    threads[0].start()
+    assert inside.wait(10)
+    threads[1].start()
+    threads[1].join(0.2)
+    assert not seen  # it waits
+    leave.set()
+    for thread in threads:
+        thread.join(10)
+    assert seen == [LAST] and forward.SingleTileScheduler is STOCK
+
+
+@pytest.mark.usefixtures("plain_kernels")
 def test_the_order_of_blocks_is_given_back_after_an_error(monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("no kernel")
@@ -208,3 +239,110 @@ def test_the_order_of_blocks_is_given_back_after_an_error(monkeypatch):
     tree, leaves = inputs(1, (2, 2))
     with pytest.raises(RuntimeError, match="no kernel"):
         flash.attend_flash(*leaves, TreeContext(tree).mask(flex=True))
+
+
+class Lanes:
+    """A value of the kernels' language, of all pairs at once."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __getitem__(self, index):
+        return self.values
+
+
+def _lane_wise(function):
+    return lambda a, b: Lanes(function(a.values, b.values if isinstance(b, Lanes) else b))
+
+
+for _name in ("le", "lt", "eq", "sub", "floordiv", "and_"):
+    setattr(Lanes, f"__{_name.strip('_')}__", _lane_wise(getattr(operator, _name)))
+
+
+class Memory:
+    def __init__(self, address):
+        self.address = address
+
+    def __getitem__(self, index):
+        index = torch.as_tensor(index)
+        return row_at(self.address, int(index.max()) + 1)[index]
+
+
+class Register:
+    def __setitem__(self, index, value):
+        self.value = value
+
+    def load(self):
+        return Lanes(self.value)
+
+
+@pytest.fixture
+def cute(monkeypatch):
+    """The few words of the kernels' language that are used, in plain PyTorch."""
+    language, package = types.ModuleType("cutlass.cute"), types.ModuleType("cutlass")
+    package.cute, package.Int32 = language, int
+    language.jit = lambda function: function
+    language.AddressSpace = types.SimpleNamespace(gmem="gmem")
+    language.make_ptr = lambda kind, address, space, assumed_align: address
+    language.make_layout = lambda size: size
+    language.make_tensor = lambda address, layout: Memory(address)
+    language.make_rmem_tensor = lambda size, kind: Register()
+    language.arch = types.SimpleNamespace()
+    for name, module in {"cutlass": package, "cutlass.cute": language}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    flash._mask_mod.cache_clear()
+    flash._scheduler.cache_clear()
+    yield language
+    flash._mask_mod.cache_clear()
+    flash._scheduler.cache_clear()
+
+
+LIMITS = {"plain": {}, "window": {"window": 7}, "chunk": {"chunk": 16}}
+
+
+@pytest.mark.usefixtures("cute")
+@pytest.mark.parametrize("groups", [0, 1, 3])
+@pytest.mark.parametrize("kind", LIMITS)
+def test_the_masks_of_the_kernels(kind, groups):
+    tree, _ = inputs(2 if groups else 1, (2, 2))
+    mask = TreeContext(tree).mask(**LIMITS[kind], flex=True)
+    assert mask.kind == kind
+    expected = dense_mask(tree, **LIMITS[kind])[:, 0]
+    length = tree.shape[2]
+    rows = [mask.subtree_end] if mask.limit is None else [mask.subtree_end, mask.depth, mask.limit]
+    scalars = (length, *(row.data_ptr() for row in rows))
+    query, key = torch.meshgrid(torch.arange(length), torch.arange(length), indexing="ij")
+    mask_mod = flash._mask_mod(kind, groups)
+    for row in range(2 * groups or 4):  # of the kernels' batch
+        found = mask_mod(Lanes(row), Lanes(0), Lanes(query), Lanes(key), None, None, scalars).values
+        assert torch.equal(found, expected[row // groups if groups else 0])
+
+
+@pytest.mark.usefixtures("cute")
+def test_compiled_kernels_of_different_masks_are_kept_apart():
+    hashes = {flash._mask_mod(kind, groups).__cute_hash__ for kind, groups in product(LIMITS, (0, 1, 2))}
+    assert len(hashes) == 9 and all(flash._digest() in own for own in hashes)
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_every_block_is_run_once(cute, monkeypatch, last_first):
+    stock = types.ModuleType("flash_attn.cute.tile_scheduler")
+
+    class SingleTileScheduler:
+        Params, to_underlying_arguments = object, staticmethod(lambda args: args)
+
+        def __init__(self, params, coordinates, loc=None, ip=None):
+            self.coordinates = coordinates
+
+    stock.SingleTileScheduler = SingleTileScheduler
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.tile_scheduler", stock)
+    params = types.SimpleNamespace(num_head=3, num_splits=1, num_batch=2, num_block=5)
+    order = flash._scheduler(last_first)
+    across, down, deep = order.get_grid_shape(params)
+    found = []
+    for z, y, x in product(range(deep), range(down), range(across)):  # as the device starts them
+        cute.arch.block_idx = lambda own=(x, y, z): own
+        found.append(order.create(params).coordinates)
+    assert sorted(found) == list(product(range(5), range(3), range(2)))  # block, head, row
+    blocks = [block for block, _, _ in found]
+    assert blocks == sorted(blocks, reverse=last_first)
