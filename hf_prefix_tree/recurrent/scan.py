@@ -116,6 +116,11 @@ def _scan(
 def _in_row_order(
     segments: Segments, name: str, schedules: list[Schedule], outputs: list[torch.Tensor]
 ) -> torch.Tensor:
+    if len(outputs) == 1 and (first := schedules[0].batches[0].first) is not None:
+        flat = outputs[0][0]
+        after = segments.num_tokens - first - len(flat)
+        return torch.nn.functional.pad(flat, [0, 0] * (flat.dim() - 1) + [first, after])
+
     def places() -> tuple[Int64Array]:
         tokens = np.concatenate([schedule.tokens for schedule in schedules])
         found = np.full(segments.num_tokens, len(tokens))

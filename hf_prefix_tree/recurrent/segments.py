@@ -28,9 +28,12 @@ class Batch(NamedTuple):
     tokens: torch.Tensor  # [1, T] or [segments, longest], int64: positions in the flattened rows
     padding: torch.Tensor | None  # bool of the same shape, `None` where nothing is padded
     bounds: torch.Tensor | None  # int64 [segments + 1]: where segments start and end in [1, T]; `None` where padded
+    first: int | None = None  # where the tokens begin, if they follow one another
 
     def take(self, flat: torch.Tensor) -> torch.Tensor:
         """The tokens of the segments, zero where padded: `(B * N, ...)` to `(*tokens.shape, ...)`."""
+        if self.first is not None:
+            return flat.narrow(0, self.first, self.tokens.shape[1])[None]
         taken = flat.index_select(0, self.tokens.reshape(-1)).view(*self.tokens.shape, *flat.shape[1:])
         if self.padding is None:
             return taken
@@ -114,7 +117,9 @@ class Segments:
         lengths = self.length[segments]
         tokens = ranges(self.start[segments], lengths)
         bounds = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])).to(self.device)
-        batch = Batch(torch.from_numpy(tokens).to(self.device)[None], None, bounds)
+        follow = np.array_equal(tokens, np.arange(tokens[0], tokens[0] + len(tokens)))
+        first = int(tokens[0]) if follow else None
+        batch = Batch(torch.from_numpy(tokens).to(self.device)[None], None, bounds, first)
         return Schedule(segments, [batch], [len(segments)], tokens)
 
     def _padded(self, segments: Int64Array) -> Schedule:

@@ -117,9 +117,10 @@ def sums(segments, padded):
 
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("way", [fork, link])
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_scans_follow_the_paths(padded, way, seed):
-    forests = [random_forest(seed, num_trees=2), random_forest(seed + 50, num_trees=1)]
+def test_scans_follow_the_paths(padded, way, rows, seed):
+    forests = [random_forest(seed, num_trees=2), random_forest(seed + 50, num_trees=1)][:rows]
     segments = Segments(context_of(*forests))
     recurrence, values, calls = sums(segments, padded)
     out = way(segments, recurrence)
@@ -128,9 +129,19 @@ def test_scans_follow_the_paths(padded, way, seed):
         for token in path.tolist():
             state = 0.5 * state + values[token].item()
             assert out[token].item() == pytest.approx(state, rel=1e-12)
-    padding = np.setdiff1d(np.arange(256), np.concatenate(paths_of(*forests)))
+    padding = np.setdiff1d(np.arange(128 * rows), np.concatenate(paths_of(*forests)))
     assert (out[padding] == 0).all()
     assert len(calls) == (segments.num_levels if way is fork else 2)
+
+
+def test_tokens_that_follow_one_another_are_not_copied():
+    segments = Segments(context_of(random_forest(0, num_trees=2)))
+    values = torch.randn(segments.num_tokens, 3)
+    (batch,) = segments.schedule(np.arange(len(segments.start)), padded=False).batches
+    taken = batch.take(values)
+    assert taken.data_ptr() == values.data_ptr() and taken.shape == (1, segments.length.sum(), 3)
+    (batch,) = segments.schedule(np.flatnonzero(segments.is_parent), padded=False).batches
+    assert batch.first is None and torch.equal(batch.take(values), values[batch.tokens])
 
 
 def test_the_cheaper_way(monkeypatch):
