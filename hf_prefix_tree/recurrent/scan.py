@@ -83,23 +83,23 @@ def link(segments: Segments, recurrence: Recurrence) -> torch.Tensor:
     above = segments.schedule(np.flatnonzero(segments.is_parent), padded=recurrence.padded)
     by_level = [above.order[segments.level[above.order] == level] for level in range(segments.num_levels - 1)]
     sorted_above = np.concatenate([*by_level, [-1]])  # -1: nothing, what is above the roots
-    *chosen, parents = segments.indices(
+    by_levels, *befores, parents = segments.indices(
         f"link, padded={recurrence.padded}",
         lambda: (
-            *(_places(level, above.order) for level in by_level),
+            _places(sorted_above[:-1], above.order),
             *(_places(segments.parent[below], level) for level, below in pairwise(by_level)),
             _places(segments.parent[everything.order], sorted_above),
         ),
     )
     maps = [recurrence.affine(batch) for batch in above.batches]
-    offsets, factors = (torch.cat(parts) for parts in zip(*maps, strict=True))
-    roots, *levels = chosen[: len(by_level)]
-    ends = [offsets.index_select(0, roots)]
-    with torch.autocast(offsets.device.type, enabled=False):  # states keep their precision
-        for level, parent in zip(levels, chosen[len(by_level) :], strict=True):
-            before = ends[-1].index_select(0, parent)
-            ends.append(offsets.index_select(0, level) + recurrence.apply(factors.index_select(0, level), before))
-    states = torch.cat([*ends, torch.zeros_like(offsets[:1])])
+    # taken apart in one go: the gradients of the parts are then put together in one, not added up level by level
+    counts = [len(level) for level in by_level]
+    offsets, factors = (torch.cat(parts).index_select(0, by_levels).split(counts) for parts in zip(*maps, strict=True))
+    ends = [offsets[0]]
+    with torch.autocast(segments.device.type, enabled=False):  # states keep their precision
+        for offset, factor, before in zip(offsets[1:], factors[1:], befores, strict=True):
+            ends.append(offset + recurrence.apply(factor, ends[-1].index_select(0, before)))
+    states = torch.cat([*ends, torch.zeros_like(offsets[0][:1])])
     outputs, _ = _scan(recurrence, everything, states.index_select(0, parents))
     return _in_row_order(segments, f"linked, padded={recurrence.padded}", [everything], outputs)
 
