@@ -1,0 +1,49 @@
+"""The kernels of `flash-attn-4` for our masks compile for Hopper. Needs the package, but no GPU."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="needs flash-attn-4")
+
+# In a process of its own: what to compile for is read once.
+SCRIPT = """
+import sys
+import torch
+import torch._subclasses.fake_tensor as fake_tensor
+
+import hf_prefix_tree.attention.flash as flash
+
+fake_tensor.init_gpu_context = lambda device: None  # there may be none
+kind, rows, heads, kv_heads, head_dim = sys.argv[1], *map(int, sys.argv[2:])
+tree = [torch.zeros(rows, 512, dtype=torch.int32) for _ in range(1 if kind == "plain" else 3)]
+with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
+    make = lambda *shape, dtype=torch.bfloat16: torch.empty(rows, *shape, dtype=dtype, device="cuda")
+    query, key, value, grad = (make(512, n, head_dim) for n in (heads, kv_heads, kv_heads, heads))
+    lists = [make(1, 4, *shape, dtype=torch.int32) for _ in range(4) for shape in ((), (4,))]
+    output, lse = flash._flash._init_fn(query, key, value, tree, lists, kind, 0.1)
+    grads = flash._flash_backward._init_fn(grad, query, key, value, output, lse, tree, lists, kind, 0.1)
+for own, like in zip((output, *grads), (query, query, key, value), strict=True):
+    assert own.shape == like.shape and own.stride() == like.stride()
+print("compiled")
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [("plain", (1, 16, 8, 128)), ("window", (1, 4, 4, 64)), ("chunk", (2, 6, 2, 64)), ("plain", (2, 8, 1, 128))],
+)
+def test_kernels_compile(kind, sizes):
+    target = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"}
+    path = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, kind, *map(str, sizes)],
+        env={**os.environ, **target, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0 and done.stdout.split()[-1] == "compiled", done.stderr[-3000:]
