@@ -30,6 +30,10 @@ class Timing(NamedTuple):
     high: float
     runs: int
 
+    @classmethod
+    def of(cls, times: list[float]) -> Timing:
+        return cls(statistics.median(times), min(times), max(times), len(times))
+
 
 def make_parser(
     doc: str | None, names: Iterable[str], defaults: Iterable[str] | None = None
@@ -89,7 +93,7 @@ def measure(
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end))
-    return Timing(statistics.median(times), min(times), max(times), len(times))
+    return Timing.of(times)
 
 
 def measure_in_a_row(
@@ -113,8 +117,7 @@ def measure_in_a_row(
     while len(events) <= least or (len(events) <= most and time.perf_counter() - start < seconds):
         events.append(end_of_run())
     events[-1].synchronize()
-    times = [before.elapsed_time(after) for before, after in pairwise(events)]
-    return Timing(statistics.median(times), min(times), max(times), len(times))
+    return Timing.of([before.elapsed_time(after) for before, after in pairwise(events)])
 
 
 def peak_gib(function: Callable[[], Any], device: torch.device) -> float | None:

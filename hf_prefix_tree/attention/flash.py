@@ -58,10 +58,8 @@ def _flash(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    batch_size, length, heads, _ = query.shape
-    groups = heads // key.shape[2]
-    output = query.new_empty(*query.shape[:3], value.shape[3])
-    lse = query.new_empty(batch_size * groups, heads // groups, length, dtype=torch.float32)
+    groups = query.shape[2] // key.shape[2]
+    output, lse = _empty_results(query, key, value)
     own = _by_group(output, groups)
     with _heads_first():
         _flash_attn_fwd(
@@ -93,7 +91,7 @@ def _flash_backward(
     from flash_attn.cute.interface import _flash_attn_bwd
 
     groups = query.shape[2] // key.shape[2]
-    query_grad = torch.empty_like(query, memory_format=torch.contiguous_format)
+    query_grad = query.new_empty(query.shape)
     own = _by_group(query_grad, groups)
     key_grad, value_grad = (x.new_empty(len(x) * groups, *x.shape[1:]) for x in (key, value))
     with _heads_first():
@@ -116,18 +114,12 @@ def _flash_backward(
 
 
 @_flash.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rows: Sequence[torch.Tensor],
-    lists: Sequence[torch.Tensor],
-    kind: str,
-    scale: float,
+def _empty_results(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch_size, length, heads, _ = query.shape
-    groups = heads // key.shape[2]
-    lse = query.new_empty(batch_size * groups, heads // groups, length, dtype=torch.float32)
+    kv_heads = key.shape[2]
+    lse = query.new_empty(batch_size * (heads // kv_heads), kv_heads, length, dtype=torch.float32)
     return query.new_empty(*query.shape[:3], value.shape[3]), lse
 
 
