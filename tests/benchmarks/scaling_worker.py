@@ -13,6 +13,8 @@ import torch
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
+TESTS = Path(__file__).resolve().parents[1]
+
 
 class LateInTheLastStep(TrainerCallback):
     """One rank ends its last step a second after the other, which no longer waits for it."""
@@ -34,6 +36,11 @@ def run_out_of_memory(mode):
 
 
 def main(event, folder, *options):
+    if event == "fsdp2":
+        sys.path += [str(TESTS), str(TESTS / "trainers")]
+        from engine_worker import allow_engines_on_cpu
+
+        allow_engines_on_cpu({})
     from benchmarks import scaling
 
     make_trainer, mode = scaling.make_trainer, [""]

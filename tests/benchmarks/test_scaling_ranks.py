@@ -14,9 +14,18 @@ from pathlib import Path
 import pytest
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
+# What `accelerate launch --config_file examples/accelerate/fsdp2.yaml` sets, which starts one process on a CPU.
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+}
 
 
-def launch(event, folder, *options):
+def launch(event, folder, *options, **variables):
     """The exit code, the output and the rows of the CSV file; fails where the launch takes more than 100 s."""
     output = folder / "scaling.csv"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -29,6 +38,7 @@ def launch(event, folder, *options):
             "CUDA_VISIBLE_DEVICES": "",
             "PYTHONPATH": str(REPO_ROOT),
             "ACCELERATE_MIXED_PRECISION": "bf16",  # as in all configs of examples/accelerate
+            **variables,
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -74,3 +84,11 @@ def test_a_rank_that_runs_out_of_memory_ends_the_launch(late):
     assert found == [("grouped", "", True), ("per_branch", "out of memory", False)]
     assert float(rows[2]["loss"]) == pytest.approx(float(before[0]["loss"]), rel=1e-5)
     assert rows[3]["rows_per_step"] == "16"
+
+
+def test_fsdp2_trains_as_ddp(late, tmp_path):
+    code, printed, (row,) = launch("fsdp2", tmp_path, "--only", "tree", **FSDP2)
+    assert code == 0, printed
+    assert (row["engine"], row["mixed_precision"], row["weights"]) == ("FSDP", "no", "float32")
+    assert float(row["loss"]) == pytest.approx(float(late[1][0]["loss"]), rel=1e-5)
+    assert json.loads((tmp_path / "fsdp2_tree_accumulation.json").read_text())["sync_each_batch"] is True

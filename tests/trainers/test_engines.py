@@ -62,7 +62,7 @@ def one_process(tmp_path_factory):
     return run
 
 
-def check(folder, expected, engine, rel=1e-5, apart=1e-5, start=None):
+def check(folder, expected, engine, rel=1e-5, apart=1e-5, start=None, num_steps=10):
     got, log = read(folder)
     assert (folder / "engine.txt").read_text() == engine
     start = weights(make_model()) if start is None else start
@@ -76,7 +76,7 @@ def check(folder, expected, engine, rel=1e-5, apart=1e-5, start=None):
             steps += key == "loss"
         if "eval_loss" in own:
             assert own["eval_loss"] == pytest.approx(other["eval_loss"], rel=rel)
-    assert steps == sum("loss" in entry for entry in expected[1]) > 1
+    assert steps == num_steps
 
 
 @pytest.mark.parametrize("ranks", [2, 4, EIGHT])
@@ -121,7 +121,7 @@ def test_fsdp2_in_bf16_casts_no_loss_of_a_plain_trainer(tmp_path):
 
 def test_compiled_layers_under_fsdp2(tmp_path, one_process):
     run_ranks(train_compiled, tmp_path, {**FSDP2, "max_steps": 2}, 2, ranks=2)
-    check(tmp_path, one_process(max_steps=2), "FSDP")
+    check(tmp_path, one_process(max_steps=2), "FSDP", num_steps=2)
     assert 1 <= int((tmp_path / "graphs.txt").read_text()) <= 4
 
 

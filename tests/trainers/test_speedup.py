@@ -142,10 +142,11 @@ def test_grouped_mode_is_refused(tmp_path):
         config(tmp_path, measure_speedup=True, mode="grouped")
 
 
-def test_ranks_do_as_many_forwards_as_each_other(tmp_path):
+@pytest.mark.parametrize("engine", [{}, FSDP2], ids=["ddp", "fsdp2"])
+def test_ranks_do_as_many_forwards_as_each_other(tmp_path, engine):
     for folder, measure in (("plain", False), ("measured", True)):
         (tmp_path / folder).mkdir()
-        options = {**FSDP2, "max_steps": 4, "measure_speedup": measure}
+        options = {**engine, "max_steps": 4, "measure_speedup": measure}
         run_ranks(train_engine, tmp_path / folder, options, 2, ranks=2)
     (plain, _), (measured, log) = (read(tmp_path / folder) for folder in ("plain", "measured"))
     assert distance(measured, plain) == 0 < distance(plain, weights(make_model()))
