@@ -7,9 +7,9 @@ import threading
 import types
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
-from models import random_forest
 from torch._dynamo.utils import counters
 
 import hf_prefix_tree.attention.flash as flash
@@ -17,32 +17,70 @@ from hf_prefix_tree.attention.context import TreeContext
 from hf_prefix_tree.attention.kernels import attend_dense, one_graph_for_all_lengths
 from hf_prefix_tree.attention.mask import dense_mask
 from hf_prefix_tree.batch import concatenate_trees
+from hf_prefix_tree.tree import Branch, fold
 
 STOCK, FIRST, LAST = object(), object(), object()  # orders of blocks
-
-
-class Number(int):
-    """A scalar of the kernels."""
 
 
 def row_at(address, length):
     return torch.tensor((ctypes.c_int32 * length).from_address(address)[:])
 
 
-def mask_mod(kind, groups):
-    def mod(row, q, k, scalars):
-        assert all(type(scalar) is Number for scalar in scalars)
-        length, end_at, *others = scalars
-        start = row // groups * length if groups else 0
-        many = start + length
-        end = row_at(end_at, many)[start:][k]
-        visible = (k <= q) & (q < end)
-        if kind != "plain":
-            depth, limit = row_at(others[0], many)[start:], row_at(others[1], 1)
-            visible &= depth[q] - depth[k] < limit if kind == "window" else depth[q] // limit == depth[k] // limit
-        return visible
+class Lanes:
+    """A value of the kernels' language, of all pairs at once."""
 
-    return mod
+    def __init__(self, values):
+        self.values = values
+
+    def __getitem__(self, index):
+        return self.values
+
+
+def _lane_wise(function):
+    return lambda a, b: Lanes(function(a.values, b.values if isinstance(b, Lanes) else b))
+
+
+for _name in ("le", "lt", "eq", "sub", "floordiv", "and_"):
+    setattr(Lanes, f"__{_name.strip('_')}__", _lane_wise(getattr(operator, _name)))
+
+
+class Memory:
+    def __init__(self, address):
+        self.address = address
+
+    def __getitem__(self, index):
+        index = torch.as_tensor(index)
+        return row_at(self.address, int(index.max()) + 1)[index]
+
+
+class Register:
+    def __setitem__(self, index, value):
+        self.value = value
+
+    def load(self):
+        return Lanes(self.value)
+
+
+@pytest.fixture
+def cute(monkeypatch):
+    """The few words of the kernels' language that are used, in plain PyTorch."""
+    language, package = types.ModuleType("cutlass.cute"), types.ModuleType("cutlass")
+    package.cute, package.Int32, package.Int64 = language, int, int
+    language.jit = lambda function: function
+    language.AddressSpace = types.SimpleNamespace(gmem="gmem")
+    language.make_ptr = lambda kind, address, space, assumed_align: address
+    language.make_layout = lambda size: size
+    language.make_tensor = lambda address, layout: Memory(address)
+    language.make_rmem_tensor = lambda size, kind: Register()
+    language.arch = types.SimpleNamespace()
+    for name, module in {"cutlass": package, "cutlass.cute": language}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    cached = flash._mask_mod, flash._scheduler
+    for function in cached:
+        function.cache_clear()
+    yield language
+    for function in cached:
+        function.cache_clear()
 
 
 def visible_pairs(blocks, rows, length, mod, scalars, transposed):
@@ -58,7 +96,8 @@ def visible_pairs(blocks, rows, length, mod, scalars, transposed):
                     a, b = (j, i) if transposed else (i, j)
                     q = torch.arange(a * size, (a + 1) * size)[:, None]
                     k = torch.arange(b * size, (b + 1) * size)[None]
-                    mask[row, q, k] = True if full else mod(row, q, k, scalars)
+                    lanes = map(Lanes, (row, 0, q, k))
+                    mask[row, q, k] = True if full else mod(*lanes, None, None, scalars).values
     return mask
 
 
@@ -70,7 +109,7 @@ def attend(query, key, value, mask, scale):
 
 
 @pytest.fixture
-def plain_kernels(monkeypatch):
+def plain_kernels(cute, monkeypatch):
     names = ("interface", "block_sparsity", "flash_fwd_sm90", "flash_bwd_sm90", "tile_scheduler")
     modules = {f"flash_attn.cute.{name}": types.ModuleType(name) for name in names}
     interface, sparsity, forward, backward, scheduler = modules.values()
@@ -112,23 +151,27 @@ def plain_kernels(monkeypatch):
             made.copy_(wanted)
 
     interface._flash_attn_fwd, interface._flash_attn_bwd = run_forward, run_backward
-    cutlass = types.ModuleType("cutlass")
-    cutlass.Int32 = cutlass.Int64 = Number
-    for name, module in {**modules, "cutlass": cutlass}.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    cute = types.ModuleType("flash_attn.cute")
+    package = types.ModuleType("flash_attn.cute")
     for name, module in zip(names, modules.values(), strict=True):
-        setattr(cute, name, module)
-    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
-    monkeypatch.setattr(flash, "_mask_mod", mask_mod)
+        setattr(package, name, module)
+    modules |= {"flash_attn": types.ModuleType("flash_attn"), "flash_attn.cute": package}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(flash, "_scheduler", lambda last_first=False: LAST if last_first else FIRST)
     yield
     assert forward.SingleTileScheduler is backward.SingleTileScheduler is STOCK
 
 
-def inputs(rows, heads, lengths=256, seed=0):
-    batches = [concatenate_trees(random_forest(seed + row), 0, pad_to_multiple_of=lengths) for row in range(rows)]
+def caterpillars(seed):
+    """Two trees of some 600 tokens: blocks that are full, partial and hidden, off the diagonal as well."""
+    rng = np.random.default_rng(seed)
+    trunk = rng.integers(3, 90, size=420)
+    leaves = [np.concatenate([trunk[:fork], [90 + i] * 20]) for i, fork in enumerate((150 + seed, 290, 400))]
+    return [fold([Branch(ids, np.ones(len(ids))) for ids in branches]) for branches in ([trunk, *leaves], leaves[:1])]
+
+
+def inputs(rows, heads, lengths=768, seed=0):
+    batches = [concatenate_trees(caterpillars(seed + row), 0, pad_to_multiple_of=lengths) for row in range(rows)]
     tree = torch.cat([batch["prefix_tree"] for batch in batches])
     generator = torch.Generator().manual_seed(seed)
     leaves = [
@@ -141,10 +184,11 @@ def inputs(rows, heads, lengths=256, seed=0):
 @pytest.mark.usefixtures("plain_kernels")
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("heads", [(4, 1), (6, 3), (2, 2)])
-@pytest.mark.parametrize("limits", [{}, {"window": 7}, {"chunk": 16}])
+@pytest.mark.parametrize("limits", [{}, {"window": 300}, {"chunk": 256}])
 def test_output_and_gradients(rows, heads, limits):
     tree, leaves = inputs(rows, heads)
     mask = TreeContext(tree).mask(**limits, flex=True)
+    assert mask.full_kv_num_blocks.sum() > 0 and mask.kv_num_blocks.sum() > mask.kv_num_blocks.numel()
     found = flash.attend_flash(*leaves, mask, scale=0.3)
     expected = attend_dense(*leaves, dense_mask(tree, **limits), scale=0.3)
     torch.testing.assert_close(found, expected)
@@ -174,7 +218,7 @@ def test_nothing_of_a_single_row_is_copied(monkeypatch):
 @pytest.mark.usefixtures("plain_kernels")
 def test_the_operator_is_what_pytorch_expects():
     tree, leaves = inputs(1, (4, 2))
-    mask = TreeContext(tree).mask(window=9, flex=True)
+    mask = TreeContext(tree).mask(window=300, flex=True)
     lists = [
         *(mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices),
         *(mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices),
@@ -189,7 +233,7 @@ def test_one_graph_whatever_the_length():
     torch._dynamo.reset()
     counters.clear()
     compiled = torch.compile(flash.attend_flash, dynamic=True, fullgraph=True, backend="aot_eager")
-    for seed, lengths in enumerate((256, 384, 640)):
+    for seed, lengths in enumerate((768, 896, 1024)):
         tree, leaves = inputs(1, (4, 2), lengths, seed)
         mask = TreeContext(tree).mask(flex=True)
         with one_graph_for_all_lengths():
@@ -241,63 +285,7 @@ def test_the_order_of_blocks_is_given_back_after_an_error(monkeypatch):
         flash.attend_flash(*leaves, TreeContext(tree).mask(flex=True))
 
 
-class Lanes:
-    """A value of the kernels' language, of all pairs at once."""
-
-    def __init__(self, values):
-        self.values = values
-
-    def __getitem__(self, index):
-        return self.values
-
-
-def _lane_wise(function):
-    return lambda a, b: Lanes(function(a.values, b.values if isinstance(b, Lanes) else b))
-
-
-for _name in ("le", "lt", "eq", "sub", "floordiv", "and_"):
-    setattr(Lanes, f"__{_name.strip('_')}__", _lane_wise(getattr(operator, _name)))
-
-
-class Memory:
-    def __init__(self, address):
-        self.address = address
-
-    def __getitem__(self, index):
-        index = torch.as_tensor(index)
-        return row_at(self.address, int(index.max()) + 1)[index]
-
-
-class Register:
-    def __setitem__(self, index, value):
-        self.value = value
-
-    def load(self):
-        return Lanes(self.value)
-
-
-@pytest.fixture
-def cute(monkeypatch):
-    """The few words of the kernels' language that are used, in plain PyTorch."""
-    language, package = types.ModuleType("cutlass.cute"), types.ModuleType("cutlass")
-    package.cute, package.Int32 = language, int
-    language.jit = lambda function: function
-    language.AddressSpace = types.SimpleNamespace(gmem="gmem")
-    language.make_ptr = lambda kind, address, space, assumed_align: address
-    language.make_layout = lambda size: size
-    language.make_tensor = lambda address, layout: Memory(address)
-    language.make_rmem_tensor = lambda size, kind: Register()
-    language.arch = types.SimpleNamespace()
-    for name, module in {"cutlass": package, "cutlass.cute": language}.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    flash._mask_mod.cache_clear()
-    flash._scheduler.cache_clear()
-    yield language
-    flash._mask_mod.cache_clear()
-    flash._scheduler.cache_clear()
-
-
-LIMITS = {"plain": {}, "window": {"window": 7}, "chunk": {"chunk": 16}}
+LIMITS = {"plain": {}, "window": {"window": 300}, "chunk": {"chunk": 256}}
 
 
 @pytest.mark.usefixtures("cute")
