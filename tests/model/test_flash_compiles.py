@@ -1,13 +1,16 @@
 """The kernels of `flash-attn-4` for our masks compile for Hopper. Needs the package, but no GPU."""
 
-import importlib.util
 import os
 import subprocess
 import sys
 
 import pytest
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="needs flash-attn-4")
+from hf_prefix_tree.attention import backend
+
+pytestmark = pytest.mark.skipif(
+    backend._flash_version() != backend._FLASH_BUILD, reason=f"needs flash-attn-4 {backend._FLASH_BUILD}"
+)
 
 # In a process of its own: what to compile for is read once.
 SCRIPT = """
