@@ -9,11 +9,11 @@ Both sides train the same branches with the same weights in the same model; `los
 micro-batches of at most `--micro-batch-tokens` and attend through the kernel that is fastest for them here:
 `kernels_ms` has the times of all that packed.py lists (or of `--kernels`, where it is known which are slower), for the
 attention of one layer. Where the fastest is cuDNN, which breaks compiled layers into two, the next one is tried as
-well. Trees are packed under the same budget; a tree or a branch above it is a micro-batch of its own. `memory_ratio` compares the peaks of these micro-batches,
-`rows_ratio` with branches in rows as long as the longest of the trees' (or of the branches). A step is one tree of a
-shape; `--fill` takes as many as fill a micro-batch, as training does: costs of a step that no token has a part in
-(optimizer, calls from the host) then weigh as little on both sides. Steps follow one another without waiting for the
-GPU, as in training.
+well. Trees are packed under the same budget; a tree or a branch above it is a micro-batch of its own. `memory_ratio`
+compares the peaks of these micro-batches, `rows_ratio` with branches in rows as long as the longest of the trees' (or
+of the branches). A step is one tree of a shape; `--fill` takes as many as fill a micro-batch, as training does: costs
+of a step that no token has a part in (optimizer, calls from the host) then weigh as little on both sides. Steps follow
+one another without waiting for the GPU, as in training.
 
 `--backends` are the `attn_backend` of the trees; `kernel` is what that took. `compiled` compiles every decoder layer
 by itself.
