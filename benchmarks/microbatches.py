@@ -1,7 +1,8 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """The micro-batches of one optimizer step: trees packed into rows, or the same branches packed into rows.
 
-A loss takes the model and returns what one micro-batch adds to the loss of the step, which is the same for both.
+A loss takes the model and returns what one micro-batch adds to the loss of the step, which is the same for both. It
+begins with the copy of its batch to the GPU, which waits for what runs there, as Trainer's does.
 
 Recurrent layers learn where branches start as Transformers tells them, by `cu_seq_lens_q`, which starts their scan
 anew. The convolution in front of it reads over the boundary, unless `causal-conv1d` is installed: so every branch is
@@ -73,6 +74,13 @@ def scan_starts_anew(config: PreTrainedConfig, device: torch.device) -> bool:
     return relative_error(*outputs) < 1e-3  # a state carried over the boundary makes it 0.3
 
 
+def _arriving(batch: dict[str, torch.Tensor], device: torch.device) -> Callable[[], dict[str, torch.Tensor]]:
+    """What copies a batch from the host's memory, pinned as by Trainer's data loader."""
+    if device.type == "cuda":
+        batch = {name: value.pin_memory() for name, value in batch.items()}
+    return lambda: {name: value.to(device) for name, value in batch.items()}
+
+
 def _divisor(trees: list[PrefixTree]) -> float:
     return sum(tree.weights.sum() for tree in trees)
 
@@ -91,7 +99,7 @@ class FoldedStep:
         for own in pack([len(tree) for tree in trees], budget):
             row = concatenate_trees([trees[i] for i in own], pad_token_id=0)
             self.row_tokens = max(self.row_tokens, row["input_ids"].shape[1])
-            self.losses.append(self._loss({name: value.to(device) for name, value in row.items()}, divisor))
+            self.losses.append(self._loss(row, divisor, device))
             if row["input_ids"].shape[1] == self.row_tokens:
                 self.longest = row["prefix_tree"].to(device)
 
@@ -101,11 +109,12 @@ class FoldedStep:
         return choose_backend(backend, call, functools.partial(tree_block_mask, self.longest))
 
     @staticmethod
-    def _loss(row: dict[str, torch.Tensor], divisor: float) -> Loss:
-        weights = gather_supervised(row["prefix_tree"], row["labels"], row["loss_weights"]).weights
+    def _loss(row: dict[str, torch.Tensor], divisor: float, device: torch.device) -> Loss:
+        weights = gather_supervised(row["prefix_tree"], row["labels"], row["loss_weights"]).weights.to(device)
+        arrive = _arriving(row, device)
 
         def loss(model: torch.nn.Module) -> torch.Tensor:
-            return _weighted_sum(model(**row, fused_lm_head=True).log_probs, weights) / divisor
+            return _weighted_sum(model(**arrive(), fused_lm_head=True).log_probs, weights) / divisor
 
         return loss
 
@@ -139,22 +148,27 @@ class BranchStep:
                 recurrent = {"attention_mask": masks, "cu_seq_lens_q": row.starts.long()}
             self.rows.append(row)
             self.row_tokens = max(self.row_tokens, sum(row.lengths))
-            self.losses.append(self._loss(ids.to(device), weights.to(device), row, divisor, recurrent))
+            self.losses.append(self._loss(ids, weights, row, divisor, recurrent, device))
 
     @staticmethod
     def _loss(
-        ids: torch.Tensor, weights: torch.Tensor, row: packed.Packed, divisor: float, recurrent: dict[str, Any]
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        row: packed.Packed,
+        divisor: float,
+        recurrent: dict[str, Any],
+        device: torch.device,
     ) -> Loss:
         batch = {
             "input_ids": ids,
             "labels": torch.where(weights > 0, ids, IGNORE_INDEX),
-            "position_ids": row.context.prefix_tree[:, DEPTH].long(),
-            **recurrent,
+            "position_ids": row.context.prefix_tree[:, DEPTH].long().cpu(),
         }
+        arrive, weights = _arriving(batch, device), weights[:, 1:].to(device)
 
         def loss(model: torch.nn.Module) -> torch.Tensor:
-            output = model(**batch, packed=row, fused_lm_head=True)
-            return _weighted_sum(output.log_probs, weights[:, 1:]) / divisor
+            output = model(**arrive(), **recurrent, packed=row, fused_lm_head=True)
+            return _weighted_sum(output.log_probs, weights) / divisor
 
         return loss
 

@@ -13,7 +13,7 @@ well. Trees are packed under the same budget; a tree or a branch above it is a m
 compares the peaks of these micro-batches, `rows_ratio` with branches in rows as long as the longest of the trees' (or
 of the branches). A step is one tree of a shape; `--fill` takes as many as fill a micro-batch, as training does: costs
 of a step that no token has a part in (optimizer, calls from the host) then weigh as little on both sides. Steps follow
-one another without waiting for the GPU, as in training.
+one another, and every micro-batch is copied to the GPU when its turn comes, as in training.
 
 `--backends` are the `attn_backend` of the trees; `kernel` is what that took. `compiled` compiles every decoder layer
 by itself.
@@ -127,12 +127,18 @@ def measure_step(
         optimizer.zero_grad()
         return total
 
+    row: Row = {}
+
+    def repeat() -> None:
+        if seconds is None:
+            run()
+        else:
+            row.update(measure_in_a_row(run, device, seconds=seconds)._asdict())
+
     try:
-        first = measure(run, device, warmup=0, most=1, least=1).ms / 1e3
         losses: list[torch.Tensor] = []
-        peak = peak_gib(lambda: losses.append(run()), device)
-        row: Row = {"first_step_s": first, "loss": losses[0].item(), "peak_gib": peak}
-        return row if seconds is None else row | measure_in_a_row(run, device, seconds=seconds)._asdict()
+        first = measure(lambda: losses.append(run()), device, warmup=0, most=1, least=1).ms / 1e3
+        return {"first_step_s": first, "loss": losses[0].item(), "peak_gib": peak_gib(repeat, device), **row}
     except torch.cuda.OutOfMemoryError:
         return {"failure": "out of memory"}
     finally:

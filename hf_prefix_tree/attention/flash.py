@@ -108,8 +108,6 @@ def _flash_backward(
             dv=value_grad,
             **_mask(rows, lists[4:], kind, groups),
         )
-    if groups > 1:
-        key_grad, value_grad = (x.unflatten(0, (-1, groups)).sum(dim=1) for x in (key_grad, value_grad))
     return _of_groups(own, query_grad, groups), key_grad, value_grad
 
 
@@ -127,8 +125,9 @@ def _empty_results(
 def _(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    query_grad, key_grad, value_grad = (x.new_empty(x.shape) for x in (query, key, value))
-    return query_grad, key_grad, value_grad
+    groups = query.shape[2] // key.shape[2]
+    key_grad, value_grad = (x.new_empty(x.shape[0] * groups, *x.shape[1:]) for x in (key, value))
+    return query.new_empty(query.shape), key_grad, value_grad
 
 
 def _keep(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -140,8 +139,11 @@ def _keep(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) ->
 def _differentiate(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple:
     saved, others = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
     rows, lists = list(others[: ctx.num_rows]), list(others[ctx.num_rows :])
-    grads = _flash_backward(grad, *saved, rows, lists, *ctx.others)
-    return *grads, [None] * len(rows), [None] * len(lists), None, None
+    query_grad, *grads = _flash_backward(grad, *saved, rows, lists, *ctx.others)
+    groups = saved[0].shape[2] // saved[1].shape[2]
+    if groups > 1:  # not in the operator: compiled layers add them up where they read them
+        grads = [x.unflatten(0, (-1, groups)).sum(dim=1) for x in grads]
+    return query_grad, *grads, [None] * len(rows), [None] * len(lists), None, None
 
 
 _flash.register_autograd(_differentiate, setup_context=_keep)
