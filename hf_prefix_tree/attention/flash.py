@@ -137,10 +137,10 @@ def _keep(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) ->
 
 
 def _differentiate(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple:
-    saved, others = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-    rows, lists = list(others[: ctx.num_rows]), list(others[ctx.num_rows :])
-    query_grad, *grads = _flash_backward(grad, *saved, rows, lists, *ctx.others)
-    groups = saved[0].shape[2] // saved[1].shape[2]
+    query, key, value, output, lse, *others = ctx.saved_tensors  # once: checkpointing recomputes it, and then lets go
+    rows, lists = others[: ctx.num_rows], others[ctx.num_rows :]
+    query_grad, *grads = _flash_backward(grad, query, key, value, output, lse, rows, lists, *ctx.others)
+    groups = query.shape[2] // key.shape[2]
     if groups > 1:  # not in the operator: compiled layers add them up where they read them
         grads = [x.unflatten(0, (-1, groups)).sum(dim=1) for x in grads]
     return query_grad, *grads, [None] * len(rows), [None] * len(lists), None, None

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 import hf_prefix_tree.attention.flash as flash
 from hf_prefix_tree.attention.context import TreeContext
@@ -226,6 +227,18 @@ def test_the_operator_is_what_pytorch_expects():
     query, key, value = (x.detach().transpose(1, 2).requires_grad_() for x in leaves)
     rows = [mask.subtree_end, mask.depth, mask.limit]
     torch.library.opcheck(flash._flash, (query, key, value, rows, lists, mask.kind, 0.3))
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(reentrant):
+    tree, leaves = inputs(1, (4, 2))
+    mask = TreeContext(tree).mask(flex=True)
+    attend = lambda *leaves: flash.attend_flash(*leaves, mask)  # noqa: E731
+    kept = torch.autograd.grad(attend(*leaves).sum(), leaves)
+    checkpoint(attend, *leaves, use_reentrant=reentrant).sum().backward()
+    for leaf, expected in zip(leaves, kept, strict=True):
+        assert torch.equal(leaf.grad, expected)
 
 
 @pytest.mark.usefixtures("plain_kernels")
