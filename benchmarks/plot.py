@@ -16,7 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-BARS = {"eager": (-0.17, "#9ecae1"), "compiled": (0.17, "#2171b5")}
+COLOURS = {"eager": "#9ecae1", "compiled": "#2171b5"}
+WIDTH = 0.32
 
 
 def points(paths: Sequence[Path]) -> list[dict[str, str]]:
@@ -49,12 +50,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     shapes = {row["shape"]: row for row in found}
     place = {shape: at for at, shape in enumerate(shapes)}
     figure, axes = pyplot.subplots(figsize=(1.5 + 1.4 * len(shapes), 4.5), layout="constrained")
-    for mode, (shift, colour) in BARS.items():
+    modes = [mode for mode in COLOURS if any(row["mode"] == mode for row in found)]
+    for at, mode in enumerate(modes):
         own = [row for row in found if row["mode"] == mode]
-        if own:
-            heights = [float(row["speedup"]) for row in own]
-            bars = axes.bar([place[row["shape"]] + shift for row in own], heights, 0.32, color=colour, label=mode)
-            axes.bar_label(bars, fmt="%.1fx", fontsize=8)
+        where = [place[row["shape"]] + 1.05 * WIDTH * (at - (len(modes) - 1) / 2) for row in own]
+        heights = [float(row["speedup"]) for row in own]
+        bars = axes.bar(where, heights, WIDTH, color=COLOURS[mode], label=mode)
+        axes.bar_label(bars, fmt="%.1fx", fontsize=8)
     bounds = [float(row["flop_ratio"]) for row in shapes.values()]
     axes.hlines(
         bounds,
