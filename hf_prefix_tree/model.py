@@ -241,7 +241,10 @@ def _enter(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tupl
     refuse_other_inputs(module, kwargs, state.image_refusal)
     labels = kwargs.get("labels")
     supervised = None if labels is None else gather_supervised(tree, labels, kwargs.get("loss_weights"))
-    context = TreeContext(tree, supervised, state.attn_backend, state.has_sinks)
+    # The check of the model may run in another precision than training, and on short rows. Before FLASH is taken, it
+    # is compared with Triton on the rows themselves.
+    backend = "auto" if state.verifying and state.attn_backend == "flash" else state.attn_backend
+    context = TreeContext(tree, supervised, backend, state.has_sinks)
     kwargs = {name: value for name, value in kwargs.items() if name not in ("loss_weights", "tree_stats")}
     kwargs |= {"prefix_tree": context, "position_ids": tree[:, DEPTH].long(), "use_cache": False}
     if kwargs.get("image_grid_thw") is not None:

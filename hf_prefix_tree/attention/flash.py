@@ -58,21 +58,22 @@ def _flash(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    groups = query.shape[2] // key.shape[2]
     output, lse = _empty_results(query, key, value)
-    own = _by_group(output, groups)
-    with _heads_first():
-        _flash_attn_fwd(
-            _by_group(query, groups),
-            _for_each_group(key, groups),
-            _for_each_group(value, groups),
-            softmax_scale=scale,
-            return_lse=True,
-            out=own,
-            lse=lse,
-            **_mask(rows, lists[:4], kind, groups),
-        )
-    return _of_groups(own, output, groups), lse
+    groups = lse.shape[1]
+    query, key, value = map(_dense, (query, key, value))
+    with _kernels_of(query.device):
+        for row, own_lse in enumerate(lse):
+            _flash_attn_fwd(
+                _by_group(query[row], groups),
+                key[row].expand(groups, -1, -1, -1),
+                value[row].expand(groups, -1, -1, -1),
+                softmax_scale=scale,
+                return_lse=True,
+                out=_by_group(output[row], groups),
+                lse=own_lse,
+                **_mask(row, rows, lists[:4], kind),
+            )
+    return output, lse
 
 
 @torch.library.custom_op("hf_prefix_tree::flash_backward", mutates_args=())
@@ -90,43 +91,45 @@ def _flash_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    groups = query.shape[2] // key.shape[2]
-    query_grad = query.new_empty(query.shape)
-    own = _by_group(query_grad, groups)
-    key_grad, value_grad = (x.new_empty(len(x) * groups, *x.shape[1:]) for x in (key, value))
-    with _heads_first():
-        _flash_attn_bwd(
-            _by_group(query, groups),
-            _for_each_group(key, groups),
-            _for_each_group(value, groups),
-            _by_group(output, groups),
-            _by_group(grad, groups),
-            lse,
-            softmax_scale=scale,
-            dq=own,
-            dk=key_grad,
-            dv=value_grad,
-            **_mask(rows, lists[4:], kind, groups),
-        )
-    return _of_groups(own, query_grad, groups), key_grad, value_grad
+    query_grad, key_grad, value_grad = _empty_gradients(grad, query, key, value)
+    groups = lse.shape[1]
+    grad, query, key, value = map(_dense, (grad, query, key, value))
+    with _kernels_of(query.device):
+        for row, own_lse in enumerate(lse):
+            _flash_attn_bwd(
+                _by_group(query[row], groups),
+                key[row].expand(groups, -1, -1, -1),
+                value[row].expand(groups, -1, -1, -1),
+                _by_group(output[row], groups),
+                _by_group(grad[row], groups),
+                own_lse,
+                softmax_scale=scale,
+                dq=_by_group(query_grad[row], groups),
+                dk=key_grad[row],
+                dv=value_grad[row],
+                **_mask(row, rows, lists[4:], kind),
+            )
+    return query_grad, key_grad, value_grad
 
 
 @_flash.register_fake
 def _empty_results(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, and the log-sum-exp of each group of heads, `(B, groups, kv_heads, N)`."""
     batch_size, length, heads, _ = query.shape
     kv_heads = key.shape[2]
-    lse = query.new_empty(batch_size * (heads // kv_heads), kv_heads, length, dtype=torch.float32)
+    lse = query.new_empty(batch_size, heads // kv_heads, kv_heads, length, dtype=torch.float32)
     return query.new_empty(*query.shape[:3], value.shape[3]), lse
 
 
 @_flash_backward.register_fake
-def _(
+def _empty_gradients(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradient of the queries, and for each group of heads those of keys and values, `(B, groups, N, ...)`."""
     groups = query.shape[2] // key.shape[2]
-    key_grad, value_grad = (x.new_empty(x.shape[0] * groups, *x.shape[1:]) for x in (key, value))
+    key_grad, value_grad = (x.new_empty(x.shape[0], groups, *x.shape[1:]) for x in (key, value))
     return query.new_empty(query.shape), key_grad, value_grad
 
 
@@ -140,60 +143,44 @@ def _differentiate(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tupl
     query, key, value, output, lse, *others = ctx.saved_tensors  # once: checkpointing recomputes it, and then lets go
     rows, lists = others[: ctx.num_rows], others[ctx.num_rows :]
     query_grad, *grads = _flash_backward(grad, query, key, value, output, lse, rows, lists, *ctx.others)
-    groups = query.shape[2] // key.shape[2]
-    if groups > 1:  # not in the operator: compiled layers add them up where they read them
-        grads = [x.unflatten(0, (-1, groups)).sum(dim=1) for x in grads]
+    # not in the operator: compiled layers add the groups up where they read them
+    grads = [x.sum(dim=1) if x.shape[1] > 1 else x[:, 0] for x in grads]
     return query_grad, *grads, [None] * len(rows), [None] * len(lists), None, None
 
 
 _flash.register_autograd(_differentiate, setup_context=_keep)
 
 
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _by_group(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """`(B, N, heads, size)` as `(B * groups, N, heads / groups, size)`; a view of a batch of one row."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    if len(x) > 1:
-        return x.unflatten(2, (-1, groups)).permute(0, 3, 1, 2, 4).flatten(0, 1)
-    _, length, heads, size = x.shape
-    _, of_token, of_head, _ = x.stride()
+    """A view of a row's heads `(N, heads, size)` as `(groups, N, heads / groups, size)`."""
+    length, heads, size = x.shape
+    of_token, of_head, _ = x.stride()
     return x.as_strided((groups, length, heads // groups, size), (of_head, of_token, groups * of_head, 1))
 
 
-def _of_groups(own: torch.Tensor, whole: torch.Tensor, groups: int) -> torch.Tensor:
-    """`whole`, with the values of `own`, which [`_by_group`] made of it: of a single row they are there."""
-    if len(whole) > 1:
-        whole.copy_(own.unflatten(0, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3))
-    return whole
-
-
-def _for_each_group(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """Keys or values `(B, N, heads, size)` as `(B * groups, N, heads, size)`; a view of a batch of one row."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return x.repeat_interleave(groups, dim=0) if len(x) > 1 else x.expand(groups, -1, -1, -1)
-
-
-def _mask(rows: Sequence[torch.Tensor], lists: Sequence[torch.Tensor], kind: str, groups: int) -> dict[str, Any]:
-    """The keyword arguments that make up the mask. The tensors must live until the kernel has run."""
-    from cutlass import Int32, Int64
+def _mask(row: int, rows: Sequence[torch.Tensor], lists: Sequence[torch.Tensor], kind: str) -> dict[str, Any]:
+    """The keyword arguments that make up the mask of a row. The tensors must live until the kernel has run."""
+    from cutlass import Int64
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    batch_size, length = rows[0].shape
-    assert all(row.is_contiguous() and row.dtype == torch.int32 for row in rows)  # they are read by address
-    if batch_size > 1:  # a copy for every group, in every layer; the lists of a single row serve all
-        lists = [blocks.repeat_interleave(groups, dim=0) for blocks in lists]
-    size = length // lists[0].shape[-1]
+    assert all(x.is_contiguous() and x.dtype == torch.int32 for x in rows)  # they are read by address
+    own = [x[row] if x.dim() == 2 else x for x in rows]  # a limit is the same for all
+    size = rows[0].shape[1] // lists[0].shape[-1]
     return {
-        "mask_mod": _mask_mod(kind, groups if batch_size > 1 else 0),
-        "aux_scalars": (Int32(length), *(Int64(row.data_ptr()) for row in rows)),
-        "block_sparse_tensors": BlockSparseTensorsTorch(*lists, block_size=(size, size)),
+        "mask_mod": _mask_mod(kind),
+        "aux_scalars": tuple(Int64(x.data_ptr()) for x in own),
+        "block_sparse_tensors": BlockSparseTensorsTorch(*(x[row, None] for x in lists), block_size=(size, size)),
     }
 
 
 @functools.cache
-def _mask_mod(kind: str, groups: int) -> Callable:
+def _mask_mod(kind: str) -> Callable:
     """
-    Whether a pair is visible, in the language of the kernels; see [`~attention.mask.dense_mask`]. `groups` rows of the
-    kernels' batch are of one row of ours, all of them where it is 0. The scalars: the length of a row, and the
+    Whether a pair is visible, in the language of the kernels; see [`~attention.mask.dense_mask`]. The scalars are the
     addresses of the tree rows.
     """
     import cutlass
@@ -205,28 +192,24 @@ def _mask_mod(kind: str, groups: int) -> Callable:
         found[0] = cute.make_tensor(pointer, cute.make_layout(2**30))[index]
         return found.load()
 
-    def start(row: Any, length: Any) -> Any:
-        return (row[0] // groups) * length if groups else 0
-
     @cute.jit
     def plain(b: Any, h: Any, q: Any, k: Any, info: Any, tensors: Any, scalars: Any) -> Any:
-        return (k <= q) & (q < lookup(scalars[1], start(b, scalars[0]) + k[0]))
+        return (k <= q) & (q < lookup(scalars[0], k[0]))
 
     @cute.jit
     def window(b: Any, h: Any, q: Any, k: Any, info: Any, tensors: Any, scalars: Any) -> Any:
-        at = start(b, scalars[0])
-        near = lookup(scalars[2], at + q[0]) - lookup(scalars[2], at + k[0]) < lookup(scalars[3], 0)
-        return (k <= q) & (q < lookup(scalars[1], at + k[0])) & near
+        near = lookup(scalars[1], q[0]) - lookup(scalars[1], k[0]) < lookup(scalars[2], 0)
+        return (k <= q) & (q < lookup(scalars[0], k[0])) & near
 
     @cute.jit
     def chunk(b: Any, h: Any, q: Any, k: Any, info: Any, tensors: Any, scalars: Any) -> Any:
-        at, size = start(b, scalars[0]), lookup(scalars[3], 0)
-        same = lookup(scalars[2], at + q[0]) // size == lookup(scalars[2], at + k[0]) // size
-        return (k <= q) & (q < lookup(scalars[1], at + k[0])) & same
+        size = lookup(scalars[2], 0)
+        same = lookup(scalars[1], q[0]) // size == lookup(scalars[1], k[0]) // size
+        return (k <= q) & (q < lookup(scalars[0], k[0])) & same
 
     chosen = {"plain": plain, "window": window, "chunk": chunk}[kind]
     # compiled kernels are kept under it, on disk as well
-    chosen.__cute_hash__ = f"hf_prefix_tree {_digest()}: {kind}, {groups} groups"
+    chosen.__cute_hash__ = f"hf_prefix_tree {_digest()}: {kind}"
     return chosen
 
 
@@ -239,13 +222,13 @@ _compiling = threading.RLock()  # the backward runs in threads of its own
 
 
 @contextmanager
-def _heads_first() -> Iterator[None]:
-    """The order of blocks, for the kernels that are compiled meanwhile; those of other masks are kept apart."""
+def _kernels_of(device: torch.device) -> Iterator[None]:
+    """For kernels of this GPU that are compiled now, in our order of blocks; those of other masks are kept apart."""
     import flash_attn.cute.flash_bwd_sm90 as backward
     import flash_attn.cute.flash_fwd_sm90 as forward
     from flash_attn.cute.tile_scheduler import SingleTileScheduler
 
-    with _compiling:
+    with torch.accelerator.device_index(device.index), _compiling:
         forward.SingleTileScheduler, backward.SingleTileScheduler = _scheduler(last_first=True), _scheduler()
         try:
             yield

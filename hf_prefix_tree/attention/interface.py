@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, causal_mask_function
 
-from hf_prefix_tree.attention.backend import FLASH_HEAD_SIZES, AttentionCall, choose_backend
+from hf_prefix_tree.attention.backend import FLASH_DTYPES, FLASH_HEAD_SIZES, AttentionCall, choose_backend
 from hf_prefix_tree.attention.context import Mask, TreeContext, active_context
 from hf_prefix_tree.attention.defaults import default_attention, default_implementation, uses_attention_interface
 from hf_prefix_tree.attention.flash import attend_flash
@@ -85,7 +85,7 @@ def prefix_tree_mask(
     elif _DERIVED_MASKS & set(getattr(config, "layer_types", None) or []) or not allow_is_causal_skip:
         no_flex = "this architecture computes sparse masks from a dense one"
     length = context.prefix_tree.shape[-1]
-    kinds = {"window": window, "chunk": chunk, "sinks": context.sinks, "rows": len(context.prefix_tree)}
+    kinds = {"window": window, "chunk": chunk, "sinks": context.sinks}
     call = AttentionCall.of(config, device, attention_dtype(device, dtype), length, **kinds)
     build: Any = functools.partial(context.mask, window, chunk, flex=True)
     backend = choose_backend(context.attn_backend, call, build, no_flex)
@@ -192,10 +192,10 @@ def _tree_attention(
     query, key, value = (x.to(dtype) for x in (query, key, value))
     if isinstance(mask, TreeBlockMask) and mask.backend == "flash":
         odd_sizes = query.shape[-1] != value.shape[-1] or query.shape[-1] not in FLASH_HEAD_SIZES
-        if softcap is not None or s_aux is not None or odd_sizes:
+        if softcap is not None or s_aux is not None or odd_sizes or dtype not in FLASH_DTYPES:
             raise ValueError(
-                f"{type(module).__name__} has a softcap, sinks or heads of another size, which its config does not "
-                "tell and `flash-attn-4` does not serve on trees. Use `attn_backend='flex'`."
+                f"{type(module).__name__} has a softcap, sinks, heads of another size or numbers of {dtype}, which "
+                "its config does not tell and `flash-attn-4` does not serve on trees. Use `attn_backend='flex'`."
             )
         output = attend_flash(query, key, value, mask, scale=scaling)
     elif isinstance(mask, BlockMask):

@@ -46,7 +46,7 @@ def hopper(monkeypatch):
     """A Hopper GPU with a good build of flash-attn-4, which was checked already."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(backend, "_flash_version", lambda: Version("4.0.0b36"))
-    monkeypatch.setattr(backend, "_checked", {(GPU, torch.bfloat16, "plain", False, 2, 128, 128): None})
+    monkeypatch.setattr(backend, "_checked", {(GPU, torch.bfloat16, "plain", True, 2, 128, 128): None})
     monkeypatch.setattr(backend, "_sparse", {})
     backend._log_once.cache_clear()
 
@@ -112,8 +112,6 @@ def test_versions_devices_and_modes_that_flash_does_not_serve(monkeypatch):
         refused("not deterministic")
     finally:
         torch.use_deterministic_algorithms(False)
-    with torch.inference_mode():
-        refused("inference mode")
     monkeypatch.setattr(backend, "_flash_version", lambda: Version("4.0.0b13"))
     refused("4.0.0b13 is not 4.0.0b36")
     monkeypatch.setattr(backend, "_flash_version", lambda: Version("4.0.0"))
@@ -186,7 +184,34 @@ def test_flash_is_compared_with_triton_once(flash, reason, monkeypatch):
     assert torch.equal(state, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("change", [{"window": 99}, {"chunk": 99}, {"rows": 2}, {"heads": 8}, {"head_dim": 64}])
+def test_inference_mode_takes_what_was_compared_before():
+    look = lambda: chain(64)  # noqa: E731
+    with torch.inference_mode():
+        assert choose_backend("auto", CALL, look) == choose_backend("flash", CALL, never) == "flash"
+        backend._checked.clear()
+        assert choose_backend("auto", CALL, look) == "flex"
+        with pytest.raises(ValueError, match="inference mode"):
+            choose_backend("flash", CALL, look)
+    assert not backend._checked
+
+
+def test_the_comparison_is_outside_of_the_hooks_of_the_step(monkeypatch):
+    """Offloading and checkpointing count what is saved, and what the backward asks for."""
+
+    def seen(x):
+        raise AssertionError("a tensor of the comparison was saved")
+
+    for name in ("attend_flash", "attend_flex"):
+        monkeypatch.setattr(backend, name, dense_standin())
+    call = CALL._replace(device=torch.device("cpu"), dtype=torch.float32, length=4 * 128)
+    with torch.autograd.graph.saved_tensors_hooks(seen, seen):
+        assert backend._agrees_with_triton(call, lambda: chain(4)) is None
+
+
+CHANGES = [{"window": 99}, {"chunk": 99}, {"length": 39 * 128}, {"heads": 8}, {"head_dim": 64}]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_every_kind_of_call_is_compared(change, monkeypatch):
     compared = []
     monkeypatch.setattr(backend, "_difference_to_triton", lambda call, mask: compared.append(call))
@@ -207,7 +232,7 @@ def test_windows_and_chunks_get_flash_where_it_is_asked_for(kind, monkeypatch):
 
 
 def test_a_failed_comparison_is_flex_under_auto_and_an_error_when_forced(monkeypatch):
-    monkeypatch.setattr(backend, "_checked", {(GPU, torch.bfloat16, "plain", False, 2, 128, 128): "it differs"})
+    monkeypatch.setattr(backend, "_checked", {(GPU, torch.bfloat16, "plain", True, 2, 128, 128): "it differs"})
     assert choose_backend("auto", CALL, lambda: chain(64)) == "flex"
     with pytest.raises(ValueError, match=r"`attn_backend='flash'` cannot serve this call: no FLASH: it differs"):
         choose_backend("flash", CALL, never)
@@ -227,14 +252,15 @@ def test_layers_of_several_sizes_are_compared_at_one_head():
     assert AttentionCall.of(config, GPU, torch.bfloat16, 1024)[3:5] == (1, 1)
 
 
-def test_no_memory_says_nothing_about_flash(monkeypatch):
+@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError(), RuntimeError("CUDA error: out of memory")])
+def test_no_memory_says_nothing_about_flash(error, monkeypatch):
     def attend(*args):
-        raise torch.cuda.OutOfMemoryError
+        raise error
 
     monkeypatch.setattr(backend, "attend_flash", attend)
     monkeypatch.setattr(backend, "_checked", {})
     call = CALL._replace(device=torch.device("cpu"), dtype=torch.float32, length=4 * 128)
-    with pytest.raises(torch.cuda.OutOfMemoryError):
+    with pytest.raises(type(error)):
         backend._agrees_with_triton(call, lambda: chain(4))
     assert not backend._checked
 
@@ -249,6 +275,7 @@ def test_the_kernel_that_was_chosen_is_what_runs(monkeypatch):
         run = lambda *args, own=name, **kwargs: ran.append(own) or dense_standin()(*args[:4])  # noqa: E731
         monkeypatch.setattr(interface, name, run)
     monkeypatch.setattr(interface, "FLASH_HEAD_SIZES", (8,))  # those of the tiny model
+    monkeypatch.setattr(interface, "FLASH_DTYPES", (torch.float64,))
     for chosen in ("flash", "flex"):
         model = make_model("qwen3")
         expected = prepare_model(copy.deepcopy(model))(**row).loss
@@ -257,6 +284,20 @@ def test_the_kernel_that_was_chosen_is_what_runs(monkeypatch):
             ran.clear()
             assert prepare_model(model)(**row).loss.item() == pytest.approx(expected.item(), rel=1e-12)
         assert set(ran) == {f"attend_{chosen}"} and len(ran) % len(model.model.layers) == 0
+
+
+def test_the_check_of_a_model_does_not_force_flash(monkeypatch):
+    """It may run in float32, where training under autocast is not, and on rows without a full block."""
+    import hf_prefix_tree.attention.interface as interface
+
+    seen = []
+    choose = lambda requested, *args: seen.append(requested) or "sdpa"  # noqa: E731
+    monkeypatch.setattr(interface, "choose_backend", choose)
+    model = prepare_model(make_model("qwen3"), attn_backend="flash")
+    assert set(seen) == {"auto"}
+    seen.clear()
+    model(**concatenate_trees(random_forest(0), pad_token_id=0))
+    assert set(seen) == {"flash"}
 
 
 def test_sinks_are_known_before_the_call(monkeypatch):
@@ -278,8 +319,10 @@ def test_flash_gets_no_call_that_it_does_not_serve():
     context = TreeContext(tree)
     mask = context.mask(flex=True)
     mask.backend = "flash"
-    query = torch.randn(1, 2, tree.shape[2], 64)
-    other = torch.randn(1, 2, tree.shape[2], 96)
+    query = torch.randn(1, 2, tree.shape[2], 64).bfloat16()
+    other = torch.randn(1, 2, tree.shape[2], 96).bfloat16()
+    with pytest.raises(ValueError, match=r"numbers of torch.float32.*Use `attn_backend='flex'`"):
+        prefix_tree_attention(torch.nn.Module(), *[query.float()] * 3, mask, prefix_tree=context)
     with pytest.raises(ValueError, match="Use `attn_backend='flex'`"):
         prefix_tree_attention(torch.nn.Module(), other, other, other, mask, prefix_tree=context)
     for options in ({"softcap": 5.0}, {"s_aux": torch.zeros(2)}):

@@ -29,11 +29,10 @@ with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
     lists = [make(1, 4, *shape, dtype=torch.int32) for _ in range(4) for shape in ((), (4,))]
     output, lse = flash._flash._init_fn(query, key, value, tree, lists, kind, 0.1)
     grads = flash._flash_backward._init_fn(grad, query, key, value, output, lse, tree, lists, kind, 0.1)
-groups = heads // kv_heads
 for own, like in zip((output, grads[0]), (query, query), strict=True):
     assert own.shape == like.shape and own.stride() == like.stride()
 for own, like in zip(grads[1:], (key, value), strict=True):
-    assert own.shape == (groups * rows, *like.shape[1:]) and own.is_contiguous()
+    assert own.shape == (rows, heads // kv_heads, *like.shape[1:]) and own.is_contiguous()
 print("compiled")
 """
 

@@ -90,10 +90,9 @@ def visible_pairs(blocks, rows, length, mod, scalars, transposed):
     assert blocks.block_size == (size, size)
     mask = torch.zeros(rows, length, length, dtype=torch.bool)
     for row in range(rows):
-        of_row = row if len(blocks.mask_block_cnt) > 1 else 0
         for full, count, index in ((False, *blocks[:2]), (True, *blocks[2:4])):
-            for i, number in enumerate(count[of_row, 0].tolist()):
-                for j in index[of_row, 0, i, :number].tolist():
+            for i, number in enumerate(count[0, 0].tolist()):
+                for j in index[0, 0, i, :number].tolist():
                     a, b = (j, i) if transposed else (i, j)
                     q = torch.arange(a * size, (a + 1) * size)[:, None]
                     k = torch.arange(b * size, (b + 1) * size)[None]
@@ -119,7 +118,7 @@ def plain_kernels(cute, monkeypatch):
     class Blocks(tuple):
         def __new__(cls, *lists, block_size):
             made = super().__new__(cls, lists)
-            made.block_size, made.mask_block_cnt = block_size, lists[0]
+            made.block_size = block_size
             return made
 
     sparsity.BlockSparseTensorsTorch = Blocks
@@ -172,7 +171,8 @@ def caterpillars(seed):
 
 
 def inputs(rows, heads, lengths=768, seed=0):
-    batches = [concatenate_trees(caterpillars(seed + row), 0, pad_to_multiple_of=lengths) for row in range(rows)]
+    trees = [caterpillars(seed + row)[:: 1 - 2 * (row % 2)] for row in range(rows)]  # rows with other lists of blocks
+    batches = [concatenate_trees(own, 0, pad_to_multiple_of=lengths) for own in trees]
     tree = torch.cat([batch["prefix_tree"] for batch in batches])
     generator = torch.Generator().manual_seed(seed)
     leaves = [
@@ -267,12 +267,12 @@ def test_threads_take_turns():
     inside, leave, seen = threading.Event(), threading.Event(), []
 
     def first():
-        with flash._heads_first():
+        with flash._kernels_of(torch.device("cpu")):
             inside.set()
             leave.wait(10)
 
     def second():
-        with flash._heads_first():
+        with flash._kernels_of(torch.device("cpu")):
             seen.append(forward.SingleTileScheduler)
 
     threads = [threading.Thread(target=first), threading.Thread(target=second)]
@@ -302,27 +302,26 @@ LIMITS = {"plain": {}, "window": {"window": 300}, "chunk": {"chunk": 256}}
 
 
 @pytest.mark.usefixtures("cute")
-@pytest.mark.parametrize("groups", [0, 1, 3])
 @pytest.mark.parametrize("kind", LIMITS)
-def test_the_masks_of_the_kernels(kind, groups):
-    tree, _ = inputs(2 if groups else 1, (2, 2))
+def test_the_masks_of_the_kernels(kind):
+    tree, _ = inputs(2, (2, 2))
     mask = TreeContext(tree).mask(**LIMITS[kind], flex=True)
     assert mask.kind == kind
     expected = dense_mask(tree, **LIMITS[kind])[:, 0]
     length = tree.shape[2]
-    rows = [mask.subtree_end] if mask.limit is None else [mask.subtree_end, mask.depth, mask.limit]
-    scalars = (length, *(row.data_ptr() for row in rows))
     query, key = torch.meshgrid(torch.arange(length), torch.arange(length), indexing="ij")
-    mask_mod = flash._mask_mod(kind, groups)
-    for row in range(2 * groups or 4):  # of the kernels' batch
-        found = mask_mod(Lanes(row), Lanes(0), Lanes(query), Lanes(key), None, None, scalars).values
-        assert torch.equal(found, expected[row // groups if groups else 0])
+    mask_mod = flash._mask_mod(kind)
+    for row in range(2):
+        rows = [mask.subtree_end[row]] if mask.limit is None else [mask.subtree_end[row], mask.depth[row], mask.limit]
+        scalars = [x.data_ptr() for x in rows]
+        found = mask_mod(Lanes(0), Lanes(0), Lanes(query), Lanes(key), None, None, scalars).values
+        assert torch.equal(found, expected[row])
 
 
 @pytest.mark.usefixtures("cute")
 def test_compiled_kernels_of_different_masks_are_kept_apart():
-    hashes = {flash._mask_mod(kind, groups).__cute_hash__ for kind, groups in product(LIMITS, (0, 1, 2))}
-    assert len(hashes) == 9 and all(flash._digest() in own for own in hashes)
+    hashes = {flash._mask_mod(kind).__cute_hash__ for kind in LIMITS}
+    assert len(hashes) == 3 and all(flash._digest() in own for own in hashes)
 
 
 @pytest.mark.parametrize("last_first", [False, True])
