@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """A picture of the speed-up of a whole step against the token ratio, from the CSV files of `benchmarks.step`.
 
-    python -m benchmarks.plot benchmarks/results/step_h100.csv --output benchmarks/results/step_h100.png
+    python -m benchmarks.plot benchmarks/results/step_full_h100.csv --output step_full_h100.png
 
 One bar for each shape and mode, by branch tokens over tree tokens: time of the per-branch step over that of the folded
 step. Black lines are the FLOP ratio, what the speed-up would be if time were FLOPs; the grey one is 1, no gain. Of
