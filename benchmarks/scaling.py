@@ -11,6 +11,11 @@ least one for each; `--trees-per-step` makes it larger, so that its trees can be
 a micro-batch (`--trees-per-micro-batch`; in the other modes it has one row). For each of these trees a baseline's step
 has 4 rows at the `published` coverage, and as many as a tree has branches, 20.4, at the `equal` one.
 
+The baselines attend through PyTorch's FlashAttention-2 in bfloat16 and its memory-efficient kernel in float32
+(`--baseline-attention sdpa`): cuDNN would plan anew for every length, and no other kernel takes float32. Ranks wait
+for each other at every micro-batch, as TRL has them gather its metrics; trees are dealt so that they cost the same,
+rows of the baselines come as they are.
+
 A step lasts from the end of the one before, so that it includes reading its rows, until the slowest rank is done.
 `ms` is the median of all steps but the first, `ms_per_branch` that over the branches (for `flat_steps`: samples) of a
 step, `imbalance` the mean of `tree/imbalance`, and `peak_gib` the fullest GPU's from the first step on. `flop_ratio`
@@ -45,6 +50,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers.integrations import sdpa_attention
 from trl import SFTConfig, SFTTrainer
 
 from benchmarks.common import Row, default_device, environment, make_parser, progress, report, write_csv
@@ -91,9 +97,21 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
 
 
+def attention(mode: str, args: Any) -> str:
+    return "prefix_tree" if mode in ("tree", "grouped") else args.baseline_attention
+
+
+def choose_kernels(dtype: torch.dtype) -> None:
+    """What SDPA runs in the baselines."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if dtype == torch.float32:  # its memory-efficient kernel takes no keys that heads share
+        sdpa_attention.use_gqa_in_sdpa = lambda *args, **kwargs: False
+
+
 def make_trainer(mode: str, coverage: str, trees: Sequence[PrefixTree], args: Any, device: torch.device) -> SFTTrainer:
     """The trainer of a mode; the models of all modes have the same weights."""
     dtype = getattr(torch, args.dtype)
+    choose_kernels(dtype)
     # What the launcher's config says would win over `bf16=False`.
     os.environ["ACCELERATE_MIXED_PRECISION"] = precision = "bf16" if dtype == torch.bfloat16 else "no"
     on_trees = mode in ("tree", "grouped")
@@ -127,9 +145,7 @@ def make_trainer(mode: str, coverage: str, trees: Sequence[PrefixTree], args: An
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(shape_config(args.shape)),
-            dtype=dtype,
-            attn_implementation="prefix_tree" if on_trees else args.baseline_attention,
+            copy.deepcopy(shape_config(args.shape)), dtype=dtype, attn_implementation=attention(mode, args)
         )
     if on_trees:
         options |= {"mode": mode, "compile_layers": args.compile}
@@ -215,7 +231,7 @@ def measure(trees: Sequence[PrefixTree], args: Any, device: torch.device, state:
         for coverage in args.coverage[:1] if mode in ("tree", "grouped") else args.coverage:
             row: Row = {"mode": mode, "coverage": coverage, "shape": args.shape, "dtype": args.dtype, "gpus": RANKS}
             row |= {"checkpointing": args.checkpointing, "compiled": args.compile, "sampling": args.sampling}
-            row |= {"attention": args.baseline_attention}
+            row |= {"attention": attention(mode, args)}
             row["trees_per_micro_batch"] = args.trees_per_micro_batch if mode == "tree" else 1
             row["rows_per_step"] = rows_per_step(mode, coverage, trees, args.trees_per_step, RANKS)
             state.wait_for_everyone()  # all have read what is there

@@ -211,7 +211,8 @@ def _forest_with_images(model: PreTrainedModel, flat: bool) -> _Forest:
 def _vocab_size(model: PreTrainedModel) -> int:
     # Input embeddings may have rows that are not in the head (images, prompts), and the head rows that are no tokens.
     tables = (model.get_input_embeddings(), model.get_output_embeddings())
-    return min(table.weight.shape[0] for table in tables if getattr(table, "weight", None) is not None)
+    weights = [table.weight for table in tables if getattr(table, "weight", None) is not None]
+    return min(getattr(weight, "ds_shape", weight.shape)[0] for weight in weights)  # ZeRO-3 leaves them empty
 
 
 def _checked_positions(trees: list[PrefixTree]) -> list[np.ndarray]:

@@ -10,6 +10,7 @@ import torch
 import transformers
 import trl
 from transformers import PreTrainedModel, Trainer, masking_utils
+from transformers.integrations import sdpa_attention
 from trl import SFTTrainer
 
 
@@ -25,6 +26,11 @@ def test_mask_functions_are_called_with_what_ours_reads():
         assert keyword in source
     assert "local_size=sliding_window" in inspect.getsource(masking_utils.create_sliding_window_causal_mask)
     assert "local_size=chunk_size" in inspect.getsource(masking_utils.create_chunked_causal_mask)
+
+
+def test_shared_keys_of_sdpa():
+    """`benchmarks/scaling.py` has them repeated in float32, where SDPA's kernels take none."""
+    assert "use_gqa_in_sdpa(" in inspect.getsource(sdpa_attention.sdpa_attention_forward)
 
 
 def test_model_attributes():

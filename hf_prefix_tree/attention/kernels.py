@@ -145,6 +145,7 @@ def one_graph_for_all_lengths() -> Iterator[None]:
 
 # - A recompile limit that is hit runs attention unfused, in silence: fail instead. The limit is raised because every
 #   dtype, head size and kind of mask of every model in the process needs a graph of its own.
+# - DDP would cut a layer's graph at its buckets, which is meant for the graph of a whole model.
 # - Floats (softcap, scale) are constants of a model.
 # - Hooks on a layer's modules that come or go after it was compiled (adapters, router logits) must be seen.
 # - No duck shapes: taking two sizes that happen to be equal (heads and blocks, say) for the same size costs another
@@ -152,6 +153,7 @@ def one_graph_for_all_lengths() -> Iterator[None]:
 _DYNAMO_OPTIONS: dict[str, Any] = {
     "recompile_limit": 64,
     "fail_on_recompile_limit_hit": True,
+    "optimize_ddp": False,
     "specialize_float": True,
     "skip_nnmodule_hook_guards": False,
 }

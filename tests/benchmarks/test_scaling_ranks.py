@@ -36,7 +36,7 @@ def launch(event, folder, *options, **variables):
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": str(REPO_ROOT),
+            "PYTHONPATH": os.pathsep.join([str(REPO_ROOT), *filter(None, sys.path)]),
             "ACCELERATE_MIXED_PRECISION": "bf16",  # as in all configs of examples/accelerate
             **variables,
         },

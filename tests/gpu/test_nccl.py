@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "trainers"))
 
-from engine_worker import FSDP2, train_and_die, train_engine, train_saving, train_watched, zero
+from engine_worker import FSDP2, needs_transformers, train_and_die, train_engine, train_saving, train_watched, zero
 from processes import run_ranks
 from runs import make_model
 from test_engines import check, check_log_probs, read
@@ -69,6 +69,7 @@ def test_fsdp2_in_bf16_casts_no_weight(tmp_path, one_gpu):
     check_log_probs(tmp_path)
 
 
+@needs_transformers("5.24", "older ones split no head whose vocabulary the ranks do not divide")
 def test_tensor_parallelism(tmp_path, one_gpu):
     make_model().save_pretrained(tmp_path / "model")
     run(tmp_path, {"tp": str(tmp_path / "model")}, 2)
@@ -77,9 +78,9 @@ def test_tensor_parallelism(tmp_path, one_gpu):
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_killed_in_a_step(tmp_path, engine):
-    options = {**ENGINES[engine][0], **ON_GPU, "ddp_timeout": 20}
+    options = {**ENGINES[engine][0], **ON_GPU, "ddp_timeout": 40}
     broken, whole = tmp_path / "broken", tmp_path / "whole"
-    run_ranks(train_and_die, broken, options, 2, ranks=2, may_die=True, gpus=True, timeout=90)
+    run_ranks(train_and_die, broken, options, 2, ranks=2, may_die=True, gpus=True, timeout=120)
     assert (broken / "checkpoint-2").is_dir() and not (broken / "checkpoint-4").exists()
     run_ranks(train_saving, broken, options, 2, True, ranks=2, gpus=True)
     run_ranks(train_saving, whole, options, 2, False, ranks=2, gpus=True)

@@ -119,9 +119,10 @@ def test_fsdp2_in_bf16_casts_no_loss_of_a_plain_trainer(tmp_path):
     assert len(dtypes) == 2 and set(dtypes) <= {"torch.float32", "torch.float64"}
 
 
-def test_compiled_layers_under_fsdp2(tmp_path, one_process):
-    run_ranks(train_compiled, tmp_path, {**FSDP2, "max_steps": 2}, 2, ranks=2)
-    check(tmp_path, one_process(max_steps=2), "FSDP", num_steps=2)
+@pytest.mark.parametrize(("engine", "name"), [({}, "MULTI_CPU"), (FSDP2, "FSDP")], ids=["ddp", "fsdp2"])
+def test_compiled_layers(tmp_path, one_process, engine, name):
+    run_ranks(train_compiled, tmp_path, {**engine, "max_steps": 2}, 2, ranks=2)
+    check(tmp_path, one_process(max_steps=2), name, num_steps=2)
     assert 1 <= int((tmp_path / "graphs.txt").read_text()) <= 4
 
 
