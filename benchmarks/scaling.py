@@ -101,20 +101,19 @@ def attention(mode: str, args: Any) -> str:
     return "prefix_tree" if mode in ("tree", "grouped") else args.baseline_attention
 
 
-def choose_kernels(dtype: torch.dtype) -> None:
-    """What SDPA runs in the baselines."""
+def choose_kernels(dtype: str) -> None:
+    """What SDPA runs in the baselines on a GPU."""
     torch.backends.cuda.enable_cudnn_sdp(False)
-    if dtype == torch.float32:  # its memory-efficient kernel takes no keys that heads share
+    if dtype == "float32":  # its memory-efficient kernel takes no keys that heads share
         sdpa_attention.use_gqa_in_sdpa = lambda *args, **kwargs: False
 
 
 def make_trainer(mode: str, coverage: str, trees: Sequence[PrefixTree], args: Any, device: torch.device) -> SFTTrainer:
     """The trainer of a mode; the models of all modes have the same weights."""
     dtype = getattr(torch, args.dtype)
-    choose_kernels(dtype)
     # What the launcher's config says would win over `bf16=False`.
     os.environ["ACCELERATE_MIXED_PRECISION"] = precision = "bf16" if dtype == torch.bfloat16 else "no"
-    on_trees = mode in ("tree", "grouped")
+    on_trees = attention(mode, args) == "prefix_tree"
     batch_size = args.trees_per_micro_batch if mode == "tree" else 1
     own_rows = rows_per_step(mode, coverage, trees, args.trees_per_step, RANKS) // RANKS
     if own_rows % batch_size:
@@ -282,6 +281,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     device = default_device(args.quick)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        choose_kernels(args.dtype)
     if args.quick:
         args.shape, args.dtype, args.steps = "quick", "float32", min(args.steps, 3)
         transformers.utils.logging.set_verbosity_error()

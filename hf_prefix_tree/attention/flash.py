@@ -64,9 +64,7 @@ def _flash(
     with _kernels_of(query.device):
         for row, own_lse in enumerate(lse):
             _flash_attn_fwd(
-                _by_group(query[row], groups),
-                key[row].expand(groups, -1, -1, -1),
-                value[row].expand(groups, -1, -1, -1),
+                *_operands(row, groups, query, key, value),
                 softmax_scale=scale,
                 return_lse=True,
                 out=_by_group(output[row], groups),
@@ -97,9 +95,7 @@ def _flash_backward(
     with _kernels_of(query.device):
         for row, own_lse in enumerate(lse):
             _flash_attn_bwd(
-                _by_group(query[row], groups),
-                key[row].expand(groups, -1, -1, -1),
-                value[row].expand(groups, -1, -1, -1),
+                *_operands(row, groups, query, key, value),
                 _by_group(output[row], groups),
                 _by_group(grad[row], groups),
                 own_lse,
@@ -153,6 +149,14 @@ _flash.register_autograd(_differentiate, setup_context=_keep)
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _operands(
+    row: int, groups: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of a row: each group of queries, and for each the same keys and values."""
+    shared = (-1, -1, -1)
+    return _by_group(query[row], groups), key[row].expand(groups, *shared), value[row].expand(groups, *shared)
 
 
 def _by_group(x: torch.Tensor, groups: int) -> torch.Tensor:
