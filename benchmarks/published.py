@@ -70,10 +70,16 @@ def baseline_rows(mode: str, trees: Sequence[PrefixTree]) -> list[Row]:
     return [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
 
 
-def rows_per_step(mode: str, coverage: str, trees: Sequence[PrefixTree], trees_per_step: int, ranks: int) -> int:
-    """Rows of a step over all ranks, a multiple of them; a baseline's cover the trees that a step has there."""
+def rows_per_step(
+    mode: str, coverage: str, trees: Sequence[PrefixTree], trees_per_step: int, ranks: int, micro_batch: int = 1
+) -> int:
+    """
+    Rows of a step over all ranks, a multiple of them; a baseline's cover the trees that a step has there, and fill
+    micro-batches of so many rows.
+    """
     in_step = max(1, round(trees_per_step / ranks)) * ranks
     if mode in ("tree", "grouped"):
         return in_step
     per_tree = BRANCHES_PER_TREE if coverage == "published" else set_figures(trees)["branches"]
-    return max(1, round(in_step * per_tree / ranks)) * ranks
+    unit = ranks * micro_batch
+    return max(1, round(in_step * per_tree / unit)) * unit

@@ -8,8 +8,9 @@
 Modes: `tree` (folded trees), `per_branch` (TRL's SFTTrainer on the branches), `grouped` (the trees branch by branch)
 and `flat_steps` (SFTTrainer on one sample per turn, each token supervised once). A step has 4 trees over all GPUs, at
 least one for each; `--trees-per-step` makes it larger, so that its trees can be balanced, best with several of them in
-a micro-batch (`--trees-per-micro-batch`; in the other modes it has one row). For each of these trees a baseline's step
-has 4 rows at the `published` coverage, and as many as a tree has branches, 20.4, at the `equal` one.
+a micro-batch (`--trees-per-micro-batch`). For each of these trees a baseline's step has 4 rows at the `published`
+coverage, and as many as a tree has branches, 20.4, at the `equal` one. A micro-batch of the baselines is one row, which
+takes the least memory, or `--branches-per-micro-batch` rows, padded as TRL's trainer pads them.
 
 The baselines attend through PyTorch's FlashAttention-2 in bfloat16 and its memory-efficient kernel in float32
 (`--baseline-attention sdpa`): cuDNN would plan anew for every length, and no other kernel takes float32. Ranks wait
@@ -101,6 +102,11 @@ def attention(mode: str, args: Any) -> str:
     return "prefix_tree" if mode in ("tree", "grouped") else args.baseline_attention
 
 
+def rows_per_micro_batch(mode: str, args: Any) -> int:
+    """Trees or branches of a rank's micro-batch; `grouped` takes a tree and goes through it branch by branch."""
+    return {"tree": args.trees_per_micro_batch, "grouped": 1}.get(mode, args.branches_per_micro_batch)
+
+
 def choose_kernels(dtype: str) -> None:
     """What SDPA runs in the baselines on a GPU."""
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -114,8 +120,8 @@ def make_trainer(mode: str, coverage: str, trees: Sequence[PrefixTree], args: An
     # What the launcher's config says would win over `bf16=False`.
     os.environ["ACCELERATE_MIXED_PRECISION"] = precision = "bf16" if dtype == torch.bfloat16 else "no"
     on_trees = attention(mode, args) == "prefix_tree"
-    batch_size = args.trees_per_micro_batch if mode == "tree" else 1
-    own_rows = rows_per_step(mode, coverage, trees, args.trees_per_step, RANKS) // RANKS
+    batch_size = rows_per_micro_batch(mode, args)
+    own_rows = rows_per_step(mode, coverage, trees, args.trees_per_step, RANKS, batch_size) // RANKS
     if own_rows % batch_size:
         raise ValueError(
             f"`--trees-per-micro-batch {batch_size}` does not divide the {own_rows} trees of a rank's step"
@@ -231,8 +237,8 @@ def measure(trees: Sequence[PrefixTree], args: Any, device: torch.device, state:
             row: Row = {"mode": mode, "coverage": coverage, "shape": args.shape, "dtype": args.dtype, "gpus": RANKS}
             row |= {"checkpointing": args.checkpointing, "compiled": args.compile, "sampling": args.sampling}
             row |= {"attention": attention(mode, args)}
-            row["trees_per_micro_batch"] = args.trees_per_micro_batch if mode == "tree" else 1
-            row["rows_per_step"] = rows_per_step(mode, coverage, trees, args.trees_per_step, RANKS)
+            row["rows_per_micro_batch"] = size = rows_per_micro_batch(mode, args)
+            row["rows_per_step"] = rows_per_step(mode, coverage, trees, args.trees_per_step, RANKS, size)
             state.wait_for_everyone()  # all have read what is there
             if RANK == 0:
                 results.write({**row, "failure": "did not finish"})
@@ -267,6 +273,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--trees-per-step", type=int, default=4, help="over all GPUs; 4 were published")
     parser.add_argument("--trees-per-micro-batch", type=int, default=1, help="of the mode `tree`")
+    parser.add_argument("--branches-per-micro-batch", type=int, default=1, help="of `per_branch` and `flat_steps`")
     parser.add_argument("--sampling", choices=("sequential", "group_by_length"), default="sequential")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
     parser.add_argument("--compile", action="store_true", help="compile every decoder layer by itself")
@@ -276,8 +283,9 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         parser.error("`--append` needs `--output`, the CSV file to add to")
     if args.steps < 2:
         parser.error(f"`--steps {args.steps}`: the first step is not counted, at least 2 are needed")
-    if args.trees_per_micro_batch < 1:
-        parser.error(f"`--trees-per-micro-batch {args.trees_per_micro_batch}`: at least 1")
+    for name in ("trees_per_micro_batch", "branches_per_micro_batch"):
+        if getattr(args, name) < 1:
+            parser.error(f"`--{name.replace('_', '-')} {getattr(args, name)}`: at least 1")
     device = default_device(args.quick)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))

@@ -55,19 +55,20 @@ def test_flat_samples_supervise_every_token_once():
 
 
 @pytest.mark.parametrize(
-    ("mode", "coverage", "ranks", "rows"),
+    ("mode", "coverage", "ranks", "micro_batch", "rows"),
     [
-        ("tree", "published", 2, 4),
-        ("tree", "equal", 8, 8),
-        ("per_branch", "published", 4, 16),
-        ("per_branch", "published", 8, 32),  # of 8 trees, which a step has there
-        ("per_branch", "equal", 1, 82),
-        ("per_branch", "equal", 2, 82),
-        ("flat_steps", "equal", 8, 160),
+        ("tree", "published", 2, 1, 4),
+        ("tree", "equal", 8, 1, 8),
+        ("per_branch", "published", 4, 1, 16),
+        ("per_branch", "published", 8, 1, 32),  # of 8 trees, which a step has there
+        ("per_branch", "equal", 1, 1, 82),
+        ("per_branch", "equal", 2, 1, 82),
+        ("per_branch", "equal", 2, 4, 80),  # full micro-batches
+        ("flat_steps", "equal", 8, 1, 160),
     ],
 )
-def test_rows_of_a_step(mode, coverage, ranks, rows):
-    assert published.rows_per_step(mode, coverage, caterpillar_set(), 4, ranks) == rows
+def test_rows_of_a_step(mode, coverage, ranks, micro_batch, rows):
+    assert published.rows_per_step(mode, coverage, caterpillar_set(), 4, ranks, micro_batch) == rows
 
 
 def test_it_runs(tmp_path, monkeypatch):
@@ -110,6 +111,15 @@ def test_trees_of_a_micro_batch_change_no_loss():
     assert four["loss"] == pytest.approx(one["loss"], rel=1e-5) and four["loss"] != four["first_loss"]
     with pytest.raises(ValueError, match="trees-per-micro-batch 3"):
         scaling.main([*options, "--trees-per-micro-batch", "3"])
+
+
+def test_branches_of_a_micro_batch_change_no_loss():
+    options = ["--quick", "--steps", "2", "--only", "per_branch", "--coverage", "published"]
+    (one,) = scaling.main(options)
+    (four,) = scaling.main([*options, "--branches-per-micro-batch", "4"])
+    assert (one["rows_per_micro_batch"], four["rows_per_micro_batch"]) == (1, 4)
+    assert four["branches_per_step"] == one["branches_per_step"] == 16
+    assert four["loss"] == pytest.approx(one["loss"], rel=1e-5) and four["loss"] != four["first_loss"]
 
 
 def test_a_step_includes_reading_its_rows(monkeypatch):
