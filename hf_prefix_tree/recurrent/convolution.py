@@ -1,9 +1,10 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """Causal convolution on a tree: every token sees the last tokens of its path.
 
-The row is laid out anew, each run of consecutive tokens behind the `width - 1` tokens above it on its path (zeros
-above a root), and the model's own convolution runs over that once. Its activation, bias and kernel stay its own.
-Cost: one gather each way, and `width - 1` more tokens for each run.
+The model's own convolution runs over the row as it is, which is right but for the first `width - 1` tokens of each run
+of consecutive tokens: those read what happens to lie before the run. They are convolved once more, behind the tokens
+above the run on its path (zeros above a root), and take the place of the wrong ones. Activation, bias and kernel stay
+the model's own. Cost: `2 * width - 2` more tokens for each run; the row itself is neither gathered nor copied apart.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from hf_prefix_tree.attention.context import TreeContext
 from hf_prefix_tree.layout import Int64Array
-from hf_prefix_tree.recurrent.segments import Segments, ranges, segments_of
+from hf_prefix_tree.recurrent.segments import Segments, segments_of
 
 
 def convolve_on_tree(
@@ -39,39 +40,41 @@ def convolve_on_tree(
         bias (`torch.Tensor` of shape `(channels,)`, *optional*): Of the convolution.
 
     Returns:
-        `torch.Tensor` of shape `(B, channels, N)`, zero at padding.
+        `torch.Tensor` of shape `(B, channels, N)`.
     """
     segments = segments_of(context)
-    batch_size, channels, length = hidden_states.shape
-    width = weight.shape[1]
-    reads, keeps = segments.indices(f"convolution of {width}", lambda: _path_layout(segments, width))
-    flat = hidden_states.transpose(1, 2).reshape(batch_size * length, channels)
-    flat = torch.cat([flat, flat.new_zeros(1, channels)])  # what a token above a root or padding reads
-    laid_out = flat.index_select(0, reads)[None].transpose(1, 2)
-    out = convolve(laid_out, weight, bias, **kwargs)[0].transpose(0, 1)
-    out = torch.cat([out, out.new_zeros(1, channels)]).index_select(0, keeps)
-    return out.view(batch_size, length, channels).transpose(1, 2)
+    _, channels, length = hidden_states.shape
+    taps = weight.shape[1] - 1
+    out = convolve(hidden_states, weight, bias, **kwargs)
+    if taps == 0:
+        return out
+    reads, is_nothing, kept, writes = segments.indices(
+        f"convolution of {taps + 1}", lambda: _starts_of_runs(segments, taps)
+    )
+    starts = hidden_states.transpose(1, 2)[reads // length, reads % length]
+    starts = starts.masked_fill(is_nothing[:, None].bool(), 0).view(-1, 2 * taps, channels)
+    again = convolve(starts.transpose(1, 2), weight, bias, **kwargs)[..., taps:].transpose(1, 2)
+    again = again.reshape(-1, channels).index_select(0, kept)
+    return out.transpose(1, 2).index_put((writes // length, writes % length), again).transpose(1, 2)
 
 
-def _path_layout(segments: Segments, width: int) -> tuple[Int64Array, Int64Array]:
-    """Which token each place of the new layout reads, and in which place each token finds its result."""
-    nothing = segments.num_tokens
-    above = np.append(segments.predecessor, nothing)
-    above[above < 0] = nothing
+def _starts_of_runs(segments: Segments, taps: int) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
+    """
+    For each run `taps` tokens of its path above it and its first `taps` tokens: which they are, and where there is
+    none; which of the latter there are, and which tokens they are.
+    """
+    above = segments.predecessor
     # Of the segments, those that go on from the token before them need no history: it is there already.
     goes_on = segments.parent >= 0
-    goes_on &= segments.predecessor[segments.start] == segments.start - 1
+    goes_on &= above[segments.start] == segments.start - 1
     first = np.flatnonzero(~goes_on)
     starts, lengths = segments.start[first], np.add.reduceat(segments.length, first)
-    history = np.empty((len(starts), width - 1), dtype=np.int64)
+    history = np.empty((len(starts), taps), dtype=np.int64)
     token = starts
-    for tap in range(width - 2, -1, -1):
-        token = history[:, tap] = above[token]
-    places = np.cumsum(lengths + width - 1) - lengths  # of each run's own first token
-    own, results = ranges(starts, lengths), ranges(places, lengths)
-    reads = np.empty(len(own) + history.size, dtype=np.int64)
-    reads[results] = own
-    reads[ranges(places - (width - 1), np.full(len(starts), width - 1))] = history.reshape(-1)
-    keeps = np.full(segments.num_tokens, len(reads))
-    keeps[own] = results
-    return reads, keeps
+    for tap in range(taps - 1, -1, -1):
+        token = history[:, tap] = np.where(token < 0, -1, above[token])
+    column = np.arange(taps)
+    own = np.where(column < lengths[:, None], starts[:, None] + column, -1)
+    reads = np.concatenate([history, own], axis=1).reshape(-1)
+    kept = np.flatnonzero(own.reshape(-1) >= 0)
+    return np.maximum(reads, 0), (reads < 0).astype(np.int64), kept, own.reshape(-1)[kept]

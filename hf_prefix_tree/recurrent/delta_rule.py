@@ -88,12 +88,12 @@ def delta_rule(
         return run(batch, [batch.take(x) for x in inputs], state)
 
     def affine(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, v, log_decay, overwrite = (batch.take(x) for x in inputs)
+        k, v, log_decay, overwrite = (batch.take(x) for x in inputs[1:])
         v = torch.nn.functional.pad(v, (0, key_dim))
         segments = len(batch.tokens) if batch.bounds is None else len(batch.bounds) - 1
         identity = torch.eye(key_dim, dtype=precise, device=v.device)
         state = torch.nn.functional.pad(identity, (value_dim, 0)).expand(segments, heads, -1, -1).contiguous()
-        _, end = run(batch, [q, k, v, log_decay, overwrite], state)
+        _, end = run(batch, [k.detach(), k, v, log_decay, overwrite], state)  # no query has a part in the state
         return end[..., :value_dim], end[..., value_dim:]
 
     return Recurrence(forward, affine, torch.matmul, padded=scan_line is None)

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from hf_prefix_tree import __version__
 
 _SECTION = """
 ### Prefix trees
@@ -51,7 +52,7 @@ def tree_section(log_history: Sequence[Mapping[str, Any]], weighting: str) -> st
         return ""
     branch_tokens = sum(entry["tree/tokens"] * entry["tree/token_ratio"] for entry in windows)
     section = _SECTION.format(
-        version=version("hf_prefix_tree"),
+        version=__version__,
         weighting=weighting,
         branches=sum(entry["tree/branches"] for entry in windows),
         branch_tokens=branch_tokens,

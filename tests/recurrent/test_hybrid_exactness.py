@@ -145,14 +145,13 @@ def from_zero(recurrence, schedule, before, scan_segments=scan._scan):
     return scan_segments(recurrence, schedule, None if before is None else torch.zeros_like(before))
 
 
-def nothing_above(segments, width):
-    reads, keeps = layout(segments, width)
-    history = np.ones(len(reads), bool)
-    history[keeps[keeps < len(reads)]] = False
-    return np.where(history, segments.num_tokens, reads), keeps
+def nothing_above(segments, taps):
+    reads, is_nothing, kept, writes = starts_of_runs(segments, taps)
+    is_nothing.reshape(-1, 2 * taps)[:, :taps] = 1
+    return reads, is_nothing, kept, writes
 
 
-layout = convolution._path_layout
+starts_of_runs = convolution._starts_of_runs
 
 
 def first_parent(values, among, find=scan._places):
@@ -162,7 +161,7 @@ def first_parent(values, among, find=scan._places):
 CONTROLS = {
     "states are not handed over": lambda patch: patch.setattr(scan, "_scan", from_zero),
     "states come from the wrong parent": lambda patch: patch.setattr(scan, "_places", first_parent),
-    "the convolution sees no path": lambda patch: patch.setattr(convolution, "_path_layout", nothing_above),
+    "the convolution sees no path": lambda patch: patch.setattr(convolution, "_starts_of_runs", nothing_above),
     "the convolution reads the row": lambda patch: patch.setitem(hooks._ON_TREE, "causal_conv1d_fn", as_one_row),
     "the delta rule scans the row": lambda patch: patch.setitem(
         hooks._ON_TREE, "torch_chunk_gated_delta_rule", as_one_row
