@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
 from pathlib import Path
 
@@ -80,7 +81,8 @@ def test_tensor_parallelism(tmp_path, one_gpu):
 def test_killed_in_a_step(tmp_path, engine):
     options = {**ENGINES[engine][0], **ON_GPU, "ddp_timeout": 40}
     broken, whole = tmp_path / "broken", tmp_path / "whole"
-    run_ranks(train_and_die, broken, options, 2, ranks=2, may_die=True, gpus=True, timeout=120)
+    codes = run_ranks(train_and_die, broken, options, 2, ranks=2, may_die=True, gpus=True, timeout=120)
+    assert codes[1] == -signal.SIGKILL, (broken / "error0.txt").read_text()
     assert (broken / "checkpoint-2").is_dir() and not (broken / "checkpoint-4").exists()
     run_ranks(train_saving, broken, options, 2, True, ranks=2, gpus=True)
     run_ranks(train_saving, whole, options, 2, False, ranks=2, gpus=True)

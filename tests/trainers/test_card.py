@@ -1,8 +1,11 @@
 """The model card of a run says what folding saved, and keeps TRL's own text."""
 
+import importlib.metadata
+
 import pytest
 from runs import make_trees, train
 
+from hf_prefix_tree import __version__
 from hf_prefix_tree.trainers.card import add_section, tree_section
 
 
@@ -19,6 +22,15 @@ def test_card_of_a_run(tmp_path):
     assert "| weighting | `tree` |" in text
     assert text.index("### Prefix trees") < text.index("### Framework versions")
     assert "prefix-tree" in text.split("---")[1] and "a-model" in text
+
+
+def test_a_card_is_written_from_a_checkout_that_is_not_installed(monkeypatch):
+    def not_found(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata.Distribution, "from_name", not_found)
+    log = [{"tree/branches": 4, "tree/tokens": 100, "tree/token_ratio": 3.0}]
+    assert f"hf_prefix_tree) {__version__}." in tree_section(log, "tree")
 
 
 def test_a_card_without_the_usual_heading_gets_the_section_at_its_end(tmp_path):
