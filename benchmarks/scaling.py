@@ -9,8 +9,8 @@ Modes: `tree` (folded trees), `per_branch` (TRL's SFTTrainer on the branches), `
 and `flat_steps` (SFTTrainer on one sample per turn, each token supervised once). A step has 4 trees over all GPUs, at
 least one for each; `--trees-per-step` makes it larger, so that its trees can be balanced, best with several of them in
 a micro-batch (`--trees-per-micro-batch`). For each of these trees a baseline's step has 4 rows at the `published`
-coverage, and as many as a tree has branches, 20.4, at the `equal` one. A micro-batch of the baselines is one row, which
-takes the least memory, or `--branches-per-micro-batch` rows, padded as TRL's trainer pads them.
+coverage, and as many as a tree has branches, 20.4, at the `equal` one. Its micro-batch is one row, which takes the
+least memory, or `--branches-per-micro-batch` rows, padded as TRL's trainer pads them.
 
 The baselines attend through PyTorch's FlashAttention-2 in bfloat16 and its memory-efficient kernel in float32
 (`--baseline-attention sdpa`): cuDNN would plan anew for every length, and no other kernel takes float32. Ranks wait
