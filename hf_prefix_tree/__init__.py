@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hf_prefix_tree.attention.interface import register
+from hf_prefix_tree.version import __version__ as __version__
 
 if TYPE_CHECKING:  # what tools see; at run time `__getattr__` loads the same names on first use
     from hf_prefix_tree.baselines import flat_steps as flat_steps
@@ -57,7 +58,6 @@ if TYPE_CHECKING:  # what tools see; at run time `__getattr__` loads the same na
     from hf_prefix_tree.tree import PrefixTree as PrefixTree
     from hf_prefix_tree.tree import fold as fold
 
-__version__ = "0.1.0"
 
 _HOMES = {
     "Branch": "tree",

@@ -26,7 +26,7 @@ from hf_prefix_tree.batch import DEPTH, GUARD, check_batch, gather_supervised
 from hf_prefix_tree.compilation import compile_decoder_layers
 from hf_prefix_tree.images import place_images
 from hf_prefix_tree.loss import weighted_token_loss
-from hf_prefix_tree.recurrent.hooks import follow_branches
+from hf_prefix_tree.recurrent.hooks import follow_branches, followed_functions
 from hf_prefix_tree.refusals import refuse_long_branches, refuse_options, refuse_other_inputs, refuse_partial_batch
 from hf_prefix_tree.support import backbone_of, base_causal_lm, check_support, refuse_adapters, rope_limit
 from hf_prefix_tree.verify import verify_images, verify_tree_forward, weights_are_whole
@@ -48,6 +48,7 @@ class _State:
     verifying: bool = False
     rope_limit: int | None = None
     has_sinks: bool = False
+    recurrent: set[str] = field(default_factory=set)
     image_refusal: str | None = None
 
 
@@ -125,6 +126,7 @@ def prepare_model(
         previous_loss_kwargs_flag=base.__dict__.get("accepts_loss_kwargs"),
         rope_limit=rope_limit(base.config),
         has_sinks=any("sink" in name for name, _ in base.named_parameters()),
+        recurrent=followed_functions(base),
     )
     set_implementations(base, with_tree_attention(base))
     setattr(base, _STATE, state)
@@ -268,6 +270,13 @@ def _leave(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output:
         raise ValueError(
             f"{type(module).__name__} asked for no mask of the tree (what it masks, it masks by itself), so branches "
             f"would see each other. {WAY_OUT}"
+        )
+    state: _State = getattr(module, _STATE)
+    if output is not None and (missing := sorted(state.recurrent - context.followed)):
+        raise ValueError(
+            f"The recurrent layers of {type(module).__name__} ran without the tree: something replaced {missing} of "
+            "their modeling file after `prepare_model`. Call `unprepare_model(model)` and `prepare_model(model)` "
+            "after it, or have it call the function that it replaces with all keyword arguments."
         )
     supervised = context.supervised
     if supervised is None or context.loss_computed:

@@ -42,6 +42,8 @@ def refuse_options(kwargs: dict[str, Any]) -> None:
     for name in ("past_key_values", "cache"):
         if kwargs.get(name) is not None:
             raise ValueError(f"`{name}` cannot be used together with `prefix_tree`: a KV cache holds one path only.")
+    if kwargs.get("seq_idx") is not None:
+        raise ValueError("`seq_idx` cannot be used together with `prefix_tree`, which tells sequences apart itself.")
     if kwargs.get("shift_labels") is not None:
         raise ValueError("`shift_labels` cannot be used together with `prefix_tree`: pass unshifted `labels`.")
     keep = kwargs.get("logits_to_keep", 0)

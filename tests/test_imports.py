@@ -18,6 +18,7 @@ PACKAGE = "hf_prefix_tree"
 # In order: a module imports from its own room and from rooms before it. "__init__" stands for the package's top level,
 # whose own imports are free (what it must not load is measured below).
 ROOMS = (
+    "version",
     "layout",
     "folding",
     "tree",
@@ -51,6 +52,7 @@ ROOMS = (
     "cli",
 )
 WITHOUT_TORCH = (
+    "version",
     "layout",
     "folding",
     "tree",

@@ -59,6 +59,7 @@ class TreeContext:
         self.loss_computed = False  # whether the model's `loss_function` was called
         self.attention_mask: torch.Tensor | None = None  # `(B, N)`, 0 at padding, where the call has one
         self.segments: object = None  # the cut of the rows, once a recurrent layer made it
+        self.followed: set[str] = set()  # the functions of recurrent layers that ran along the branches
         self._masks: dict[tuple[str, int | None], Mask] = {}
 
     @cached_property

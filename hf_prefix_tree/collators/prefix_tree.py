@@ -143,5 +143,6 @@ def _as_tree(feature: object, weighting: str) -> PrefixTree:
         found = type(feature).__name__
     raise ValueError(
         f"`features` must be trees, `branches`, or `prompt_ids` with `completions`, got {found}. Turn conversations "
-        "into trees with `hf_prefix_tree.prepare_trees`, or let `TreeSFTTrainer` do it."
+        "into trees with `hf_prefix_tree.prepare_trees`, or let `TreeSFTTrainer` do it. If these were trees, Trainer "
+        "dropped their columns: set `remove_unused_columns=False`."
     )

@@ -141,7 +141,12 @@ def row_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[st
 
 
 def _of_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
-    return [Branch(branch.get("input_ids"), branch.get("weights")) for branch in _list(row, "branches", Mapping)]
+    branches = _list(row, "branches", Mapping)
+    for index, branch in enumerate(branches):
+        if branch.get("input_ids") is None or branch.get("weights") is None:
+            given = sorted(name for name, value in branch.items() if value is not None)
+            raise ValueError(f"`branches[{index}]` must have `input_ids` and `weights`, got the keys {given}.")
+    return [Branch(branch["input_ids"], branch["weights"]) for branch in branches]
 
 
 def _of_rollouts(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:

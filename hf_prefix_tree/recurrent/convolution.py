@@ -4,7 +4,10 @@
 The model's own convolution runs over the row as it is, which is right but for the first `width - 1` tokens of each run
 of consecutive tokens: those read what happens to lie before the run. They are convolved once more, behind the tokens
 above the run on its path (zeros above a root), and take the place of the wrong ones. Activation, bias and kernel stay
-the model's own. Cost: `2 * width - 2` more tokens for each run; the row itself is neither gathered nor copied apart.
+the model's own. Cost: `2 * width - 2` more tokens for each run, and a copy of the result.
+
+What the wrong ones were is lost, but not what they do to gradients where they overflow, as float16 might: zero times
+infinity.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ def convolve_on_tree(
     reads, is_nothing, kept, writes = segments.indices(
         f"convolution of {taps + 1}", lambda: _starts_of_runs(segments, taps)
     )
-    starts = hidden_states.transpose(1, 2)[reads // length, reads % length]
+    starts = hidden_states.transpose(1, 2).reshape(-1, channels).index_select(0, reads)
     starts = starts.masked_fill(is_nothing[:, None].bool(), 0).view(-1, 2 * taps, channels)
     again = convolve(starts.transpose(1, 2), weight, bias, **kwargs)[..., taps:].transpose(1, 2)
     again = again.reshape(-1, channels).index_select(0, kept)
@@ -77,4 +80,6 @@ def _starts_of_runs(segments: Segments, taps: int) -> tuple[Int64Array, Int64Arr
     own = np.where(column < lengths[:, None], starts[:, None] + column, -1)
     reads = np.concatenate([history, own], axis=1).reshape(-1)
     kept = np.flatnonzero(own.reshape(-1) >= 0)
-    return np.maximum(reads, 0), (reads < 0).astype(np.int64), kept, own.reshape(-1)[kept]
+    # What is nothing reads some token: were it one, all gradients of zero would queue up for it.
+    some = np.arange(len(reads)) % segments.num_tokens
+    return np.where(reads < 0, some, reads), (reads < 0).astype(np.int64), kept, own.reshape(-1)[kept]

@@ -41,6 +41,7 @@ _ON_TREE: dict[str, Callable] = {
     "mamba2_chunk_scan": mamba2_on_tree,
     "mamba2_split_conv1d_scan_combined": _not_fused,
 }
+_OPTIONAL = {"mamba2_split_conv1d_scan_combined"}  # what a mixer calls under some conditions only
 _WITHOUT_STATES = ("mamba_selective_scan", "mamba_inner_fn")
 
 
@@ -50,7 +51,7 @@ class _Replaced:
     def __init__(self, file: str, name: str) -> None:
         self.file, self.name, self.users = sys.modules[file], name, 0
         self.original = getattr(self.file, name)
-        self.function = _tree_aware(name, self.original)
+        self.function = _tree_aware(name, self)
         setattr(self.file, name, self.function)
 
     def restore(self) -> None:
@@ -99,10 +100,20 @@ def follow_branches(model: torch.nn.Module) -> list[Handle]:
     Returns:
         `list[Handle]`: what undoes it; empty for a model without recurrent layers.
     """
-    mixers = [module for module in model.modules() if has_convolution(module) and why_not_served(module) is None]
-    files = {type(mixer).__module__: None for mixer in mixers}
+    # where the forward is from: that is where it finds the functions, whatever was made of the mixer's class
+    files = {inspect.unwrap(type(mixer).forward).__module__: None for mixer in _mixers(model)}
     keys = [(file, name) for file in files for name in _ON_TREE if hasattr(sys.modules[file], name)]
     return [_Use(keys)] if keys else []
+
+
+def followed_functions(model: torch.nn.Module) -> set[str]:
+    """The functions that every call of a model with a tree runs along its branches."""
+    called = {name for mixer in _mixers(model) for name in _calls(type(mixer).forward)}
+    return called & _ON_TREE.keys() - _OPTIONAL
+
+
+def _mixers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if has_convolution(module) and why_not_served(module) is None]
 
 
 def has_convolution(module: torch.nn.Module) -> bool:
@@ -140,18 +151,21 @@ def _calls(forward: Callable) -> dict[str, bool]:
     return found
 
 
-def _tree_aware(name: str, original: Callable) -> Callable:
+def _tree_aware(name: str, replaced: _Replaced) -> Callable:
+    original = replaced.original
+
     @functools.wraps(original, updated=())
     def function(*args: Any, prefix_tree: Any = None, **kwargs: Any) -> Any:
         if isinstance(prefix_tree, TreeContext):
-            return _run(_ON_TREE[name], original, prefix_tree, *args, **kwargs)
+            return _run(name, original, prefix_tree, *args, **kwargs)
         if prefix_tree is not None:
             raise ValueError(
                 "`prefix_tree` reached a recurrent layer as a raw tensor: call `hf_prefix_tree.prepare_model(model)` "
                 "before training (and use peft >= 0.21: older versions go around the model's hooks)."
             )
-        # The compiler cannot read a context variable; the self-verification ran without it.
-        if not torch.compiler.is_compiling() and active_context() is not None:
+        # The compiler cannot read a context variable; the self-verification ran without it. Nobody uses a function
+        # that somebody wrapped and kept: newer ones call it through theirs.
+        if not torch.compiler.is_compiling() and replaced.users and active_context() is not None:
             raise ValueError(
                 f"`{name}` was called without the tree in a call that has one: this architecture drops the keyword "
                 f"arguments of the call. {WAY_OUT}"
@@ -162,5 +176,6 @@ def _tree_aware(name: str, original: Callable) -> Callable:
 
 
 @torch.compiler.disable  # its shapes and its Python follow the tree
-def _run(on_tree: Callable, *args: Any, **kwargs: Any) -> Any:
-    return on_tree(*args, **kwargs)
+def _run(name: str, original: Callable, context: TreeContext, *args: Any, **kwargs: Any) -> Any:
+    context.followed.add(name)
+    return _ON_TREE[name](original, context, *args, **kwargs)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_prefix_tree import __version__
+from hf_prefix_tree.version import __version__
 
 _SECTION = """
 ### Prefix trees

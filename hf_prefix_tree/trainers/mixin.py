@@ -87,6 +87,11 @@ class TreeLossMixin(_Trainer):
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
         if not batch_samples:
             return None
+        if "tree_stats" not in batch_samples[0]:
+            raise ValueError(
+                f"A batch has no `tree_stats`, only {sorted(batch_samples[0])}: pass "
+                "`data_collator=DataCollatorForPrefixTree(pad_token_id)`."
+            )
         weights = torch.stack([summed_weights(batch) for batch in batch_samples]).sum().to(device)
         stats = torch.cat([batch["tree_stats"] for batch in batch_samples]).sum(dim=0).to(device)
         tokens = torch.stack([batch["attention_mask"].sum() for batch in batch_samples]).sum().to(device)
@@ -233,6 +238,13 @@ class TreeLossMixin(_Trainer):
         units = [[row] for row in range(len(dataset))]
         if has_ids:
             tree_ids = list(dataset["tree_ids"])
+            if batch_size > 1 and any(len(ids) > 1 for ids in tree_ids):
+                logger.warning(
+                    "`per_device_train_batch_size=%d` makes one row of %d packed ones, which may exceed the "
+                    "`max_packed_tokens` that they were packed for. Set it to 1, or pack with `pack_trees=False`.",
+                    batch_size,
+                    batch_size,
+                )
             if "num_parts" in dataset.column_names:
                 tree_ids = split_tree_ids(tree_ids, list(dataset["num_parts"]))
             units = linked_rows(tree_ids)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,8 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
             raise ValueError(
                 f"`data_collator` must be a `DataCollatorForPrefixTree`, got `{type(data_collator).__name__}`."
             )
+        if hasattr(train_dataset, "__len__") and not len(train_dataset):
+            raise ValueError("`train_dataset` has no rows; pass at least one.")
         # `SFTTrainer` prepares the training dataset first; the same object may be an evaluation dataset as well
         self._to_select_from: Any = train_dataset
         self._prepared: weakref.WeakSet = weakref.WeakSet()
@@ -135,7 +137,7 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
                 "selection_num_proc": args.selection_num_proc,
                 "max_examples": args.max_examples,
             }
-        with global_then_local_main_first():
+        with global_then_local_main_first(), _naming(name):
             dataset = prepare_trees(
                 dataset,
                 self._tokenizer,
@@ -270,6 +272,17 @@ class _WeightedLogProbs:
             self.loss_sum = -weighted.detach().sum()
             outputs.log_probs = weighted / self.divisor
         return outputs
+
+
+@contextmanager
+def _naming(dataset: str) -> Iterator[None]:
+    """What is wrong with a dataset for evaluation says that it is that one."""
+    try:
+        yield
+    except ValueError as error:
+        if dataset == "train":
+            raise
+        raise ValueError(f"Dataset {dataset!r}: {error}") from error
 
 
 def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

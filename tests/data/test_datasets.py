@@ -441,6 +441,7 @@ def test_errors(row, options, expected):
     ("row", "expected"),
     [
         ({"prompt": "x", "completions": []}, "`completions` is empty; drop the row"),
+        ({"branches": [BRANCH, {"input_ids": [1]}]}, r"`branches\[1\]` must have .*, got the keys \['input_ids'\]"),
         ({"prompt": "x", "completion": [HELLO]}, "mix strings and messages"),
         ({"prompt": [HI], "completion": "x"}, "mix strings and messages"),
         ({"messages": "[1"}, "`messages` is no JSON"),

@@ -170,6 +170,7 @@ def test_lora(wrapped_first):
     ("change", "message"),
     [
         ({"past_key_values": object()}, r"`past_key_values`.*KV cache holds one path"),
+        ({"seq_idx": torch.zeros(1, 128)}, r"`seq_idx`"),
         ({"logits_to_keep": 1}, r"`logits_to_keep`.*pass `labels`"),
         ({"shift_labels": torch.zeros(1, 128, dtype=torch.int64)}, r"`shift_labels`.*unshifted"),
         ({"output_attentions": True}, r"`output_attentions`"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from hybrids import FAMILIES, KINDS, errors, make_hybrid, served_here
-from models import branch_runs, gradients, random_forest
+from models import branch_runs, gradients, random_forest, relative_error
 
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.batch import concatenate_trees
@@ -87,7 +87,13 @@ def test_rows_of_a_batch_are_independent(monkeypatch, kind, way):
     batch = {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
     with keep_double():
         expected, _ = branch_runs(model, trees)
-        assert abs((model(**batch).loss - expected).item()) < TOLERANCE
+        expected.backward()
+        gradient = gradients(model)
+        model.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        assert abs((loss - expected).item()) < TOLERANCE
+        assert relative_error(gradients(model), gradient) < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["delta", "convolution", "mamba2"])

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from hybrids import FAMILIES, KINDS, make_hybrid, served_here
+from hybrids import FAMILIES, KINDS, errors, make_hybrid, served_here
 from models import branch_runs, gradients, random_forest, relative_error
 from peft import LoraConfig, get_peft_model
 
@@ -123,8 +123,37 @@ def test_a_function_that_somebody_wrapped_is_left_to_them():
         assert file.causal_conv1d_fn is theirs
         ids = torch.arange(3, 12)[None]
         assert torch.isfinite(model(ids).logits).all()
+        prepare_model(model)  # what is left of ours in theirs hands on
+        assert max(errors(model, random_forest(3))) < 1e-5
+        unprepare_model(model)
     finally:
         file.causal_conv1d_fn = original
+
+
+def test_a_function_that_somebody_replaces_is_an_error():
+    model = prepare_model(make_hybrid("qwen3_5_text", dtype=torch.float32)).train()
+    file = sys.modules[type(model).__module__]
+    ours = file.causal_conv1d_fn
+    row = concatenate_trees(random_forest(3), pad_token_id=0)
+    try:
+        file.causal_conv1d_fn = lambda *args, **kwargs: ours(*args, **kwargs)
+        model(**row)
+        file.causal_conv1d_fn = ours.__wrapped__
+        with pytest.raises(ValueError, match=r"replaced \['causal_conv1d_fn'\]"):
+            model(**row)
+    finally:
+        file.causal_conv1d_fn = ours
+
+
+def test_mixers_of_a_subclass_are_followed():
+    other = prepare_model(make_hybrid("qwen3_5_text", dtype=torch.float32))
+    model = make_hybrid("qwen3_5_text", dtype=torch.float32)
+    for mixer in model.modules():
+        if hooks.has_convolution(mixer):
+            mixer.__class__ = type("Mixer", (type(mixer),), {})
+    prepare_model(model)
+    unprepare_model(other)
+    assert max(errors(model, random_forest(3))) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["delta", "convolution", "mamba2"])

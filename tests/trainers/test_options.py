@@ -185,6 +185,24 @@ def test_refused_pieces(tmp_path):
         trainer(tmp_path, train_dataset=Dataset.from_list([{"messages": [], "images": [0]}]))
 
 
+def test_datasets_that_cannot_be_are_named(tmp_path):
+    with pytest.raises(ValueError, match="`train_dataset` has no rows"):
+        trainer(tmp_path, train_dataset=Dataset.from_list([]))
+    with pytest.raises(ValueError, match="^Dataset 'eval': row 0: `completions` is empty"):
+        trainer(tmp_path, eval_dataset=Dataset.from_list([{"prompt_ids": [3, 4], "completions": []}]))
+
+
+def test_packed_rows_that_are_glued_together_are_told(tmp_path, caplog):
+    rows = prepare_trees(tree_dataset(make_trees(4)), max_packed_tokens=400)
+    assert max(map(len, rows["tree_ids"])) > 1
+    for size in (1, 2):
+        assert "packed ones" not in caplog.text
+        args = config(tmp_path, per_device_train_batch_size=size)
+        options = {"train_dataset": rows, "processing_class": tokenizer()}
+        TreeSFTTrainer(model=make_model(), args=args, **options).get_train_dataloader()
+    assert "`per_device_train_batch_size=2` makes one row of 2 packed ones" in caplog.text
+
+
 def test_dropout_warns(tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

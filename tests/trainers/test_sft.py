@@ -210,6 +210,21 @@ def test_plain_trainer(tmp_path, accumulation, normaliser):
     assert trainer.state.log_history[0]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
 
 
+def test_a_plain_trainer_whose_batches_are_no_trees_says_what_they_lack(tmp_path):
+    rows = Dataset.from_list([{"input_ids": [3, 4, 5], "labels": [3, 4, 5]}])
+    trainer = TreeTrainer(model=make_model(), args=plain_arguments(tmp_path, max_steps=1), train_dataset=rows)
+    with pytest.raises(ValueError, match=r"no `tree_stats`.*data_collator=DataCollatorForPrefixTree"):
+        trainer.train()
+    trainer = TreeTrainer(
+        model=make_model(),
+        args=plain_arguments(tmp_path, max_steps=1),  # Trainer drops the columns of trees
+        train_dataset=Dataset.from_list([{"input_ids": [3], "branches": [{"input_ids": [3], "weights": [1.0]}]}]),
+        data_collator=DataCollatorForPrefixTree(pad_token_id=0),
+    )
+    with pytest.raises(ValueError, match="`remove_unused_columns=False`"):
+        trainer.train()
+
+
 # ---- evaluation and reports ----
 
 
