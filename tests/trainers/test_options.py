@@ -188,7 +188,7 @@ def test_refused_pieces(tmp_path):
 def test_datasets_that_cannot_be_are_named(tmp_path):
     with pytest.raises(ValueError, match="`train_dataset` has no rows"):
         trainer(tmp_path, train_dataset=Dataset.from_list([]))
-    with pytest.raises(ValueError, match="^Dataset 'eval': row 0: `completions` is empty"):
+    with pytest.raises(ValueError, match=r"^Dataset 'eval': row 0: `completions` is empty"):
         trainer(tmp_path, eval_dataset=Dataset.from_list([{"prompt_ids": [3, 4], "completions": []}]))
 
 
