@@ -13,6 +13,7 @@ from hf_prefix_tree.rollouts import CROSS_ENTROPY_IGNORE_IDX
 from hf_prefix_tree.tree import PrefixTree
 
 MODES = ("tree", "per_branch", "grouped", "flat_steps")
+ON_TREES = ("tree", "grouped")  # the others are baselines on branches
 BRANCHES_PER_TREE = 4  # of the published batches: 16 branches against 4 trees
 # Of the 64 published trees: means of K, tokens and longest path, and sums over branches over sums over trees.
 PUBLISHED = {"branches": 20.4, "tokens": 8004.0, "longest_path": 6615.0, "token_ratio": 8.11, "pair_ratio": 5.38}
@@ -78,7 +79,7 @@ def rows_per_step(
     micro-batches of so many rows.
     """
     in_step = max(1, round(trees_per_step / ranks)) * ranks
-    if mode in ("tree", "grouped"):
+    if mode in ON_TREES:
         return in_step
     per_tree = BRANCHES_PER_TREE if coverage == "published" else set_figures(trees)["branches"]
     unit = ranks * micro_batch

@@ -56,7 +56,7 @@ from trl import SFTConfig, SFTTrainer
 
 from benchmarks.common import Row, default_device, environment, make_parser, progress, report, write_csv
 from benchmarks.flops import SHAPES, shape_config
-from benchmarks.published import MODES, baseline_rows, check_figures, rows_per_step, set_figures
+from benchmarks.published import MODES, ON_TREES, baseline_rows, check_figures, rows_per_step, set_figures
 from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer
 from hf_prefix_tree.flops import flop_counts
 from hf_prefix_tree.synthetic import caterpillar, caterpillar_set
@@ -99,7 +99,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def attention(mode: str, args: Any) -> str:
-    return "prefix_tree" if mode in ("tree", "grouped") else args.baseline_attention
+    return "prefix_tree" if mode in ON_TREES else args.baseline_attention
 
 
 def rows_per_micro_batch(mode: str, args: Any) -> int:
@@ -119,7 +119,7 @@ def make_trainer(mode: str, coverage: str, trees: Sequence[PrefixTree], args: An
     dtype = getattr(torch, args.dtype)
     # What the launcher's config says would win over `bf16=False`.
     os.environ["ACCELERATE_MIXED_PRECISION"] = precision = "bf16" if dtype == torch.bfloat16 else "no"
-    on_trees = attention(mode, args) == "prefix_tree"
+    on_trees = mode in ON_TREES
     batch_size = rows_per_micro_batch(mode, args)
     own_rows = rows_per_step(mode, coverage, trees, args.trees_per_step, RANKS, batch_size) // RANKS
     if own_rows % batch_size:
@@ -233,7 +233,7 @@ def measure(trees: Sequence[PrefixTree], args: Any, device: torch.device, state:
     results = Results(args.output, environment(device, args.commit), args.append)
     for mode in args.only:
         # trees have the same step at any coverage
-        for coverage in args.coverage[:1] if mode in ("tree", "grouped") else args.coverage:
+        for coverage in args.coverage[:1] if mode in ON_TREES else args.coverage:
             row: Row = {"mode": mode, "coverage": coverage, "shape": args.shape, "dtype": args.dtype, "gpus": RANKS}
             row |= {"checkpointing": args.checkpointing, "compiled": args.compile, "sampling": args.sampling}
             row |= {"attention": attention(mode, args)}

@@ -6,7 +6,7 @@ Cost: linear in the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +44,28 @@ def rollout_branches(prompt_ids: npt.ArrayLike, completions: Sequence[npt.ArrayL
         Branch(np.concatenate([prompt, own]), np.concatenate([np.zeros(len(prompt)), np.ones(len(own))]))
         for own in ids
     ]
+
+
+def as_branch(branch: object, index: int) -> Branch:
+    """
+    An entry of `branches`, in a row of a dataset or a feature of a collator, as a branch.
+
+    Args:
+        branch ([`Branch`] or `Mapping` with `input_ids` and `weights`): The entry.
+        index (`int`): Which one it is, for the error.
+
+    Raises:
+        `ValueError`: If it is neither.
+    """
+    if isinstance(branch, Branch):
+        return branch
+    found = type(branch).__name__
+    if isinstance(branch, Mapping):
+        given = {name: value for name, value in branch.items() if value is not None}  # Arrow fills what is missing
+        if given.keys() >= {"input_ids", "weights"}:
+            return Branch(given["input_ids"], given["weights"])
+        found = f"the keys {sorted(given)}"
+    raise ValueError(f"`branches[{index}]` must be a `Branch` or have `input_ids` and `weights`, got {found}.")
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch
 
 from hf_prefix_tree.batch import BLOCK_SIZE, concatenate_trees
 from hf_prefix_tree.folding import as_list, check_weighting
-from hf_prefix_tree.rollouts import rollout_branches
-from hf_prefix_tree.tree import Branch, PrefixTree, fold
+from hf_prefix_tree.rollouts import as_branch, rollout_branches
+from hf_prefix_tree.tree import PrefixTree, fold
 
 # What fills an uneven last step of distributed training: a row without tokens weighs nothing.
 PADDING_FEATURE: dict[str, list[int]] = {"input_ids": []}
@@ -113,15 +113,6 @@ def _trees(feature: object, weighting: str) -> list[PrefixTree]:
     return [_as_tree(feature, weighting)]
 
 
-def _as_branch(branch: object, index: int) -> Branch:
-    if isinstance(branch, Branch):
-        return branch
-    if isinstance(branch, Mapping) and "input_ids" in branch and "weights" in branch:
-        return Branch(branch["input_ids"], branch["weights"])
-    found = f"the keys {sorted(branch)}" if isinstance(branch, Mapping) else type(branch).__name__
-    raise ValueError(f"`branches[{index}]` must be a `Branch` or have `input_ids` and `weights`, got {found}.")
-
-
 def _as_tree(feature: object, weighting: str) -> PrefixTree:
     if isinstance(feature, PrefixTree):
         return feature
@@ -135,7 +126,7 @@ def _as_tree(feature: object, weighting: str) -> PrefixTree:
             )
         if "branches" in feature:
             branches = as_list(feature["branches"], "branches")
-            return fold([_as_branch(branch, index) for index, branch in enumerate(branches)], weighting)
+            return fold([as_branch(branch, index) for index, branch in enumerate(branches)], weighting)
         if "prompt_ids" in feature and "completions" in feature:
             return fold(rollout_branches(feature["prompt_ids"], feature["completions"]), weighting)
         found = f"the keys {sorted(feature)}"

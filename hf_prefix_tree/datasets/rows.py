@@ -17,7 +17,7 @@ import numpy as np
 from hf_prefix_tree.conversations import common_prefix, conversation_branches
 from hf_prefix_tree.datasets.texts import search_tree_branches, text_tree_branches
 from hf_prefix_tree.folding import integer_array, weight_array
-from hf_prefix_tree.rollouts import CROSS_ENTROPY_IGNORE_IDX, rollout_branches
+from hf_prefix_tree.rollouts import CROSS_ENTROPY_IGNORE_IDX, as_branch, rollout_branches
 from hf_prefix_tree.tree import Branch, PrefixTree
 
 if TYPE_CHECKING:
@@ -141,12 +141,7 @@ def row_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[st
 
 
 def _of_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
-    branches = _list(row, "branches", Mapping)
-    for index, branch in enumerate(branches):
-        if branch.get("input_ids") is None or branch.get("weights") is None:
-            given = sorted(name for name, value in branch.items() if value is not None)
-            raise ValueError(f"`branches[{index}]` must have `input_ids` and `weights`, got the keys {given}.")
-    return [Branch(branch["input_ids"], branch["weights"]) for branch in branches]
+    return [as_branch(branch, index) for index, branch in enumerate(_list(row, "branches", Mapping))]
 
 
 def _of_rollouts(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:

@@ -6,8 +6,8 @@ of consecutive tokens: those read what happens to lie before the run. They are c
 above the run on its path (zeros above a root), and take the place of the wrong ones. Activation, bias and kernel stay
 the model's own. Cost: `2 * width - 2` more tokens for each run, and a copy of the result.
 
-What the wrong ones were is lost, but not what they do to gradients where they overflow, as float16 might: zero times
-infinity.
+Where a wrong result overflows, as it might in float16, the gradients are not a number, though nothing reads it: zero
+times infinity.
 """
 
 from __future__ import annotations

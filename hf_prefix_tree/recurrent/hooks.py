@@ -41,7 +41,6 @@ _ON_TREE: dict[str, Callable] = {
     "mamba2_chunk_scan": mamba2_on_tree,
     "mamba2_split_conv1d_scan_combined": _not_fused,
 }
-_OPTIONAL = {"mamba2_split_conv1d_scan_combined"}  # what a mixer calls under some conditions only
 _WITHOUT_STATES = ("mamba_selective_scan", "mamba_inner_fn")
 
 
@@ -109,7 +108,7 @@ def follow_branches(model: torch.nn.Module) -> list[Handle]:
 def followed_functions(model: torch.nn.Module) -> set[str]:
     """The functions that every call of a model with a tree runs along its branches."""
     called = {name for mixer in _mixers(model) for name in _calls(type(mixer).forward)}
-    return called & _ON_TREE.keys() - _OPTIONAL
+    return {name for name in called if _ON_TREE.get(name, _not_fused) is not _not_fused}
 
 
 def _mixers(model: torch.nn.Module) -> list[torch.nn.Module]:

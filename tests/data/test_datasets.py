@@ -425,7 +425,7 @@ def test_a_cached_result_is_reported_again(tmp_path, tiny_tokenizer, caplog):
         (
             {"branches": [{"input_ids": [1, 2]}]},
             {},
-            r"row 0: `branches\[0\]` must have .*, got the keys \['input_ids'\]",
+            r"row 0: `branches\[0\]` must .* have `input_ids` and `weights`, got the keys \['input_ids'\]",
         ),
         ({"branches": [[1, 2]]}, {}, r"row 0: `branches\[0\]` is a list; pass a dict with `input_ids` and `weights`"),
         ({"branches": "x"}, {}, "row 0: `branches` is a str; pass a list"),
