@@ -301,7 +301,10 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     if RANK == 0:
         print("  ".join(f"{name}={value:.2f}" for name, value in set_figures(trees).items()), flush=True)
     state = PartialState(cpu=args.quick)  # starts the process group
-    rows = measure(trees, args, device, state)
+    # Baselines compile as trees do: not cut at DDP's buckets, and never run eagerly in silence.
+    compiling = {"optimize_ddp": False, "recompile_limit": 64, "fail_on_recompile_limit_hit": True}
+    with torch._dynamo.config.patch(compiling):
+        rows = measure(trees, args, device, state)
     if RANK == 0:  # the file is written
         rows = report(rows, COLUMNS, device, argparse.Namespace(output=None, commit=args.commit))
     state.destroy_process_group()
