@@ -7,7 +7,7 @@ Options: `plain`, `checkpointing`, and on top of checkpointing `offloading` (wha
 memory), `lora` and `qlora` (which needs bitsandbytes). A step is a forward and a backward of one row of caterpillars,
 with weights, gradients and AdamW's state in place, all of them in bfloat16 (`lora`, `qlora`: gradients and state of
 the adapter only, in float32). DDP with `bf16` keeps the same; `examples/accelerate/fsdp2.yaml` keeps its share in
-float32. Peak memory is a line in the row's length: measured at two lengths, and the length that fills the GPU is
+float32. Rows are doubled until one does not fit; the length that would fill the GPU by the peaks of the last two is
 tried, and cut by 5 % until it fits. `peak_gib` is that of the largest row. The CSV file is written after every row.
 """
 
@@ -38,7 +38,8 @@ from hf_prefix_tree.synthetic import caterpillar
 from hf_prefix_tree.tree import PrefixTree
 
 OPTIONS = ("plain", "checkpointing", "offloading", "lora", "qlora")
-COLUMNS = ["shape", "option", "largest_row", "peak_gib", "gib_fixed", "kib_per_token", "failure"]
+COLUMNS = ["shape", "option", "largest_row", "peak_gib", "failure"]
+SHORTEST = 4096  # tokens
 
 
 def make_row(tokens: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -87,32 +88,38 @@ def attempt(step: Callable[[int], float], tokens: int) -> float | None:
         return None
 
 
-def find_largest(step: Callable[[int], float], short: int, long: int, most: int, total: float) -> Row:
+def find_largest(step: Callable[[int], float], shortest: int, most: int, total: float) -> Row:
     """
     The longest row, up to `most` tokens, that `step` gets through.
 
     Args:
         step (`Callable`): Peak memory in GiB of a step on so many tokens; raises where there is too little.
-        short, long (`int`): Lengths that the line is drawn through.
+        shortest (`int`): Length that the search starts with.
         most (`int`): Longest row to try.
         total (`float`): GiB of the GPU.
     """
-    peak = attempt(step, short)
+    most = most // BLOCK_SIZE * BLOCK_SIZE
+    fits, tokens, slope = shortest, shortest, 0.0
+    peak = attempt(step, fits)
     if peak is None:
-        return {"failure": f"out of memory at {short} tokens"}
-    fits, tokens, row = short, int(0.95 * long), {}
-    longer = attempt(step, long)
-    if longer is not None:
-        slope = (longer - peak) / (long - short)
-        row = {"gib_fixed": peak - slope * short, "kib_per_token": slope * 2**20}
-        fits, peak, tokens = long, longer, int((0.96 * total - row["gib_fixed"]) / slope)
-    tokens = min(tokens, most) // BLOCK_SIZE * BLOCK_SIZE
-    while tokens > fits:
+        return {"failure": f"out of memory at {shortest} tokens"}
+    while fits < most:
+        tokens = min(2 * fits, most)
+        found = attempt(step, tokens)
+        if found is None:
+            break
+        slope = (found - peak) / (tokens - fits)
+        fits, peak = tokens, found
+    tokens = int(0.95 * tokens)
+    if slope > 0:
+        tokens = min(tokens, fits + int((0.96 * total - peak) / slope))
+    tokens = tokens // BLOCK_SIZE * BLOCK_SIZE
+    while fits < tokens < most:
         found = attempt(step, tokens)
         if found is not None:
             fits, peak = tokens, found
         tokens = int(0.95 * tokens) // BLOCK_SIZE * BLOCK_SIZE
-    return row | {"largest_row": fits, "peak_gib": peak}
+    return {"largest_row": fits, "peak_gib": peak}
 
 
 def measure_option(shape: str, option: str, args: Any, device: torch.device) -> Row:
@@ -141,14 +148,15 @@ def measure_option(shape: str, option: str, args: Any, device: torch.device) -> 
             optimizer.step()
             optimizer.zero_grad()
 
-        run()  # the optimizer's state, and compiled kernels
+        if not optimizer.state:
+            run()  # makes it, and compiles kernels
         return peak_gib(run, device) or 0.0
 
     if device.type != "cuda":
         step(1536)
         return row
     total = torch.cuda.get_device_properties(device).total_memory / 2**30
-    return row | find_largest(step, 4096, 8192, args.most, total)
+    return row | find_largest(step, SHORTEST, args.most, total)
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:

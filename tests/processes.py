@@ -1,4 +1,4 @@
-"""Functions run as the ranks of a gloo group. The processes are forked from a server that has imported everything."""
+"""Functions run as the ranks of a process group, on CPUs forked from a server that has imported everything."""
 
 import faulthandler
 import multiprocessing
@@ -17,10 +17,12 @@ def run_ranks(function, folder, *args, ranks=2, timeout=240, may_die=False, gpus
     Calls `function(folder, *args)` in every rank, which finds its place in the environment as under `torchrun`.
 
     A rank that fails or hangs fails the test; what it raised is in `folder`. With `may_die` it doesn't, and the exit
-    codes are returned. With `gpus` each rank has a GPU. The function does not end its process group.
+    codes are returned. With `gpus` each rank has a GPU, and is spawned: where a library starts CUDA as it is imported,
+    no fork can use it. The function does not end its process group.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = multiprocessing.get_context("spawn" if gpus else "forkserver")
+    if not gpus:
+        context.set_forkserver_preload(PRELOADED)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

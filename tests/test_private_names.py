@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 import trl
+from torch._inductor.kernel.flex import flex_attention as flex_kernels
 from transformers import PreTrainedModel, Trainer, masking_utils
 from transformers.integrations import sdpa_attention
 from trl import SFTTrainer
@@ -31,6 +32,12 @@ def test_mask_functions_are_called_with_what_ours_reads():
 def test_shared_keys_of_sdpa():
     """`benchmarks/scaling.py` has them repeated in float32, where SDPA's kernels take none."""
     assert "use_gqa_in_sdpa(" in inspect.getsource(sdpa_attention.sdpa_attention_forward)
+
+
+def test_the_precision_of_flex_attention_is_an_option():
+    """`attention/kernels.py` sets it for float32."""
+    for function in (flex_kernels.flex_attention, flex_kernels.flex_attention_backward):
+        assert 'setdefault("FLOAT32_PRECISION"' in inspect.getsource(function)
 
 
 def test_model_attributes():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hf_prefix_tree.attention.kernels as kernels
 import hf_prefix_tree.attention.mask as mask_module
@@ -82,3 +83,36 @@ def test_whole_blocks_are_told_to_the_kernel(monkeypatch):
             found = kernels.attend_flex(query, query, query, mask)
         torch.testing.assert_close(found, kernels.attend_dense(query, query, query, dense_mask(tree)))
     assert [options["IS_DIVISIBLE"] for options in told] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dims", "precision", "splits"),
+    [
+        ((9, 0), torch.float32, (128, 128), "highest", True),
+        ((9, 0), torch.float32, (64, 64), "highest", True),
+        ((9, 0), torch.float32, (128, 128), "high", False),  # TF32 was allowed: inductor takes it
+        ((9, 0), torch.float32, (96, 96), "highest", False),
+        ((9, 0), torch.float32, (128, 64), "highest", False),
+        ((9, 0), torch.bfloat16, (128, 128), "highest", False),
+        ((8, 0), torch.float32, (128, 128), "highest", False),
+    ],
+)
+def test_float32_on_hopper_takes_split_products(monkeypatch, capability, dtype, head_dims, precision, splits):
+    found = {}
+
+    def record(query, key, value, kernel_options, **options):
+        found.update(kernel_options)
+        raise InterruptedError
+
+    monkeypatch.setattr(kernels, "flex_attention", record)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: capability)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    mask = tree_block_mask(
+        concatenate_trees([fold([Branch(range(3, 200), np.ones(197))])], pad_token_id=0)["prefix_tree"]
+    )
+    with FakeTensorMode():
+        query, value = (torch.empty(1, 2, 256, size, dtype=dtype, device="cuda") for size in head_dims)
+        with pytest.raises(InterruptedError):
+            kernels._triton(query, query, value, mask, None, None)
+    assert (found.get("FLOAT32_PRECISION") == "'tf32x3'") is splits
+    assert ("bwd_BLOCK_M1" in found) is splits
