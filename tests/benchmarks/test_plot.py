@@ -1,18 +1,21 @@
-"""The picture of speed-ups: which rows it shows."""
+"""The pictures of speed-ups and of scaling: which rows they show."""
 
 import csv
 
 import pytest
 
-from benchmarks import plot
+from benchmarks import plot, plot_scaling
 
 NAMES = ("model", "shape", "mode", "checkpointing", "backend", "token_ratio", "flop_ratio", "speedup", "device")
 
 
-def write(path, *rows):
+SCALING = ("mode", "shape", "dtype", "gpus", "compiled", "rows_per_micro_batch", "ms_per_branch")
+
+
+def write(path, *rows, names=NAMES):
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerows([NAMES, *rows])
+        writer.writerows([names, *rows])
     return path
 
 
@@ -37,3 +40,30 @@ def test_nothing_to_show(tmp_path, capsys):
     with pytest.raises(SystemExit):
         plot.main([str(path), "--output", str(tmp_path / "step.png")])
     assert "no row with a speed-up" in capsys.readouterr().err
+
+
+def test_the_fastest_of_each_number_of_gpus(tmp_path, capsys):
+    one = write(
+        tmp_path / "one.csv",
+        ("tree", "0.6b", "bfloat16", 1, "True", 4, 10.0),
+        ("tree", "0.6b", "bfloat16", 1, "True", 4, 8.0),
+        ("tree", "0.6b", "bfloat16", 1, "False", 1, 20.0),  # nowhere else
+        ("grouped", "0.6b", "bfloat16", 1, "False", 1, 100.0),
+        names=SCALING,
+    )
+    two = write(
+        tmp_path / "two.csv",
+        ("tree", "0.6b", "bfloat16", 2, "True", 4, 4.0),
+        ("tree", "0.6b", "float32", 2, "True", 4, 1.0),
+        ("tree", "8b", "bfloat16", 2, "True", 4, 1.0),
+        ("grouped", "0.6b", "bfloat16", 2, "False", 1, ""),  # failed
+        names=SCALING,
+    )
+    found = plot_scaling.lines([two, one], "0.6b", "bfloat16")
+    assert found == {("tree", "4 a micro-batch, compiled"): {1: 125.0, 2: 250.0}}
+    picture = tmp_path / "sub" / "scaling.png"
+    plot_scaling.main([str(two), str(one), "--output", str(picture)])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):
+        plot_scaling.main([str(one), "--output", str(picture)])
+    assert "nothing was measured on several numbers of GPUs" in capsys.readouterr().err
