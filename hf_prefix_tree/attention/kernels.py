@@ -160,7 +160,9 @@ def _splits_products() -> bool:
     Whether float32 products are taken as sums of three products of tensor cores, as exact as float32 and many times
     faster than what Triton does otherwise. Whoever allowed TF32 gets that.
     """
-    return torch.cuda.get_device_capability()[0] == 9 and torch.get_float32_matmul_precision() == "highest"
+    precision = torch.backends.cuda.matmul.fp32_precision  # once it is set, the older function raises
+    is_exact = torch.get_float32_matmul_precision() == "highest" if precision == "none" else precision == "ieee"
+    return torch.cuda.get_device_capability()[0] == 9 and is_exact
 
 
 @contextmanager

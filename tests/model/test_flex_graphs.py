@@ -1,6 +1,7 @@
 """FlexAttention's graphs, counted and compared without a GPU: everything but the kernels themselves."""
 
 import functools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -90,7 +91,9 @@ def test_whole_blocks_are_told_to_the_kernel(monkeypatch):
     [
         ((9, 0), torch.float32, (128, 128), "highest", True),
         ((9, 0), torch.float32, (64, 64), "highest", True),
+        ((9, 0), torch.float32, (128, 128), "ieee", True),
         ((9, 0), torch.float32, (128, 128), "high", False),  # TF32 was allowed: inductor takes it
+        ((9, 0), torch.float32, (128, 128), "tf32", False),  # as `TrainingArguments(tf32=True)` allows it
         ((9, 0), torch.float32, (96, 96), "highest", False),
         ((9, 0), torch.float32, (128, 64), "highest", False),
         ((9, 0), torch.bfloat16, (128, 128), "highest", False),
@@ -106,7 +109,11 @@ def test_float32_on_hopper_takes_split_products(monkeypatch, capability, dtype, 
 
     monkeypatch.setattr(kernels, "flex_attention", record)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: capability)
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    # the older function raises where it does not agree with the newer attribute
+    is_older = precision in ("highest", "high")
+    older = mock.Mock(return_value=precision, side_effect=None if is_older else RuntimeError)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", older)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", mock.Mock(fp32_precision="none" if is_older else precision))
     mask = tree_block_mask(
         concatenate_trees([fold([Branch(range(3, 200), np.ones(197))])], pad_token_id=0)["prefix_tree"]
     )
