@@ -6,9 +6,10 @@
 Options: `plain`, `checkpointing`, and on top of checkpointing `offloading` (what layers keep waits in the CPU's
 memory), `lora` and `qlora` (which needs bitsandbytes). A step is a forward and a backward of one row of caterpillars,
 with weights, gradients and AdamW's state in place, all of them in bfloat16 (`lora`, `qlora`: gradients and state of
-the adapter only, in float32). DDP with `bf16` keeps the same; `examples/accelerate/fsdp2.yaml` keeps its share in
-float32. Rows are doubled until one does not fit; the length that would fill the GPU by the peaks of the last two is
-tried, and cut by 5 % until it fits. `peak_gib` is that of the largest row. The CSV file is written after every row.
+the adapter only, in float32). DDP with `bf16` keeps the same and a copy of the gradients;
+`examples/accelerate/fsdp2.yaml` keeps its share in float32. Rows are doubled until one does not fit; the length that
+would fill the GPU by the peaks of the last two is tried, and cut by 5 % until it fits. `peak_gib` is that of the
+largest row. The CSV file is written after every row.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 
     python -m benchmarks.plot_scaling benchmarks/results/scaling_[124]_h200.csv --output scaling_h200.png
 
-Branches a second (for `flat_steps`: samples) on logarithmic axes. A line for each mode, micro-batch and way of running
-that was measured on several numbers of GPUs; dotted, what it would be if it grew with them. Of several rows the
-fastest is shown. Needs matplotlib.
+Branches a second (for `flat_steps`: samples) on logarithmic axes. A line for each mode, size of its steps and way of
+running that was measured on several numbers of GPUs; dotted, what it would be if it grew with them. Of launches that
+differ in nothing else the fastest is shown. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ def lines(paths: Sequence[Path], shape: str, dtype: str) -> dict[tuple[str, str]
             for row in csv.DictReader(file):
                 if row["shape"] != shape or row["dtype"] != dtype or not row["ms_per_branch"]:
                     continue
+                # with ranks and micro-batches the rows that are as many as a tree's branches are not always as many
+                is_equal = row["mode"] in ("per_branch", "flat_steps") and row["coverage"] == "equal"
+                rows = "as many as of 4 trees" if is_equal else row["rows_per_step"]
                 how = "compiled" if row["compiled"] == "True" else "eager"
-                way = f"{row['rows_per_micro_batch']} a micro-batch, {how}"
+                way = f"{rows} a step, {row['rows_per_micro_batch']} a micro-batch, {how}"
                 points = found.setdefault((row["mode"], way), {})
                 gpus = int(row["gpus"])
                 points[gpus] = max(points.get(gpus, 0.0), 1e3 / float(row["ms_per_branch"]))
@@ -53,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
     for (mode, way), points in sorted(found.items(), key=lambda item: -max(item[1].values())):
         gpus, rates = list(points), list(points.values())
         style = "-" if way.endswith("compiled") else "--"

@@ -12,10 +12,10 @@ a micro-batch (`--trees-per-micro-batch`). For each of these trees a baseline's 
 coverage, and as many as a tree has branches, 20.4, at the `equal` one. Its micro-batch is one row, which takes the
 least memory, or `--branches-per-micro-batch` rows, padded as TRL's trainer pads them.
 
-The baselines attend through PyTorch's FlashAttention-2 in bfloat16 and its memory-efficient kernel in float32
-(`--baseline-attention sdpa`): cuDNN would plan anew for every length, and no other kernel takes float32. Ranks wait
-for each other at every micro-batch, as TRL has them gather its metrics; trees are dealt so that they cost the same,
-rows of the baselines come as they are.
+The baselines attend through PyTorch's FlashAttention-2 in bfloat16 and its memory-efficient kernel in float32 or
+where rows are padded (`--baseline-attention sdpa`): cuDNN would plan anew for every length, and no other kernel takes
+float32 or masks. Ranks wait for each other at every micro-batch, as TRL has them gather its metrics; trees are dealt
+so that they cost the same, rows of the baselines come as they are.
 
 A step lasts from the end of the one before, so that it includes reading its rows, until the slowest rank is done.
 `ms` is the median of all steps but the first, `ms_per_branch` that over the branches (for `flat_steps`: samples) of a

@@ -9,7 +9,17 @@ from benchmarks import plot, plot_scaling
 NAMES = ("model", "shape", "mode", "checkpointing", "backend", "token_ratio", "flop_ratio", "speedup", "device")
 
 
-SCALING = ("mode", "shape", "dtype", "gpus", "compiled", "rows_per_micro_batch", "ms_per_branch")
+SCALING = (
+    "mode",
+    "coverage",
+    "shape",
+    "dtype",
+    "gpus",
+    "compiled",
+    "rows_per_step",
+    "rows_per_micro_batch",
+    "ms_per_branch",
+)
 
 
 def write(path, *rows, names=NAMES):
@@ -45,22 +55,28 @@ def test_nothing_to_show(tmp_path, capsys):
 def test_the_fastest_of_each_number_of_gpus(tmp_path, capsys):
     one = write(
         tmp_path / "one.csv",
-        ("tree", "0.6b", "bfloat16", 1, "True", 4, 10.0),
-        ("tree", "0.6b", "bfloat16", 1, "True", 4, 8.0),
-        ("tree", "0.6b", "bfloat16", 1, "False", 1, 20.0),  # nowhere else
-        ("grouped", "0.6b", "bfloat16", 1, "False", 1, 100.0),
+        ("tree", "published", "0.6b", "bfloat16", 1, "True", 16, 4, 10.0),
+        ("tree", "published", "0.6b", "bfloat16", 1, "True", 16, 4, 8.0),
+        ("tree", "published", "0.6b", "bfloat16", 1, "True", 32, 4, 6.0),  # larger steps, nowhere else
+        ("per_branch", "published", "0.6b", "bfloat16", 1, "False", 16, 1, 100.0),
+        ("per_branch", "equal", "0.6b", "bfloat16", 1, "False", 82, 1, 80.0),
+        ("grouped", "published", "0.6b", "bfloat16", 1, "False", 4, 1, 100.0),
         names=SCALING,
     )
     two = write(
         tmp_path / "two.csv",
-        ("tree", "0.6b", "bfloat16", 2, "True", 4, 4.0),
-        ("tree", "0.6b", "float32", 2, "True", 4, 1.0),
-        ("tree", "8b", "bfloat16", 2, "True", 4, 1.0),
-        ("grouped", "0.6b", "bfloat16", 2, "False", 1, ""),  # failed
+        ("tree", "published", "0.6b", "bfloat16", 2, "True", 16, 4, 4.0),
+        ("tree", "published", "0.6b", "float32", 2, "True", 16, 4, 1.0),
+        ("tree", "published", "8b", "bfloat16", 2, "True", 16, 4, 1.0),
+        ("per_branch", "equal", "0.6b", "bfloat16", 2, "False", 80, 1, 50.0),
+        ("grouped", "published", "0.6b", "bfloat16", 2, "False", 4, 1, ""),  # failed
         names=SCALING,
     )
     found = plot_scaling.lines([two, one], "0.6b", "bfloat16")
-    assert found == {("tree", "4 a micro-batch, compiled"): {1: 125.0, 2: 250.0}}
+    assert found == {
+        ("tree", "16 a step, 4 a micro-batch, compiled"): {1: 125.0, 2: 250.0},
+        ("per_branch", "as many as of 4 trees a step, 1 a micro-batch, eager"): {1: 12.5, 2: 20.0},
+    }
     picture = tmp_path / "sub" / "scaling.png"
     plot_scaling.main([str(two), str(one), "--output", str(picture)])
     assert picture.read_bytes().startswith(b"\x89PNG")
