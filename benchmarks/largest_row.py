@@ -100,10 +100,11 @@ def find_largest(step: Callable[[int], float], shortest: int, most: int, total: 
         total (`float`): GiB of the GPU.
     """
     most = most // BLOCK_SIZE * BLOCK_SIZE
-    fits, tokens, slope = shortest, shortest, 0.0
+    fits = tokens = min(shortest, most)
+    slope = 0.0
     peak = attempt(step, fits)
     if peak is None:
-        return {"failure": f"out of memory at {shortest} tokens"}
+        return {"failure": f"out of memory at {fits} tokens"}
     while fits < most:
         tokens = min(2 * fits, most)
         found = attempt(step, tokens)

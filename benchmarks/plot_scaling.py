@@ -5,7 +5,7 @@
 
 Branches a second (for `flat_steps`: samples) on logarithmic axes. A line for each mode, size of its steps and way of
 running that was measured on several numbers of GPUs; dotted, what it would be if it grew with them. Of launches that
-differ in nothing else the fastest is shown. Needs matplotlib.
+are alike in these the fastest is shown. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import csv
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from benchmarks.published import ON_TREES, PUBLISHED
 
 COLOURS = {"tree": "#2171b5", "per_branch": "#cb181d", "flat_steps": "#fd8d3c", "grouped": "#737373"}
 
@@ -27,9 +29,9 @@ def lines(paths: Sequence[Path], shape: str, dtype: str) -> dict[tuple[str, str]
             for row in csv.DictReader(file):
                 if row["shape"] != shape or row["dtype"] != dtype or not row["ms_per_branch"]:
                     continue
-                # with ranks and micro-batches the rows that are as many as a tree's branches are not always as many
-                is_equal = row["mode"] in ("per_branch", "flat_steps") and row["coverage"] == "equal"
-                rows = "as many as of 4 trees" if is_equal else row["rows_per_step"]
+                rows = row["rows_per_step"]
+                if row["mode"] not in ON_TREES and row["coverage"] == "equal":  # rounded to ranks and micro-batches
+                    rows = f"as many as of {round(int(rows) / PUBLISHED['branches'])} trees"
                 how = "compiled" if row["compiled"] == "True" else "eager"
                 way = f"{rows} a step, {row['rows_per_micro_batch']} a micro-batch, {how}"
                 points = found.setdefault((row["mode"], way), {})

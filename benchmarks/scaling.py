@@ -58,6 +58,7 @@ from benchmarks.common import Row, default_device, environment, make_parser, pro
 from benchmarks.flops import SHAPES, shape_config
 from benchmarks.published import MODES, ON_TREES, baseline_rows, check_figures, rows_per_step, set_figures
 from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer
+from hf_prefix_tree.attention.kernels import one_graph_for_all_lengths
 from hf_prefix_tree.flops import flop_counts
 from hf_prefix_tree.synthetic import caterpillar, caterpillar_set
 from hf_prefix_tree.tree import PrefixTree
@@ -301,9 +302,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     if RANK == 0:
         print("  ".join(f"{name}={value:.2f}" for name, value in set_figures(trees).items()), flush=True)
     state = PartialState(cpu=args.quick)  # starts the process group
-    # Baselines compile as trees do: not cut at DDP's buckets, and never run eagerly in silence.
-    compiling = {"optimize_ddp": False, "recompile_limit": 64, "fail_on_recompile_limit_hit": True}
-    with torch._dynamo.config.patch(compiling):
+    with one_graph_for_all_lengths():  # for the baselines, which then compile as trees do
         rows = measure(trees, args, device, state)
     if RANK == 0:  # the file is written
         rows = report(rows, COLUMNS, device, argparse.Namespace(output=None, commit=args.commit))

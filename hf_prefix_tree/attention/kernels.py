@@ -121,8 +121,8 @@ def _triton(
     # slower): tell it. One graph then serves every length at the speed of a static one.
     is_divisible = True if query.shape[2] % mask.BLOCK_SIZE[0] == 0 else False  # noqa: SIM210 - becomes a guard
     options: Any = {"IS_DIVISIBLE": is_divisible}
-    if query.is_cuda and query.dtype == torch.float32 and _splits_products():
-        for head_dim, blocks in _FLOAT32_BLOCKS.items():
+    if query.dtype == torch.float32 and _splits_products(query.device.type):
+        for head_dim, blocks in _FLOAT32_BLOCKS.items():  # a symbolic size can be compared, not looked up
             if query.shape[-1] == head_dim and value.shape[-1] == head_dim:
                 options |= {"FLOAT32_PRECISION": "'tf32x3'", **blocks}
     output, aux = flex_attention(
@@ -155,14 +155,15 @@ _FLOAT32_BLOCKS: dict[int, dict[str, int]] = {
 
 
 @torch.compiler.assume_constant_result
-def _splits_products() -> bool:
+def _splits_products(device_type: str) -> bool:
     """
     Whether float32 products are taken as sums of three products of tensor cores, as exact as float32 and many times
     faster than what Triton does otherwise. Whoever allowed TF32 gets that.
     """
+    if device_type != "cuda" or torch.cuda.get_device_capability()[0] != 9:
+        return False
     precision = torch.backends.cuda.matmul.fp32_precision  # once it is set, the older function raises
-    is_exact = torch.get_float32_matmul_precision() == "highest" if precision == "none" else precision == "ieee"
-    return torch.cuda.get_device_capability()[0] == 9 and is_exact
+    return torch.get_float32_matmul_precision() == "highest" if precision == "none" else precision == "ieee"
 
 
 @contextmanager

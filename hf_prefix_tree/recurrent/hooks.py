@@ -50,7 +50,7 @@ class _Replaced:
     def __init__(self, file: str, name: str) -> None:
         self.file, self.name, self.users = sys.modules[file], name, 0
         self.original = getattr(self.file, name)
-        self.function = _tree_aware(name, self)
+        self.function = _tree_aware(self)
         setattr(self.file, name, self.function)
 
     def restore(self) -> None:
@@ -150,8 +150,8 @@ def _calls(forward: Callable) -> dict[str, bool]:
     return found
 
 
-def _tree_aware(name: str, replaced: _Replaced) -> Callable:
-    original = replaced.original
+def _tree_aware(replaced: _Replaced) -> Callable:
+    name, original = replaced.name, replaced.original
 
     @functools.wraps(original, updated=())
     def function(*args: Any, prefix_tree: Any = None, **kwargs: Any) -> Any:

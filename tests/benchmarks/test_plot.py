@@ -69,6 +69,7 @@ def test_the_fastest_of_each_number_of_gpus(tmp_path, capsys):
         ("tree", "published", "0.6b", "float32", 2, "True", 16, 4, 1.0),
         ("tree", "published", "8b", "bfloat16", 2, "True", 16, 4, 1.0),
         ("per_branch", "equal", "0.6b", "bfloat16", 2, "False", 80, 1, 50.0),
+        ("per_branch", "equal", "0.6b", "bfloat16", 2, "False", 328, 1, 40.0),  # larger steps
         ("grouped", "published", "0.6b", "bfloat16", 2, "False", 4, 1, ""),  # failed
         names=SCALING,
     )
