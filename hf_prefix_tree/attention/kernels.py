@@ -122,9 +122,9 @@ def _triton(
     is_divisible = True if query.shape[2] % mask.BLOCK_SIZE[0] == 0 else False  # noqa: SIM210 - becomes a guard
     options: Any = {"IS_DIVISIBLE": is_divisible}
     if query.dtype == torch.float32 and _splits_products(query.device.type):
-        for head_dim, blocks in _FLOAT32_BLOCKS.items():  # a symbolic size can be compared, not looked up
+        for head_dim, own in _FLOAT32_OPTIONS.items():  # a symbolic size can be compared, not looked up
             if query.shape[-1] == head_dim and value.shape[-1] == head_dim:
-                options |= {"FLOAT32_PRECISION": "'tf32x3'", **blocks}
+                options |= own
     output, aux = flex_attention(
         query,
         key,
@@ -140,17 +140,22 @@ def _triton(
     return output, aux.lse
 
 
-def _float32_blocks(backward_warps: int, **forward: int) -> dict[str, int]:
-    sizes = dict.fromkeys(["bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"], 32)
-    return {**forward, **sizes, "bwd_num_warps": backward_warps, "bwd_num_stages": 1}
+def _float32_options(precision: str, *backward: int, **forward: int) -> dict[str, Any]:
+    names = ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_warps", "num_stages")
+    blocks = {f"bwd_{name}": size for name, size in zip(names, backward, strict=False)}
+    return {"FLOAT32_PRECISION": f"'{precision}'", **forward, **blocks}
 
 
 # By head size, the fastest of a few that were tried with split products on an H200. Heads of 96 are left out: with the
 # blocks that inductor takes for them they need more shared memory than a Hopper GPU has.
-_FLOAT32_BLOCKS: dict[int, dict[str, int]] = {
-    64: _float32_blocks(4),
-    128: _float32_blocks(8, fwd_BLOCK_M=128, fwd_BLOCK_N=32, fwd_num_warps=8, fwd_num_stages=1),
-    256: {},
+_FLOAT32_OPTIONS: dict[int, dict[str, Any]] = {
+    64: _float32_options(
+        "bf16x6", 32, 64, 64, 32, 4, 1, fwd_BLOCK_M=128, fwd_BLOCK_N=64, fwd_num_warps=8, fwd_num_stages=1
+    ),
+    128: _float32_options(
+        "bf16x6", 16, 128, 128, 16, 8, 1, fwd_BLOCK_M=128, fwd_BLOCK_N=64, fwd_num_warps=8, fwd_num_stages=1
+    ),
+    256: _float32_options("tf32x3"),
 }
 
 

@@ -123,5 +123,5 @@ def test_float32_on_hopper_takes_split_products(monkeypatch, capability, dtype, 
         query, value = (torch.empty(1, 2, 256, size, dtype=dtype, device="cuda") for size in head_dims)
         with pytest.raises(InterruptedError):
             kernels._triton(query, query, value, mask, None, None)
-    assert (found.get("FLOAT32_PRECISION") == "'tf32x3'") is splits
+    assert (found.get("FLOAT32_PRECISION") == "'bf16x6'") is splits
     assert ("bwd_BLOCK_M1" in found) is splits
