@@ -2,6 +2,7 @@
 
 import faulthandler
 import multiprocessing
+import multiprocessing.connection
 import os
 import socket
 import sys
@@ -16,9 +17,10 @@ def run_ranks(function, folder, *args, ranks=2, timeout=240, may_die=False, gpus
     """
     Calls `function(folder, *args)` in every rank, which finds its place in the environment as under `torchrun`.
 
-    A rank that fails or hangs fails the test; what it raised is in `folder`. With `may_die` it doesn't, and the exit
-    codes are returned. With `gpus` each rank has a GPU, and is spawned: where a library starts CUDA as it is imported,
-    no fork can use it. The function does not end its process group.
+    A rank that fails or hangs fails the test; what it raised is in `folder`. With `may_die` the others are killed when
+    the first one ends, as a launcher does, and the exit codes at that moment are returned. With `gpus` each rank has a
+    GPU, and is spawned: where a library starts CUDA as it is imported, no fork can use it. The function does not end
+    its process group.
     """
     context = multiprocessing.get_context("spawn" if gpus else "forkserver")
     if not gpus:
@@ -36,12 +38,13 @@ def run_ranks(function, folder, *args, ranks=2, timeout=240, may_die=False, gpus
         with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
             for process in processes:
                 process.start()
+        if may_die:
+            assert multiprocessing.connection.wait([process.sentinel for process in processes], timeout), "none ended"
+            return [process.exitcode for process in processes]
         for rank, process in enumerate(processes):
             process.join(timeout)
             errors = [file.read_text() for file in sorted(Path(folder).glob("error*.txt"))]
-            assert may_die or process.exitcode == 0, f"rank {rank}: exit code {process.exitcode}\n" + "\n\n".join(
-                errors
-            )
+            assert process.exitcode == 0, f"rank {rank}: exit code {process.exitcode}\n" + "\n\n".join(errors)
         return [process.exitcode for process in processes]
     finally:
         for process in processes:

@@ -79,7 +79,7 @@ def test_tensor_parallelism(tmp_path, one_gpu):
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_killed_in_a_step(tmp_path, engine):
-    options = {**ENGINES[engine][0], **ON_GPU, "ddp_timeout": 40}
+    options = {**ENGINES[engine][0], **ON_GPU}
     broken, whole = tmp_path / "broken", tmp_path / "whole"
     codes = run_ranks(train_and_die, broken, options, 2, ranks=2, may_die=True, gpus=True, timeout=120)
     assert codes[1] == -signal.SIGKILL, (broken / "error0.txt").read_text()
