@@ -8,9 +8,10 @@
 Modes: `tree` (folded trees), `per_branch` (TRL's SFTTrainer on the branches), `grouped` (the trees branch by branch)
 and `flat_steps` (SFTTrainer on one sample per turn, each token supervised once). A step has 4 trees over all GPUs, at
 least one for each; `--trees-per-step` makes it larger, so that its trees can be balanced, best with several of them in
-a micro-batch (`--trees-per-micro-batch`). For each of these trees a baseline's step has 4 rows at the `published`
-coverage, and as many as a tree has branches, 20.4, at the `equal` one. Its micro-batch is one row, which takes the
-least memory, or `--branches-per-micro-batch` rows, padded as TRL's trainer pads them.
+a micro-batch (`--trees-per-micro-batch`). `--max-packed-tokens` splits larger trees, so that a step has rows instead:
+with the length of the longest branch their memory is about that of branches. For each tree of a step a baseline's step
+has 4 rows at the `published` coverage, and as many as a tree has branches, 20.4, at the `equal` one. Its micro-batch
+is one row, which takes the least memory, or `--branches-per-micro-batch` rows, padded as TRL's trainer pads them.
 
 The baselines attend through PyTorch's FlashAttention-2 in bfloat16 and its memory-efficient kernel in float32 or
 where rows are padded (`--baseline-attention sdpa`): cuDNN would plan anew for every length, and no other kernel takes
@@ -57,7 +58,7 @@ from trl import SFTConfig, SFTTrainer
 from benchmarks.common import Row, default_device, environment, make_parser, progress, report, write_csv
 from benchmarks.flops import SHAPES, shape_config
 from benchmarks.published import MODES, ON_TREES, baseline_rows, check_figures, rows_per_step, set_figures
-from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer
+from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer, prepare_trees
 from hf_prefix_tree.attention.kernels import one_graph_for_all_lengths
 from hf_prefix_tree.flops import flop_counts
 from hf_prefix_tree.synthetic import caterpillar, caterpillar_set
@@ -108,6 +109,12 @@ def rows_per_micro_batch(mode: str, args: Any) -> int:
     return {"tree": args.trees_per_micro_batch, "grouped": 1}.get(mode, args.branches_per_micro_batch)
 
 
+def most_tokens(mode: str, trees: Sequence[PrefixTree], args: Any) -> int:
+    """Tokens that a row of trees may hold: all, or what was asked for."""
+    own = args.max_packed_tokens if mode == "tree" else None
+    return max(len(tree) for tree in trees) if own is None else own
+
+
 def choose_kernels(dtype: str) -> None:
     """What SDPA runs in the baselines on a GPU."""
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -155,9 +162,10 @@ def make_trainer(mode: str, coverage: str, trees: Sequence[PrefixTree], args: An
         )
     if on_trees:
         options |= {"mode": mode, "compile_layers": args.compile}
-        rows = [{"trees": [tree.to_dict()], "tree_ids": [index]} for index, tree in enumerate(trees)]
+        dataset = Dataset.from_list([tree.to_dict() for tree in trees])
+        dataset = prepare_trees(dataset, max_packed_tokens=most_tokens(mode, trees, args), pack_trees=False)
     else:
-        rows = baseline_rows(mode, trees)
+        dataset = Dataset.from_list(baseline_rows(mode, trees))
         if args.compile:
             for layer in model.model.layers:
                 layer.compile()
@@ -165,7 +173,7 @@ def make_trainer(mode: str, coverage: str, trees: Sequence[PrefixTree], args: An
     trainer = trainer_class(
         model=model,
         args=config_class(folder, dataset_kwargs={"skip_prepare_dataset": True}, **options),
-        train_dataset=Dataset.from_list(rows),
+        train_dataset=dataset,
         processing_class=tokenizer(),
     )
     if trainer.accelerator.mixed_precision != precision:
@@ -238,6 +246,8 @@ def measure(trees: Sequence[PrefixTree], args: Any, device: torch.device, state:
             row: Row = {"mode": mode, "coverage": coverage, "shape": args.shape, "dtype": args.dtype, "gpus": RANKS}
             row |= {"checkpointing": args.checkpointing, "compiled": args.compile, "sampling": args.sampling}
             row |= {"attention": attention(mode, args)}
+            if mode == "tree":
+                row["max_packed_tokens"] = args.max_packed_tokens
             row["rows_per_micro_batch"] = size = rows_per_micro_batch(mode, args)
             row["rows_per_step"] = rows_per_step(mode, coverage, trees, args.trees_per_step, RANKS, size)
             state.wait_for_everyone()  # all have read what is there
@@ -275,6 +285,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--trees-per-step", type=int, default=4, help="over all GPUs; 4 were published")
     parser.add_argument("--trees-per-micro-batch", type=int, default=1, help="of the mode `tree`")
     parser.add_argument("--branches-per-micro-batch", type=int, default=1, help="of `per_branch` and `flat_steps`")
+    parser.add_argument("--max-packed-tokens", type=int, help="of a row of the mode `tree`; larger trees are split")
     parser.add_argument("--sampling", choices=("sequential", "group_by_length"), default="sequential")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
     parser.add_argument("--compile", action="store_true", help="compile every decoder layer by itself")

@@ -113,6 +113,16 @@ def test_trees_of_a_micro_batch_change_no_loss():
         scaling.main([*options, "--trees-per-micro-batch", "3"])
 
 
+def test_splitting_trees_changes_no_loss():
+    options = ["--quick", "--steps", "2", "--only", "tree"]
+    (whole,) = scaling.main([*options, "--trees-per-step", "8"])
+    (split,) = scaling.main([*options, "--trees-per-step", "16", "--max-packed-tokens", "102"])  # the longest branch
+    assert (whole["rows_per_step"], split["rows_per_step"]) == (8, 16)  # each tree in two parts
+    assert (whole["max_packed_tokens"], split["max_packed_tokens"]) == (None, 102)
+    assert split["branches_per_step"] == whole["branches_per_step"] == 32
+    assert split["loss"] == pytest.approx(whole["loss"], rel=1e-5) and split["loss"] != split["first_loss"]
+
+
 def test_branches_of_a_micro_batch_change_no_loss():
     options = ["--quick", "--steps", "2", "--only", "per_branch", "--coverage", "published"]
     (one,) = scaling.main(options)
