@@ -1,7 +1,8 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Useful TFLOP/s of tree attention, forward and backward, 16 query and 8 key-value heads of 128 in bf16.
+"""Useful TFLOP/s of tree attention, forward and backward, 16 query and 8 key-value heads of 128 in bf16 or float32.
 
     python -m benchmarks.attention --output attention.csv
+    python -m benchmarks.attention --dtype float32 --methods flex sdpa --output attention_float32.csv
 
 | method | what runs |
 |---|---|
@@ -14,9 +15,9 @@
 | `gather` | keys and values copied per path from the root to a node, into varlen flash attention |
 | `causal` | no tree: plain causal attention over 8,192 tokens, cuDNN |
 
-Only visible pairs count as useful. `error` is the largest of output and gradients against the dense mask in float32,
-where the tree has at most 16,384 tokens. `auto` is what `attn_backend="auto"` takes for the shape, and `partial` the
-share of partial blocks among the visible ones.
+Only visible pairs count as useful. `error` is the largest of output and gradients against the dense mask in float32
+(of float32 in float64), where the tree has at most 16,384 tokens. `auto` is what `attn_backend="auto"` takes for the
+shape, and `partial` the share of partial blocks among the visible ones.
 """
 
 from __future__ import annotations
@@ -148,10 +149,14 @@ def largest_error(got: list[torch.Tensor], exact: list[torch.Tensor], tokens: in
 
 
 def measure_method(
-    attend: Attend, expected: Attend | None, tokens: int, heads: tuple[int, int, int], device: torch.device
+    attend: Attend,
+    expected: Attend | None,
+    tokens: int,
+    heads: tuple[int, int, int],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Row:
     """Times of a forward and of forward and backward over `tokens` random tokens, in a row padded to 128."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
     length = -(-tokens // 128) * 128
     leaves = [  # tokens before heads, as in a model
@@ -164,7 +169,8 @@ def measure_method(
     row: Row = {}
     got = values(attend, leaves, grad)
     if expected is not None:
-        exact = values(expected, [x.detach().float().requires_grad_() for x in leaves], grad)
+        finer = torch.float64 if dtype == torch.float32 else torch.float32
+        exact = values(expected, [x.detach().to(finer).requires_grad_() for x in leaves], grad)
         row["error"] = largest_error(got, exact, tokens)
         if not row["error"] < TOLERANCE[dtype]:
             raise RuntimeError(f"an output or a gradient is off by {row['error']:.1e}")
@@ -173,12 +179,11 @@ def measure_method(
     return row | measure(lambda: values(attend, leaves, grad), device, seconds=0.3, most=30, busy=BUSY)._asdict()
 
 
-def mask_facts(rows: torch.Tensor, heads: tuple[int, int, int]) -> Row:
+def mask_facts(rows: torch.Tensor, heads: tuple[int, int, int], dtype: torch.dtype) -> Row:
     """The share of partial blocks, and what `"auto"` takes where this row is the first."""
     backends._sparse.clear()
     mask = tree_block_mask(rows)
     partial, full = (count.sum().item() for count in (mask.kv_num_blocks, mask.full_kv_num_blocks))
-    dtype = torch.bfloat16 if rows.is_cuda else torch.float32
     call = AttentionCall(rows.device, dtype, rows.shape[2], *heads, heads[2])
     return {"partial": partial / (partial + full), "auto": choose_backend("auto", call, lambda: mask)}
 
@@ -186,8 +191,10 @@ def mask_facts(rows: torch.Tensor, heads: tuple[int, int, int]) -> Row:
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser = make_parser(__doc__, SHAPES)
     parser.add_argument("--methods", nargs="+", choices=[*METHODS, *TILES], default=METHODS, metavar="METHOD")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="`--quick` takes float32")
     args = parser.parse_args(argv)
     device = default_device(args.quick)
+    dtype = torch.float32 if args.quick else getattr(torch, args.dtype)
     heads = (4, 2, 16) if args.quick else (16, 8, 128)
     rows: list[Row] = []
 
@@ -202,8 +209,9 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         **facts: object,
     ) -> None:
         row: Row = {"shape": shape, "method": method, "kernel": kernel, "tokens": tokens, "pairs": pairs, **facts}
+        row["dtype"] = str(dtype).removeprefix("torch.")
         try:
-            row |= measure_method(attend, expected, tokens, heads, device)
+            row |= measure_method(attend, expected, tokens, heads, device, dtype)
             row["forward_tflops"] = attention_flops(pairs, heads[0], heads[2], factor=1.0) / row["forward_ms"] / 1e9
             row["tflops"] = attention_flops(pairs, heads[0], heads[2]) / row["ms"] / 1e9
         except Exception as error:  # of any type: what a kernel cannot do is a row of the table
@@ -224,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
                     continue
                 attend, prefix_tree, kernel = found
                 expected = through_the_project(prefix_tree, "sdpa") if len(tree) <= LONGEST_CHECKED else None
-                facts = mask_facts(prefix_tree, heads)
+                facts = mask_facts(prefix_tree, heads, dtype)
                 add(shape, method, kernel, attend, expected, len(tree), tree.stats().tree_pairs, **facts)
     finally:
         rows = report(rows, COLUMNS, device, args)

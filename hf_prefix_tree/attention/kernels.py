@@ -162,8 +162,8 @@ _FLOAT32_OPTIONS: dict[int, dict[str, Any]] = {
 @torch.compiler.assume_constant_result
 def _splits_products(device_type: str) -> bool:
     """
-    Whether float32 products are taken as sums of three products of tensor cores, as exact as float32 and many times
-    faster than what Triton does otherwise. Whoever allowed TF32 gets that.
+    Whether float32 products are taken as sums of products of parts, three in TF32 or six in bfloat16, on the tensor
+    cores: as exact as float32, and many times faster than what Triton does otherwise. Whoever allowed TF32 gets that.
     """
     if device_type != "cuda" or torch.cuda.get_device_capability()[0] != 9:
         return False
