@@ -39,7 +39,7 @@ def test_one_graph_for_each_kind_of_mask_whatever_the_length(monkeypatch, softca
             branches = [rng.integers(3, 90, size=length), np.arange(3, 60)]
             row = concatenate_trees([fold([Branch(ids, np.ones(len(ids))) for ids in branches])], pad_token_id=0)
             tree = row["prefix_tree"]
-            query, key, value = (torch.randn(1, heads, tree.shape[-1], head_dim) for heads in (4, 2, 2))
+            query, key, value = (torch.randn(1, tree.shape[-1], n, head_dim).transpose(1, 2) for n in (4, 2, 2))
             options = {"scale": 0.2, "softcap": softcap, "sinks": torch.randn(4)}
             with torch.no_grad():
                 found = kernels.attend_flex(query, key, value, tree_block_mask(tree, window), **options)
