@@ -104,8 +104,8 @@ def flex_with_lse(
     """
     score_mod = None if softcap is None else _softcap_mod(softcap)
     attend = _triton if torch.compiler.is_compiling() else functools.partial(_call_compiled, _triton)
-    # As they lie in memory: Transformers has tokens before heads, the kernels are as fast on that (measured on an H200),
-    # and an output like its query needs no second copy for the projection that follows.
+    # As they lie in memory: Transformers has tokens before heads, the kernels are as fast on that (measured on an
+    # H200), and an output that lies as its query needs no copy for the projection that follows.
     return attend(query, key, value, mask, score_mod, scale)
 
 
@@ -140,22 +140,19 @@ def _triton(
     return output, aux.lse
 
 
-def _float32_options(precision: str, *backward: int, **forward: int) -> dict[str, Any]:
-    names = ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_warps", "num_stages")
-    blocks = {f"bwd_{name}": size for name, size in zip(names, backward, strict=False)}
-    return {"FLOAT32_PRECISION": f"'{precision}'", **forward, **blocks}
+def _bfloat16_parts(backward_warps: int, *backward_blocks: int) -> dict[str, Any]:
+    names = ("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2")
+    forward = {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_warps": 8, "fwd_num_stages": 1}
+    backward = {"bwd_num_warps": backward_warps, "bwd_num_stages": 1, **dict(zip(names, backward_blocks, strict=True))}
+    return {"FLOAT32_PRECISION": "'bf16x6'", **forward, **backward}
 
 
 # By head size, the fastest of a few that were tried with split products on an H200. Heads of 96 are left out: with the
 # blocks that inductor takes for them they need more shared memory than a Hopper GPU has.
 _FLOAT32_OPTIONS: dict[int, dict[str, Any]] = {
-    64: _float32_options(
-        "bf16x6", 32, 64, 64, 32, 4, 1, fwd_BLOCK_M=128, fwd_BLOCK_N=64, fwd_num_warps=8, fwd_num_stages=1
-    ),
-    128: _float32_options(
-        "bf16x6", 16, 128, 128, 16, 8, 1, fwd_BLOCK_M=128, fwd_BLOCK_N=64, fwd_num_warps=8, fwd_num_stages=1
-    ),
-    256: _float32_options("tf32x3"),
+    64: _bfloat16_parts(4, 32, 64, 64, 32),
+    128: _bfloat16_parts(8, 16, 128, 128, 16),
+    256: {"FLOAT32_PRECISION": "'tf32x3'"},
 }
 
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.attention.context import TreeContext
 from hf_prefix_tree.attention.interface import prefix_tree_attention
+from hf_prefix_tree.attention.kernels import attend_flex
 from hf_prefix_tree.batch import concatenate_trees
 from hf_prefix_tree.tree import Branch, fold
 
@@ -96,6 +97,15 @@ def test_flex_equals_the_dense_reference(case):
     dense_bf16 = error(attend("sdpa", torch.bfloat16, **case), exact)
     assert error(attend("flex", torch.bfloat16, **case), exact) < max(2 * dense_bf16, 1e-2)
     assert error(attend("flex", torch.float32, **case, autocast=True), exact) < max(3 * dense_bf16, 2e-2)
+
+
+def test_the_output_lies_in_memory_as_its_query():
+    """Otherwise the projection that follows copies it, and the backward keeps it twice."""
+    row = row_of(forest(0))
+    mask = TreeContext(row["prefix_tree"], attn_backend="flex").mask(None, flex=True)
+    length = row["input_ids"].shape[1]
+    query, key = (torch.randn(1, length, heads, 64, device="cuda").transpose(1, 2) for heads in (4, 2))
+    assert attend_flex(query, key, key, mask).transpose(1, 2).is_contiguous()
 
 
 def test_a_causal_mask_would_be_seen():

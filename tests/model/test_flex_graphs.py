@@ -89,20 +89,21 @@ def test_whole_blocks_are_told_to_the_kernel(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "head_dims", "precision", "splits"),
+    ("capability", "dtype", "head_dims", "precision", "parts"),
     [
-        ((9, 0), torch.float32, (128, 128), "highest", True),
-        ((9, 0), torch.float32, (64, 64), "highest", True),
-        ((9, 0), torch.float32, (128, 128), "ieee", True),
-        ((9, 0), torch.float32, (128, 128), "high", False),  # TF32 was allowed: inductor takes it
-        ((9, 0), torch.float32, (128, 128), "tf32", False),  # as `TrainingArguments(tf32=True)` allows it
-        ((9, 0), torch.float32, (96, 96), "highest", False),
-        ((9, 0), torch.float32, (128, 64), "highest", False),
-        ((9, 0), torch.bfloat16, (128, 128), "highest", False),
-        ((8, 0), torch.float32, (128, 128), "highest", False),
+        ((9, 0), torch.float32, (128, 128), "highest", "'bf16x6'"),
+        ((9, 0), torch.float32, (64, 64), "highest", "'bf16x6'"),
+        ((9, 0), torch.float32, (256, 256), "highest", "'tf32x3'"),
+        ((9, 0), torch.float32, (128, 128), "ieee", "'bf16x6'"),
+        ((9, 0), torch.float32, (128, 128), "high", None),  # TF32 was allowed: inductor takes it
+        ((9, 0), torch.float32, (128, 128), "tf32", None),  # as `TrainingArguments(tf32=True)` allows it
+        ((9, 0), torch.float32, (96, 96), "highest", None),
+        ((9, 0), torch.float32, (128, 64), "highest", None),
+        ((9, 0), torch.bfloat16, (128, 128), "highest", None),
+        ((8, 0), torch.float32, (128, 128), "highest", None),
     ],
 )
-def test_float32_on_hopper_takes_split_products(monkeypatch, capability, dtype, head_dims, precision, splits):
+def test_float32_on_hopper_takes_split_products(monkeypatch, capability, dtype, head_dims, precision, parts):
     found = {}
 
     def record(query, key, value, kernel_options, **options):
@@ -123,5 +124,5 @@ def test_float32_on_hopper_takes_split_products(monkeypatch, capability, dtype, 
         query, value = (torch.empty(1, 2, 256, size, dtype=dtype, device="cuda") for size in head_dims)
         with pytest.raises(InterruptedError):
             kernels._triton(query, query, value, mask, None, None)
-    assert (found.get("FLOAT32_PRECISION") == "'bf16x6'") is splits
-    assert ("bwd_BLOCK_M1" in found) is splits
+    assert found.get("FLOAT32_PRECISION") == parts
+    assert ("bwd_BLOCK_M1" in found) is (parts == "'bf16x6'")
