@@ -49,6 +49,23 @@ def test_one_graph_for_each_kind_of_mask_whatever_the_length(monkeypatch, softca
     assert not counters["graph_break"]
 
 
+@pytest.mark.parametrize("layout", ["tokens before heads", "heads before tokens", "a slice of a fused projection"])
+def test_the_kernels_read_dense_values_as_they_lie(monkeypatch, layout):
+    taken = []
+    monkeypatch.setattr(kernels, "_call_compiled", lambda function, *args: taken.append(args) or (args[0], None))
+    row = concatenate_trees([fold([Branch(range(3, 200), np.ones(197))])], pad_token_id=0)
+    if layout == "heads before tokens":
+        given = [torch.randn(1, heads, 256, 32) for heads in (4, 2, 2)]
+    else:
+        fused = torch.randn(1, 256, 8, 32).split([4, 2, 2], dim=2)
+        given = [x.transpose(1, 2) if "slice" in layout else x.contiguous().transpose(1, 2) for x in fused]
+    kernels.flex_with_lse(*given, tree_block_mask(row["prefix_tree"]))
+    for got, x in zip(taken[0], given, strict=False):
+        torch.testing.assert_close(got, x, rtol=0, atol=0)
+        assert got.untyped_storage().nbytes() == got.numel() * 4
+        assert (got.data_ptr() == x.data_ptr()) is ("slice" not in layout)
+
+
 @pytest.mark.usefixtures("without_kernels")
 def test_hitting_the_recompile_limit_raises(monkeypatch):
     monkeypatch.setitem(kernels._DYNAMO_OPTIONS, "recompile_limit", 1)
