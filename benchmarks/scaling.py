@@ -109,6 +109,11 @@ def rows_per_micro_batch(mode: str, args: Any) -> int:
     return {"tree": args.trees_per_micro_batch, "grouped": 1}.get(mode, args.branches_per_micro_batch)
 
 
+def is_checkpointed(mode: str, args: Any) -> bool:
+    """`--checkpointing` alone means all modes."""
+    return args.checkpointing is not None and (not args.checkpointing or mode in args.checkpointing)
+
+
 def most_tokens(mode: str, trees: Sequence[PrefixTree], args: Any) -> int:
     """Tokens that a row of trees may hold: all, or what was asked for."""
     own = args.max_packed_tokens if mode == "tree" else None
@@ -143,7 +148,7 @@ def make_trainer(mode: str, coverage: str, trees: Sequence[PrefixTree], args: An
         "lr_scheduler_type": "constant",
         "optim": "adamw_torch_fused",
         "bf16": dtype == torch.bfloat16,
-        "gradient_checkpointing": args.checkpointing,
+        "gradient_checkpointing": is_checkpointed(mode, args),
         "train_sampling_strategy": args.sampling,
         "max_length": None,
         "logging_steps": 1,
@@ -244,7 +249,7 @@ def measure(trees: Sequence[PrefixTree], args: Any, device: torch.device, state:
         # trees have the same step at any coverage
         for coverage in args.coverage[:1] if mode in ON_TREES else args.coverage:
             row: Row = {"mode": mode, "coverage": coverage, "shape": args.shape, "dtype": args.dtype, "gpus": RANKS}
-            row |= {"checkpointing": args.checkpointing, "compiled": args.compile, "sampling": args.sampling}
+            row |= {"checkpointing": is_checkpointed(mode, args), "compiled": args.compile, "sampling": args.sampling}
             row |= {"attention": attention(mode, args)}
             if mode == "tree":
                 row["max_packed_tokens"] = args.max_packed_tokens
@@ -287,7 +292,13 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--branches-per-micro-batch", type=int, default=1, help="of `per_branch` and `flat_steps`")
     parser.add_argument("--max-packed-tokens", type=int, help="of a row of the mode `tree`; larger trees are split")
     parser.add_argument("--sampling", choices=("sequential", "group_by_length"), default="sequential")
-    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
+    parser.add_argument(
+        "--checkpointing",
+        nargs="*",
+        choices=MODES,
+        metavar="MODE",
+        help="gradient checkpointing, of these modes or all",
+    )
     parser.add_argument("--compile", action="store_true", help="compile every decoder layer by itself")
     parser.add_argument("--baseline-attention", default="sdpa", help="attention of the modes without trees")
     args = parser.parse_args(argv)

@@ -188,19 +188,37 @@ def test_failures_are_written(tmp_path, monkeypatch, error):
         assert found == [("tree", "", True), ("per_branch", "out of memory", False), ("grouped", "", True)]
 
 
-def test_sampling_reaches_the_trainer(monkeypatch):
-    strategies = []
+@pytest.fixture
+def trainer_args(monkeypatch):
+    """The arguments of the trainers that are made."""
+    seen = []
     make_trainer = scaling.make_trainer
 
     def watched(*args):
         trainer = make_trainer(*args)
-        strategies.append(trainer.args.train_sampling_strategy)
+        seen.append(trainer.args)
         return trainer
 
     monkeypatch.setattr(scaling, "make_trainer", watched)
+    return seen
+
+
+def test_sampling_reaches_the_trainer(trainer_args):
     scaling.main(["--quick", "--steps", "2", "--only", "tree", "--sampling", "group_by_length"])
     scaling.main(["--quick", "--steps", "2", "--only", "tree"])
-    assert strategies == ["group_by_length", "sequential"]
+    assert [args.train_sampling_strategy for args in trainer_args] == ["group_by_length", "sequential"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [([], [False, False]), (["--checkpointing"], [True, True]), (["--checkpointing", "tree"], [True, False])],
+)
+def test_modes_are_checkpointed(trainer_args, options, expected):
+    rows = scaling.main(
+        ["--quick", "--steps", "2", "--coverage", "published", "--only", "tree", "per_branch", *options]
+    )
+    assert [row["checkpointing"] for row in rows] == expected
+    assert [args.gradient_checkpointing for args in trainer_args] == expected
 
 
 @pytest.mark.parametrize(("tokens", "filled"), [(1536, 0.4), (4096, 0.7), (50_000, 0.95)])
