@@ -32,7 +32,10 @@ def lines(paths: Sequence[Path], shape: str, dtype: str) -> dict[tuple[str, str]
                 rows = row["rows_per_step"]
                 if row["mode"] not in ON_TREES and row["coverage"] == "equal":  # rounded to ranks and micro-batches
                     rows = f"as many as of {round(int(rows) / PUBLISHED['branches'])} trees"
+                if row.get("max_packed_tokens"):
+                    rows = f"{rows} rows of up to {row['max_packed_tokens']} tokens"
                 how = "compiled" if row["compiled"] == "True" else "eager"
+                how += ", checkpointing" if row.get("checkpointing") == "True" else ""
                 way = f"{rows} a step, {row['rows_per_micro_batch']} a micro-batch, {how}"
                 points = found.setdefault((row["mode"], way), {})
                 gpus = int(row["gpus"])
@@ -61,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
     for (mode, way), points in sorted(found.items(), key=lambda item: -max(item[1].values())):
         gpus, rates = list(points), list(points.values())
-        style = "-" if way.endswith("compiled") else "--"
+        style = "-" if "compiled" in way else "--"
         label = f"{mode}, {way}\n{rates[-1] / rates[0]:.1f}x from {gpus[0]} to {gpus[-1]} GPUs"
         axes.plot(gpus, rates, style, marker="o", color=COLOURS[mode], label=label)
         axes.plot(gpus, [rates[0] * n / gpus[0] for n in gpus], ":", color=COLOURS[mode], linewidth=0.8)

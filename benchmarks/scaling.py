@@ -8,10 +8,10 @@
 Modes: `tree` (folded trees), `per_branch` (TRL's SFTTrainer on the branches), `grouped` (the trees branch by branch)
 and `flat_steps` (SFTTrainer on one sample per turn, each token supervised once). A step has 4 trees over all GPUs, at
 least one for each; `--trees-per-step` makes it larger, so that its trees can be balanced, best with several of them in
-a micro-batch (`--trees-per-micro-batch`). `--max-packed-tokens` splits larger trees, so that a step has rows instead:
-with the length of the longest branch their memory is about that of branches. For each tree of a step a baseline's step
-has 4 rows at the `published` coverage, and as many as a tree has branches, 20.4, at the `equal` one. Its micro-batch
-is one row, which takes the least memory, or `--branches-per-micro-batch` rows, padded as TRL's trainer pads them.
+a micro-batch (`--trees-per-micro-batch`). `--max-packed-tokens` splits larger trees: a step then has as many parts,
+which cover fewer branches. For each tree of a step a baseline's step has 4 rows at the `published` coverage, and as
+many as a tree has branches, 20.4, at the `equal` one. Its micro-batch is one row, which takes the least memory, or
+`--branches-per-micro-batch` rows, padded as TRL's trainer pads them.
 
 The baselines attend through PyTorch's FlashAttention-2 in bfloat16 and its memory-efficient kernel in float32 or
 where rows are padded (`--baseline-attention sdpa`): cuDNN would plan anew for every length, and no other kernel takes
@@ -61,6 +61,7 @@ from benchmarks.published import MODES, ON_TREES, baseline_rows, check_figures, 
 from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer, prepare_trees
 from hf_prefix_tree.attention.kernels import one_graph_for_all_lengths
 from hf_prefix_tree.flops import flop_counts
+from hf_prefix_tree.splitting import split_tree
 from hf_prefix_tree.synthetic import caterpillar, caterpillar_set
 from hf_prefix_tree.tree import PrefixTree
 
@@ -215,13 +216,15 @@ def measure_mode(mode: str, coverage: str, trees: Sequence[PrefixTree], args: An
         "first_loss": log[0]["loss"],
         "loss": log[-1]["loss"],
         "imbalance": statistics.mean(imbalance) if imbalance else None,
-        "flop_ratio": flop_ratio(trees, args.shape) if mode == "tree" else None,
+        "flop_ratio": flop_ratio(trees, args.shape, most_tokens(mode, trees, args)) if mode == "tree" else None,
     }
 
 
-def flop_ratio(trees: Sequence[PrefixTree], shape: str) -> float:
-    counts = flop_counts(trees, shape_config(shape))
-    return counts["branches"]["tflop"] / counts["folded"]["tflop"]
+def flop_ratio(trees: Sequence[PrefixTree], shape: str, max_packed_tokens: int) -> float:
+    """FLOPs of the branches over those of the trees, larger ones split."""
+    parts = [part for tree in trees for part in split_tree(tree, max_packed_tokens)]
+    branches, folded = (flop_counts(rows, shape_config(shape)) for rows in (trees, parts))
+    return branches["branches"]["tflop"] / folded["folded"]["tflop"]
 
 
 class Results:

@@ -17,9 +17,9 @@ def run_ranks(function, folder, *args, ranks=2, timeout=240, may_die=False, gpus
     """
     Calls `function(folder, *args)` in every rank, which finds its place in the environment as under `torchrun`.
 
-    A rank that fails or hangs fails the test; what it raised is in `folder`. With `may_die` the others are killed when
-    the first one ends, as a launcher does, and the exit codes at that moment are returned. With `gpus` each rank has a
-    GPU, and is spawned: where a library starts CUDA as it is imported, no fork can use it. The function does not end
+    A rank that fails or hangs fails the test; what it raised is in `folder`. With `may_die` the exit codes are
+    returned when the first rank ends, `None` of those that still run, and these are killed. With `gpus` each rank has
+    a GPU, and is spawned: where a library starts CUDA as it is imported, no fork can use it. The function does not end
     its process group.
     """
     context = multiprocessing.get_context("spawn" if gpus else "forkserver")
@@ -39,16 +39,24 @@ def run_ranks(function, folder, *args, ranks=2, timeout=240, may_die=False, gpus
             for process in processes:
                 process.start()
         if may_die:
-            assert multiprocessing.connection.wait([process.sentinel for process in processes], timeout), "none ended"
+            ended = multiprocessing.connection.wait([process.sentinel for process in processes], timeout)
+            assert ended, "no rank ended\n" + _errors(folder)
+            for process in processes:
+                if process.sentinel in ended:
+                    process.join()  # it may have closed its end before the system knows its exit code
             return [process.exitcode for process in processes]
         for rank, process in enumerate(processes):
             process.join(timeout)
-            errors = [file.read_text() for file in sorted(Path(folder).glob("error*.txt"))]
-            assert process.exitcode == 0, f"rank {rank}: exit code {process.exitcode}\n" + "\n\n".join(errors)
+            assert process.exitcode == 0, f"rank {rank}: exit code {process.exitcode}\n" + _errors(folder)
         return [process.exitcode for process in processes]
     finally:
         for process in processes:
             process.kill()
+            process.join()
+
+
+def _errors(folder):
+    return "\n\n".join(file.read_text() for file in sorted(Path(folder).glob("error*.txt")))
 
 
 def _call(function, args, rank, ranks, port, timeout, gpus):

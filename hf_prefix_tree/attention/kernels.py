@@ -104,16 +104,18 @@ def flex_with_lse(
     """
     score_mod = None if softcap is None else _softcap_mod(softcap)
     attend = _triton if torch.compiler.is_compiling() else functools.partial(_call_compiled, _triton)
-    return attend(_dense(query), _dense(key), _dense(value), mask, score_mod, scale)
+    return attend(_without_gaps(query), _without_gaps(key), _without_gaps(value), mask, score_mod, scale)
 
 
-def _dense(x: torch.Tensor) -> torch.Tensor:
+def _without_gaps(x: torch.Tensor) -> torch.Tensor:
     """
-    Tokens before heads, as Transformers lays them out, or heads before tokens, for which the kernels are no faster
-    (measured on an H200). An output that lies as its query needs no copy for the projection that follows. Of a fused
-    projection's slice a copy is made: the kernels are slower on it (7%), and it would keep the whole projection.
+    `x`, copied if it is a slice of something larger, as of a fused projection: the kernels are slower on that (7% in
+    bf16 with heads of 128, on an H200), and the backward would keep all of it. Tokens may lie before heads, as
+    Transformers lays them out: the kernels are as fast on that, and an output that lies as its query needs no copy for
+    the projection that follows.
     """
-    return x if x.transpose(1, 2).is_contiguous() else x.contiguous()
+    tokens_first = x.transpose(1, 2)
+    return x if x.is_contiguous() or tokens_first.is_contiguous() else tokens_first.contiguous().transpose(1, 2)
 
 
 def _triton(
@@ -154,8 +156,9 @@ def _bfloat16_parts(backward_warps: int, *backward_blocks: int) -> dict[str, Any
     return {"FLOAT32_PRECISION": "'bf16x6'", **forward, **backward}
 
 
-# By head size, the fastest of a few that were tried with split products on an H200. Heads of 96 are left out: with the
-# blocks that inductor takes for them they need more shared memory than a Hopper GPU has.
+# By head size, the fastest of those that were tried on an H200: of heads of 64 and 128 some ten choices of parts and
+# blocks, of heads of 256 both kinds of parts with inductor's blocks. With those, heads of 96 need more shared memory
+# for TF32 parts than a Hopper GPU has; others were not tried.
 _FLOAT32_OPTIONS: dict[int, dict[str, Any]] = {
     64: _bfloat16_parts(4, 32, 64, 64, 32),
     128: _bfloat16_parts(8, 16, 128, 128, 16),

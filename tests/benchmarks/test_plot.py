@@ -19,6 +19,8 @@ SCALING = (
     "rows_per_step",
     "rows_per_micro_batch",
     "ms_per_branch",
+    "checkpointing",
+    "max_packed_tokens",
 )
 
 
@@ -66,6 +68,8 @@ def test_the_fastest_of_each_number_of_gpus(tmp_path, capsys):
     two = write(
         tmp_path / "two.csv",
         ("tree", "published", "0.6b", "bfloat16", 2, "True", 16, 4, 4.0),
+        ("tree", "published", "0.6b", "bfloat16", 2, "True", 16, 4, 3.0, "True"),
+        ("tree", "published", "0.6b", "bfloat16", 2, "True", 16, 4, 3.0, "False", 8448),
         ("tree", "published", "0.6b", "float32", 2, "True", 16, 4, 1.0),
         ("tree", "published", "8b", "bfloat16", 2, "True", 16, 4, 1.0),
         ("per_branch", "equal", "0.6b", "bfloat16", 2, "False", 80, 1, 50.0),

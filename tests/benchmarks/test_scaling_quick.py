@@ -37,7 +37,8 @@ def test_the_set_has_the_published_figures():
 
 
 def test_the_flop_bound_of_the_set():
-    assert scaling.flop_ratio(caterpillar_set(8), "0.6b") == pytest.approx(6.7, abs=0.3)
+    assert scaling.flop_ratio(caterpillar_set(8), "0.6b", 10_000) == pytest.approx(6.7, abs=0.3)
+    assert scaling.flop_ratio(caterpillar_set(), "0.6b", 8448) == pytest.approx(6.0, abs=0.1)  # splitting makes 1.12x
 
 
 def test_flat_samples_supervise_every_token_once():
@@ -113,11 +114,26 @@ def test_trees_of_a_micro_batch_change_no_loss():
         scaling.main([*options, "--trees-per-micro-batch", "3"])
 
 
-def test_splitting_trees_changes_no_loss():
+@pytest.fixture
+def trainers(monkeypatch):
+    """The trainers that are made."""
+    seen = []
+    make_trainer = scaling.make_trainer
+
+    def watched(*args):
+        seen.append(make_trainer(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(scaling, "make_trainer", watched)
+    return seen
+
+
+def test_splitting_trees_changes_no_loss(trainers):
     options = ["--quick", "--steps", "2", "--only", "tree"]
     (whole,) = scaling.main([*options, "--trees-per-step", "8"])
     (split,) = scaling.main([*options, "--trees-per-step", "16", "--max-packed-tokens", "102"])  # the longest branch
-    assert (whole["rows_per_step"], split["rows_per_step"]) == (8, 16)  # each tree in two parts
+    assert [trainer.train_dataset["num_parts"] for trainer in trainers] == [[[1]] * 8, [[2]] * 16]
+    assert split["flop_ratio"] < whole["flop_ratio"]
     assert (whole["max_packed_tokens"], split["max_packed_tokens"]) == (None, 102)
     assert split["branches_per_step"] == whole["branches_per_step"] == 32
     assert split["loss"] == pytest.approx(whole["loss"], rel=1e-5) and split["loss"] != split["first_loss"]
@@ -188,37 +204,22 @@ def test_failures_are_written(tmp_path, monkeypatch, error):
         assert found == [("tree", "", True), ("per_branch", "out of memory", False), ("grouped", "", True)]
 
 
-@pytest.fixture
-def trainer_args(monkeypatch):
-    """The arguments of the trainers that are made."""
-    seen = []
-    make_trainer = scaling.make_trainer
-
-    def watched(*args):
-        trainer = make_trainer(*args)
-        seen.append(trainer.args)
-        return trainer
-
-    monkeypatch.setattr(scaling, "make_trainer", watched)
-    return seen
-
-
-def test_sampling_reaches_the_trainer(trainer_args):
+def test_sampling_reaches_the_trainer(trainers):
     scaling.main(["--quick", "--steps", "2", "--only", "tree", "--sampling", "group_by_length"])
     scaling.main(["--quick", "--steps", "2", "--only", "tree"])
-    assert [args.train_sampling_strategy for args in trainer_args] == ["group_by_length", "sequential"]
+    assert [trainer.args.train_sampling_strategy for trainer in trainers] == ["group_by_length", "sequential"]
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [([], [False, False]), (["--checkpointing"], [True, True]), (["--checkpointing", "tree"], [True, False])],
 )
-def test_modes_are_checkpointed(trainer_args, options, expected):
+def test_modes_are_checkpointed(trainers, options, expected):
     rows = scaling.main(
         ["--quick", "--steps", "2", "--coverage", "published", "--only", "tree", "per_branch", *options]
     )
     assert [row["checkpointing"] for row in rows] == expected
-    assert [args.gradient_checkpointing for args in trainer_args] == expected
+    assert [trainer.args.gradient_checkpointing for trainer in trainers] == expected
 
 
 @pytest.mark.parametrize(("tokens", "filled"), [(1536, 0.4), (4096, 0.7), (50_000, 0.95)])

@@ -87,6 +87,8 @@ CASES = [
     {"heads": (9, 3), "head_dim": 64, "window": None},
     {"heads": (4, 4), "head_dim": 128, "window": None, "softcap": 5.0},
     {"heads": (4, 1), "head_dim": 64, "window": 50, "sinks": True},
+    {"heads": (4, 2), "head_dim": 128, "window": None},
+    {"heads": (4, 2), "head_dim": 256, "window": None},
 ]
 
 
