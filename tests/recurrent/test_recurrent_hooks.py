@@ -231,5 +231,14 @@ def test_lora_gradients():
     assert relative_error(gradients(model), expected) < 1e-9
 
 
+@pytest.mark.parametrize("wrapped", [{"modules_to_save": ["conv1d"]}, {"target_modules": ["q_proj", "conv1d"]}])
+def test_adapters_of_convolutions_are_refused(wrapped):
+    config = LoraConfig(
+        **{"r": 128, "target_modules": ["q_proj"], **wrapped}
+    )  # as many as the groups of the convolution
+    with pytest.raises(ValueError, match=r"wraps `layers\.0\.linear_attn\.conv1d`.*Leave it out"):
+        prepare_model(get_peft_model(make_hybrid("qwen3_next", dtype=torch.float32), config))
+
+
 def test_on_cpu_the_scan_is_that_of_the_modeling_file():
     assert line_kernel("fla.ops.gated_delta_rule.chunk_gated_delta_rule", "cpu") is None
