@@ -194,7 +194,8 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="`--quick` takes float32")
     args = parser.parse_args(argv)
     device = default_device(args.quick)
-    dtype = torch.float32 if args.quick else getattr(torch, args.dtype)
+    dtype_name = "float32" if args.quick else args.dtype
+    dtype = getattr(torch, dtype_name)
     heads = (4, 2, 16) if args.quick else (16, 8, 128)
     rows: list[Row] = []
 
@@ -208,8 +209,8 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         pairs: int,
         **facts: object,
     ) -> None:
-        row: Row = {"shape": shape, "method": method, "kernel": kernel, "tokens": tokens, "pairs": pairs, **facts}
-        row["dtype"] = str(dtype).removeprefix("torch.")
+        row: Row = {"shape": shape, "method": method, "kernel": kernel, "dtype": dtype_name}
+        row |= {"tokens": tokens, "pairs": pairs, **facts}
         try:
             row |= measure_method(attend, expected, tokens, heads, device, dtype)
             row["forward_tflops"] = attention_flops(pairs, heads[0], heads[2], factor=1.0) / row["forward_ms"] / 1e9

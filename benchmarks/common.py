@@ -193,6 +193,12 @@ def progress(rows: list[Row], row: Row) -> None:
     print("  ".join(f"{name}={_text(value)}" for name, value in row.items() if value not in (None, "")), flush=True)
 
 
+def read_csv(path: Path) -> list[Row]:
+    """The rows of a CSV file, all values text."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def write_csv(path: Path, rows: list[Row]) -> None:
     """Writes rows with all their columns. A process that dies while it writes leaves the file as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -202,6 +208,23 @@ def write_csv(path: Path, rows: list[Row]) -> None:
         writer.writeheader()
         writer.writerows(rows)
     own.replace(path)
+
+
+class Results:
+    """The rows of this launch, measured `where`; the CSV file holds them after those that it had (`append`)."""
+
+    def __init__(self, path: Path | None, where: Row, append: bool = False) -> None:
+        self.path, self.where = path, where
+        self.rows: list[Row] = []
+        self.earlier: list[Row] = []
+        if append and path is not None and path.is_file():
+            self.earlier = read_csv(path)
+
+    def write(self, *unfinished: Row) -> None:
+        """Writes the file, with `unfinished` rows at its end."""
+        if self.path is not None:
+            rows = [{**row, **self.where} for row in [*self.rows, *unfinished]]
+            write_csv(self.path, [*self.earlier, *rows])
 
 
 def report(rows: list[Row], columns: list[str], device: torch.device, args: argparse.Namespace) -> list[Row]:

@@ -30,9 +30,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.trainer.utils import add_fused_lm_head
 
-from benchmarks.common import Row, default_device, environment, make_parser, peak_gib, progress, report
+from benchmarks.common import Results, Row, default_device, environment, make_parser, peak_gib, progress, report
 from benchmarks.flops import SHAPES, shape_config
-from benchmarks.scaling import Results
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.batch import BLOCK_SIZE, concatenate_trees
 from hf_prefix_tree.synthetic import caterpillar

@@ -11,10 +11,11 @@ several backends the fastest is shown. Needs matplotlib.
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from benchmarks.common import read_csv
 
 COLOURS = {"eager": "#9ecae1", "compiled": "#2171b5"}
 WIDTH = 0.32
@@ -24,13 +25,12 @@ def points(paths: Sequence[Path]) -> list[dict[str, str]]:
     """The fastest folded run without failure of each shape, mode and checkpointing, by token ratio."""
     best: dict[tuple[str, str, str], dict[str, str]] = {}
     for path in paths:
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                if not row.get("speedup"):
-                    continue
-                key = (row["shape"], row["mode"], row["checkpointing"])
-                if key not in best or float(row["speedup"]) > float(best[key]["speedup"]):
-                    best[key] = row
+        for row in read_csv(path):
+            if not row.get("speedup"):
+                continue
+            key = (row["shape"], row["mode"], row["checkpointing"])
+            if key not in best or float(row["speedup"]) > float(best[key]["speedup"]):
+                best[key] = row
     return sorted(best.values(), key=lambda row: float(row["token_ratio"]))
 
 

@@ -11,11 +11,11 @@ are alike in these the fastest is shown. Needs matplotlib.
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.common import read_csv
 from benchmarks.published import ON_TREES, PUBLISHED
 
 COLOURS = {"tree": "#2171b5", "per_branch": "#cb181d", "flat_steps": "#fd8d3c", "grouped": "#737373"}
@@ -25,21 +25,20 @@ def lines(paths: Sequence[Path], shape: str, dtype: str) -> dict[tuple[str, str]
     """Branches a second by number of GPUs, for each mode and what tells its runs apart."""
     found: dict[tuple[str, str], dict[int, float]] = {}
     for path in paths:
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                if row["shape"] != shape or row["dtype"] != dtype or not row["ms_per_branch"]:
-                    continue
-                rows = row["rows_per_step"]
-                if row["mode"] not in ON_TREES and row["coverage"] == "equal":  # rounded to ranks and micro-batches
-                    rows = f"as many as of {round(int(rows) / PUBLISHED['branches'])} trees"
-                if row.get("max_packed_tokens"):
-                    rows = f"{rows} rows of up to {row['max_packed_tokens']} tokens"
-                how = "compiled" if row["compiled"] == "True" else "eager"
-                how += ", checkpointing" if row.get("checkpointing") == "True" else ""
-                way = f"{rows} a step, {row['rows_per_micro_batch']} a micro-batch, {how}"
-                points = found.setdefault((row["mode"], way), {})
-                gpus = int(row["gpus"])
-                points[gpus] = max(points.get(gpus, 0.0), 1e3 / float(row["ms_per_branch"]))
+        for row in read_csv(path):
+            if row["shape"] != shape or row["dtype"] != dtype or not row["ms_per_branch"]:
+                continue
+            rows = row["rows_per_step"]
+            if row["mode"] not in ON_TREES and row["coverage"] == "equal":  # rounded to ranks and micro-batches
+                rows = f"as many as of {round(int(rows) / PUBLISHED['branches'])} trees"
+            if row.get("max_packed_tokens"):
+                rows = f"{rows} rows of up to {row['max_packed_tokens']} tokens"
+            how = "compiled" if row["compiled"] == "True" else "eager"
+            how += ", checkpointing" if row.get("checkpointing") == "True" else ""
+            way = f"{rows} a step, {row['rows_per_micro_batch']} a micro-batch, {how}"
+            points = found.setdefault((row["mode"], way), {})
+            gpus = int(row["gpus"])
+            points[gpus] = max(points.get(gpus, 0.0), 1e3 / float(row["ms_per_branch"]))
     return {key: dict(sorted(points.items())) for key, points in found.items() if len(points) > 1}
 
 

@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
 import gc
 import os
 import statistics
@@ -42,7 +41,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,13 +53,13 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerC
 from transformers.integrations import sdpa_attention
 from trl import SFTConfig, SFTTrainer
 
-from benchmarks.common import Row, default_device, environment, make_parser, progress, report, write_csv
+from benchmarks.common import Results, Row, default_device, environment, make_parser, progress, report
 from benchmarks.flops import SHAPES, shape_config
 from benchmarks.published import MODES, ON_TREES, baseline_rows, check_figures, rows_per_step, set_figures
-from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer, prepare_trees
+from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer
 from hf_prefix_tree.attention.kernels import one_graph_for_all_lengths
 from hf_prefix_tree.flops import flop_counts
-from hf_prefix_tree.splitting import split_tree
+from hf_prefix_tree.report.groups import parts_of
 from hf_prefix_tree.synthetic import caterpillar, caterpillar_set
 from hf_prefix_tree.tree import PrefixTree
 
@@ -115,12 +113,6 @@ def is_checkpointed(mode: str, args: Any) -> bool:
     return args.checkpointing is not None and (not args.checkpointing or mode in args.checkpointing)
 
 
-def most_tokens(mode: str, trees: Sequence[PrefixTree], args: Any) -> int:
-    """Tokens that a row of trees may hold: all, or what was asked for."""
-    own = args.max_packed_tokens if mode == "tree" else None
-    return max(len(tree) for tree in trees) if own is None else own
-
-
 def choose_kernels(dtype: str) -> None:
     """What SDPA runs in the baselines on a GPU."""
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -168,18 +160,20 @@ def make_trainer(mode: str, coverage: str, trees: Sequence[PrefixTree], args: An
         )
     if on_trees:
         options |= {"mode": mode, "compile_layers": args.compile}
-        dataset = Dataset.from_list([tree.to_dict() for tree in trees])
-        dataset = prepare_trees(dataset, max_packed_tokens=most_tokens(mode, trees, args), pack_trees=False)
+        if mode == "tree":
+            options |= {"max_packed_tokens": args.max_packed_tokens, "pack_trees": False}
+        rows = [tree.to_dict() for tree in trees]
     else:
-        dataset = Dataset.from_list(baseline_rows(mode, trees))
+        options["dataset_kwargs"] = {"skip_prepare_dataset": True}
+        rows = baseline_rows(mode, trees)
         if args.compile:
             for layer in model.model.layers:
                 layer.compile()
     trainer_class, config_class = (TreeSFTTrainer, TreeSFTConfig) if on_trees else (SFTTrainer, SFTConfig)
     trainer = trainer_class(
         model=model,
-        args=config_class(folder, dataset_kwargs={"skip_prepare_dataset": True}, **options),
-        train_dataset=dataset,
+        args=config_class(folder, **options),
+        train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer(),
     )
     if trainer.accelerator.mixed_precision != precision:
@@ -216,33 +210,15 @@ def measure_mode(mode: str, coverage: str, trees: Sequence[PrefixTree], args: An
         "first_loss": log[0]["loss"],
         "loss": log[-1]["loss"],
         "imbalance": statistics.mean(imbalance) if imbalance else None,
-        "flop_ratio": flop_ratio(trees, args.shape, most_tokens(mode, trees, args)) if mode == "tree" else None,
+        "flop_ratio": flop_ratio(trees, args.shape, args.max_packed_tokens) if mode == "tree" else None,
     }
 
 
-def flop_ratio(trees: Sequence[PrefixTree], shape: str, max_packed_tokens: int) -> float:
+def flop_ratio(trees: Sequence[PrefixTree], shape: str, max_packed_tokens: int | None = None) -> float:
     """FLOPs of the branches over those of the trees, larger ones split."""
-    parts = [part for tree in trees for part in split_tree(tree, max_packed_tokens)]
-    branches, folded = (flop_counts(rows, shape_config(shape)) for rows in (trees, parts))
-    return branches["branches"]["tflop"] / folded["folded"]["tflop"]
-
-
-class Results:
-    """The rows of this launch, measured `where`; the CSV file holds them after those that it had (`append`)."""
-
-    def __init__(self, path: Path | None, where: Row, append: bool = False) -> None:
-        self.path, self.where = path, where
-        self.rows: list[Row] = []
-        self.earlier: list[Row] = []
-        if append and path is not None and path.is_file():
-            with path.open(newline="") as file:
-                self.earlier = list(csv.DictReader(file))
-
-    def write(self, *unfinished: Row) -> None:
-        """Writes the file, with `unfinished` rows at its end."""
-        if self.path is not None:
-            rows = [{**row, **self.where} for row in [*self.rows, *unfinished]]
-            write_csv(self.path, [*self.earlier, *rows])
+    parts = [part for tree in trees for part in parts_of(tree, max_packed_tokens)]
+    counts = flop_counts(parts, shape_config(shape))
+    return counts["branches"]["tflop"] / counts["folded"]["tflop"]
 
 
 def measure(trees: Sequence[PrefixTree], args: Any, device: torch.device, state: PartialState) -> list[Row]:

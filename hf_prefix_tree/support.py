@@ -130,11 +130,6 @@ def check_support(model: PreTrainedModel) -> None:
                 "Load it with `attention_type='original_full'`."
             )
         if has_convolution(module) and (reason := why_not_served(module)) is not None:
-            if hasattr(module, "base_layer") or hasattr(module, "original_module"):
-                raise ValueError(
-                    f"A PEFT adapter wraps `{module_name}`, the convolution of a recurrent layer, which then does not "
-                    "follow the tree. Leave it out of `target_modules` and `modules_to_save`."
-                )
             raise ValueError(
                 f"{name} convolves over the row (`{module_name}`), which would mix branches, and cannot be made to "
                 f"follow the tree: {reason}. {WAY_OUT}"

@@ -122,6 +122,8 @@ def has_convolution(module: torch.nn.Module) -> bool:
 
 def why_not_served(mixer: torch.nn.Module) -> str | None:
     """`None` where a module that holds a convolution can follow a tree, otherwise the reason why not."""
+    if hasattr(mixer, "base_layer") or hasattr(mixer, "original_module"):
+        return "a PEFT adapter wraps the convolution; leave it out of `target_modules` and `modules_to_save`"
     calls = _calls(type(mixer).forward)
     scans = [name for name in _WITHOUT_STATES if name in calls]
     if scans:

@@ -37,7 +37,7 @@ def test_the_set_has_the_published_figures():
 
 
 def test_the_flop_bound_of_the_set():
-    assert scaling.flop_ratio(caterpillar_set(8), "0.6b", 10_000) == pytest.approx(6.7, abs=0.3)
+    assert scaling.flop_ratio(caterpillar_set(8), "0.6b") == pytest.approx(6.7, abs=0.3)
     assert scaling.flop_ratio(caterpillar_set(), "0.6b", 8448) == pytest.approx(6.0, abs=0.1)  # splitting makes 1.12x
 
 
@@ -132,7 +132,7 @@ def test_splitting_trees_changes_no_loss(trainers):
     options = ["--quick", "--steps", "2", "--only", "tree"]
     (whole,) = scaling.main([*options, "--trees-per-step", "8"])
     (split,) = scaling.main([*options, "--trees-per-step", "16", "--max-packed-tokens", "102"])  # the longest branch
-    assert [trainer.train_dataset["num_parts"] for trainer in trainers] == [[[1]] * 8, [[2]] * 16]
+    assert len(trainers[0].train_dataset) == 8 and trainers[1].train_dataset["num_parts"] == [[2]] * 16
     assert split["flop_ratio"] < whole["flop_ratio"]
     assert (whole["max_packed_tokens"], split["max_packed_tokens"]) == (None, 102)
     assert split["branches_per_step"] == whole["branches_per_step"] == 32
