@@ -141,6 +141,8 @@ def measure_option(shape: str, option: str, args: Any, device: torch.device) -> 
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+            # Rows of other lengths left pinned memory of other sizes. (PyTorch 2.11 has no public name for this.)
+            torch._C._host_emptyCache()
         batch = make_row(tokens, device)
 
         def run() -> None:
