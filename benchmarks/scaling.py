@@ -10,7 +10,7 @@ and `flat_steps` (SFTTrainer on one sample per turn, each token supervised once)
 least one for each; `--trees-per-step` makes it larger, so that its trees can be balanced, best with several of them in
 a micro-batch (`--trees-per-micro-batch`). `--max-packed-tokens` splits larger trees: a step then has as many parts,
 which cover fewer branches. For each tree of a step a baseline's step has 4 rows at the `published` coverage, and as
-many as a tree has branches, 20.4, at the `equal` one. Its micro-batch is one row, which takes the least memory, or
+many as a tree has branches, 20.5, at the `equal` one. Its micro-batch is one row, which takes the least memory, or
 `--branches-per-micro-batch` rows, padded as TRL's trainer pads them.
 
 The baselines attend through PyTorch's FlashAttention-2 in bfloat16 and its memory-efficient kernel in float32 or

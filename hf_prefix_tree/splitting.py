@@ -30,8 +30,8 @@ def split_tree(tree: PrefixTree, max_tokens: int) -> list[PrefixTree]:
     those of the whole tree, in the first part that holds the token and 0 in the others; `num_branches` stays the whole
     tree's K. So the weights, and with them the unnormalised losses and gradients, add up to the whole tree's.
 
-    Which parts belong together is not stored in a part: a dataset keeps it in columns beside (`tree_id`, `part`), and
-    a sampler keeps them in one step. A part weighs 0 only if its branches supervise nothing that is theirs alone.
+    Which parts belong together is not stored in a part: a dataset keeps it in columns (`tree_ids`, `num_parts`), and a
+    sampler keeps them in one step. A part weighs 0 only if its branches supervise nothing that is theirs alone.
 
     Args:
         tree ([`PrefixTree`]):

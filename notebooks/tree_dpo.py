@@ -13,9 +13,9 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/hf-prefix-tree/hf_prefix_tree/blob/main/notebooks/tree_dpo.ipynb)
 #
-# A preference pair is two answers to one prompt. TRL's `DPOTrainer` computes the prompt twice, for the policy and again for the
-# reference, and once more for each further pair of the same prompt. `TreeDPOTrainer` computes it once per micro-batch, and
-# logs the same numbers. Here both train the same model on the same pairs, side by side.
+# A preference pair is two answers to one prompt. TRL's `DPOTrainer` computes the prompt with each of them, in the policy and
+# again in the reference. `TreeDPOTrainer` computes it once per model and micro-batch, for all pairs of the prompt, and logs the same
+# numbers. Here both train the same model on the same pairs, side by side.
 
 # %%
 # On Colab: %pip install -q hf_prefix_tree matplotlib

@@ -30,7 +30,8 @@ class TreeDPOTrainer(FoldedForwardMixin, DPOTrainer):
             As for `DPOTrainer`.
 
     Raises:
-        `ValueError`: where the architecture cannot be exact on trees, and under context or sequence parallelism.
+        `ValueError`: where the architecture cannot be exact on trees, and under context, sequence or pipeline
+            parallelism, FSDP1, and `dispatch_batches=True` on several ranks.
 
     Example:
 

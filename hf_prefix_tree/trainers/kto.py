@@ -31,7 +31,8 @@ class TreeKTOTrainer(FoldedForwardMixin, KTOTrainer):
             As for `KTOTrainer`.
 
     Raises:
-        `ValueError`: where the architecture cannot be exact on trees, and under context or sequence parallelism.
+        `ValueError`: where the architecture cannot be exact on trees, and under context, sequence or pipeline
+            parallelism, FSDP1, and `dispatch_batches=True` on several ranks.
 
     Example:
 

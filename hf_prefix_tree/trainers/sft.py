@@ -59,6 +59,10 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
             As for `SFTTrainer`. Refused: `compute_loss_func`, `compute_metrics`, `preprocess_logits_for_metrics`,
             `formatting_func`, vision datasets, prompt-learning PEFT.
 
+    Raises:
+        `ValueError`: where the architecture or an argument cannot be exact on trees, and under context, sequence or
+            pipeline parallelism, FSDP1, and `dispatch_batches=True` on several ranks.
+
     Example:
 
     ```python

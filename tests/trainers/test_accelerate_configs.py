@@ -64,7 +64,7 @@ def test_the_script_runs_on_one_and_two_processes(tmp_path, tiny_tokenizer):
         "lr_scheduler_type": "constant",
         "optim": "sgd",
     }
-    # On CPUs `accelerate launch` starts one process whatever the config says.
+    # With `--cpu`, `accelerate launch` starts one process whatever the config says.
     single = [str(CONFIGS / "single_gpu.yaml"), "--cpu", "--mixed_precision", "no"]
     launchers = {
         "one": ["accelerate.commands.launch", "--config_file", *single],
