@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_prefix_tree.attention.backend import ATTN_BACKENDS
-from hf_prefix_tree.attention.context import TreeContext, active_context, set_active_context
+from hf_prefix_tree.attention.context import TreeContext, active_context, enter_call, leave_call, set_active_context
 from hf_prefix_tree.attention.implementations import implementations, set_implementations, with_tree_attention
 from hf_prefix_tree.attention.interface import IMPLEMENTATION, WAY_OUT
 from hf_prefix_tree.attention.positions import Handle, place_by_depth
@@ -31,6 +32,8 @@ from hf_prefix_tree.refusals import refuse_long_branches, refuse_options, refuse
 from hf_prefix_tree.support import backbone_of, base_causal_lm, check_support, refuse_adapters, rope_limit
 from hf_prefix_tree.verify import verify_images, verify_tree_forward, weights_are_whole
 
+logger = logging.getLogger(__name__)
+
 _STATE = "_hf_prefix_tree_state"
 
 
@@ -41,8 +44,7 @@ class _State:
     attn_backend: str
     previous_implementations: dict[str, str]
     previous_loss: Callable | None
-    had_loss_kwargs_flag: bool
-    previous_loss_kwargs_flag: bool | None
+    previous_flag: dict[str, Any] | None = None  # `accepts_loss_kwargs` of the model, where it was changed
     handles: list[Handle] = field(default_factory=list)
     verified_on: set[str] = field(default_factory=set)
     verifying: bool = False
@@ -62,6 +64,10 @@ def prepare_model(
     the loss `sum(w * nll) / sum(w)`; `outputs.logits` is then `[1, M, vocab]`, one row for each of the M supervised
     tokens. Without `prefix_tree` in the call the model does what it does under its default attention. Calling it again
     changes `attn_backend` and may compile, no more; [`unprepare_model`] undoes it.
+
+    A stock `Trainer` then takes the mean of its micro-batches' losses (`model.accepts_loss_kwargs = False`), with
+    trees and without: before it trains on anything else, call [`unprepare_model`]. A model that one of this package's
+    trainers or [`fold_shared_prefixes`] prepared keeps the normalisation that it had.
 
     The model is checked against independent runs of the branches: at once where its weights are whole and on the
     device they train on, otherwise at the first training step.
@@ -104,6 +110,20 @@ def prepare_model(
 
     ```
     """
+    follow_trees(model, attn_backend=attn_backend, compile_layers=compile_layers)
+    base = base_causal_lm(model)
+    state: _State = getattr(base, _STATE)
+    if state.previous_flag is None:
+        # Trainer would otherwise pass the number of labels as `num_items_in_batch`, which is not their weights.
+        state.previous_flag = {name: x for name, x in base.__dict__.items() if name == "accepts_loss_kwargs"}
+        base.accepts_loss_kwargs = False
+    return model
+
+
+def follow_trees(
+    model: torch.nn.Module, *, attn_backend: str = "auto", compile_layers: bool = False
+) -> torch.nn.Module:
+    """[`prepare_model`] for trainers that normalise by themselves: leaves stock ones the model's normalisation."""
     if attn_backend not in ATTN_BACKENDS:
         raise ValueError(f"`attn_backend` must be one of {ATTN_BACKENDS}, got {attn_backend!r}.")
     base = base_causal_lm(model)
@@ -122,8 +142,6 @@ def prepare_model(
         attn_backend=attn_backend,
         previous_implementations=implementations(base),
         previous_loss=base.__dict__.get("_loss_function"),
-        had_loss_kwargs_flag="accepts_loss_kwargs" in base.__dict__,
-        previous_loss_kwargs_flag=base.__dict__.get("accepts_loss_kwargs"),
         rope_limit=rope_limit(base.config),
         has_sinks=any("sink" in name for name, _ in base.named_parameters()),
         recurrent=followed_functions(base),
@@ -131,9 +149,6 @@ def prepare_model(
     set_implementations(base, with_tree_attention(base))
     setattr(base, _STATE, state)
     base.loss_function = functools.partial(_tree_aware_loss, base.loss_function)
-    # Trainer would otherwise pass `num_items_in_batch`, skip its own division by the accumulation steps, and scale
-    # loss and gradients with them.
-    base.accepts_loss_kwargs = False
     backbone = backbone_of(base)
     assert backbone is not None  # checked above
     state.handles = [
@@ -172,10 +187,9 @@ def unprepare_model(model: torch.nn.Module) -> torch.nn.Module:
         del base._loss_function
     else:
         base._loss_function = state.previous_loss
-    if state.had_loss_kwargs_flag:
-        base.accepts_loss_kwargs = state.previous_loss_kwargs_flag
-    else:
+    if state.previous_flag is not None:
         del base.accepts_loss_kwargs
+        base.__dict__.update(state.previous_flag)
     set_implementations(base, state.previous_implementations)
     return model
 
@@ -212,6 +226,7 @@ def _verify(base: PreTrainedModel, state: _State, forward: Callable | None = Non
 
 def _enter(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Pre-hook of the causal LM: batch contract in, context of the call out."""
+    enter_call()  # first of all: after an error the other hook leaves it
     if args:
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -222,6 +237,9 @@ def _enter(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tupl
         )
     if kwargs.get("prefix_tree") is None:
         refuse_partial_batch(kwargs)
+        trains = module.training and torch.is_grad_enabled() and kwargs.get("labels") is not None
+        if trains and getattr(module, _STATE).previous_flag is not None:
+            _warn_of_training_without_trees()
         return None
     if module.config._attn_implementation != IMPLEMENTATION:
         raise ValueError(
@@ -261,11 +279,18 @@ def _enter(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tupl
     return (), kwargs
 
 
+@functools.cache
+def _warn_of_training_without_trees() -> None:
+    logger.warning(
+        "A prepared model trains on a call without a tree. A stock `Trainer` would take the mean of micro-batches, "
+        "not of their tokens (`model.accepts_loss_kwargs = False`). Call `unprepare_model(model)` before it."
+    )
+
+
 def _leave(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    context = active_context()
+    context = leave_call()
     if context is None:
         return None
-    set_active_context(None)
     if output is not None and not context.has_masks:  # `None` after an error
         raise ValueError(
             f"{type(module).__name__} asked for no mask of the tree (what it masks, it masks by itself), so branches "

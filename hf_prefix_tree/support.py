@@ -207,11 +207,16 @@ def checked_length(config: Any) -> int:
 
     ```
     """
-    limits = (getattr(config, "max_position_embeddings", None), rope_limit(config))
-    limit = min((limit for limit in limits if limit and limit > 0), default=2**31)
+    limit = position_limit(config)
     known = [window for window in attention_windows(config) if window < limit]
     own = [value for name, value in config.to_dict().items() if _OWN_WINDOW.search(name) and isinstance(value, int)]
     return min(max(min(known, default=0), *(window for window in own if window < limit), 0) + 24, limit)
+
+
+def position_limit(config: Any) -> int:
+    """The positions that the model has, or from which its rotary frequencies change; 2**31 where nothing says so."""
+    limits = (getattr(config, "max_position_embeddings", None), rope_limit(config))
+    return min((limit for limit in limits if limit and limit > 0), default=2**31)
 
 
 def rope_limit(config: Any) -> int | None:

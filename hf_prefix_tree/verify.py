@@ -26,12 +26,13 @@ from hf_prefix_tree.attention.defaults import default_implementation
 from hf_prefix_tree.attention.interface import IMPLEMENTATION, WAY_OUT
 from hf_prefix_tree.batch import BLOCK_SIZE, IGNORE_INDEX, concatenate_trees
 from hf_prefix_tree.images import fold_images, image_model
-from hf_prefix_tree.support import checked_length
+from hf_prefix_tree.support import checked_length, position_limit
 from hf_prefix_tree.tree import Branch, PrefixTree, fold
 
 logger = logging.getLogger(__name__)
 
 CHECKED_TOKENS = 6  # the last ones of each branch: what a fork, a window or a neighbour would disturb
+SECOND_TREE = 12  # its tokens; the control is of more than them
 # Rounding that no model is blamed for, relative to the logits: a few units of the dtype over some tens of layers.
 _ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
@@ -105,11 +106,16 @@ def _verify(model: PreTrainedModel, forward: Callable, forest: _Forest) -> None:
     where = torch.from_numpy(np.unique(np.concatenate(positions))).to(device)  # row order: that of the gathered logits
     labels = torch.full_like(row["labels"], IGNORE_INDEX)
     labels[0, where] = row["input_ids"][0, where]
+    predecessors = row["prefix_tree"][0, 2].long()
+    # A plain run has a position for each token, and a learned table may end before the row: its last tokens, then.
+    limit, tokens = position_limit(model.config.get_text_config()), sum(map(len, trees))
+    first = max(tokens - limit, 0)
+    seen = where[predecessors[where] >= first]
     with _undisturbed(model), torch.no_grad(), _coarsest_dtype(model) as dtypes:
-        causal = _plain_logits(model, forward, row["input_ids"], row["prefix_tree"][0, 2, where].long(), images)
+        causal = _plain_logits(model, forward, row["input_ids"][:, first:tokens], predecessors[seen] - first, images)
         logits = _tree_logits(model, forward, {**row, **images, "labels": labels})
         found = dict(zip(where.tolist(), logits, strict=True))
-        found_causal = dict(zip(where.tolist(), causal, strict=True))
+        found_causal = dict(zip(seen.tolist(), causal, strict=True))
         error = control = spread = scale = 0.0
         branches = [branch for tree in trees for branch in tree.branches()]
         for i, (branch, checked) in enumerate(zip(branches, positions, strict=True)):
@@ -117,11 +123,12 @@ def _verify(model: PreTrainedModel, forward: Callable, forest: _Forest) -> None:
             own = {key: value.to(device) for key, value in forest.branch_images[i].items()} if images else {}
             keep = torch.arange(ids.shape[1] - len(checked) - 1, ids.shape[1] - 1, device=device)
             alone = _plain_logits(model, forward, ids, keep, own)
-            padded = torch.nn.functional.pad(ids, (0, 5))
+            padded = torch.nn.functional.pad(ids, (0, min(5, limit - ids.shape[1])))
             padded_logits = _plain_logits(model, forward, padded, keep, own, length=ids.shape[1])
             tree_logits = torch.stack([found[position] for position in checked])
             error = max(error, _distance(tree_logits, alone))
-            control = max(control, _distance(torch.stack([found_causal[position] for position in checked]), alone))
+            mixed = [found_causal.get(position, logit) for position, logit in zip(checked, alone, strict=True)]
+            control = max(control, _distance(torch.stack(mixed), alone))
             spread = max(spread, _distance(padded_logits, alone))
             scale = max(scale, _distance(alone, torch.zeros_like(alone)))
     numbers = f"error {error:.1e}, own spread {spread:.1e}, causal control {control:.1e}, logits {scale:.1e}"
@@ -170,12 +177,17 @@ def _tree_logits(model: PreTrainedModel, forward: Callable, batch: dict[str, tor
 def _forest(model: PreTrainedModel) -> _Forest:
     config = model.config.get_text_config()
     longest = checked_length(config)
+    if longest <= SECOND_TREE:
+        raise ValueError(
+            f"{type(model).__name__} has {longest} positions, and the self-check needs more than {SECOND_TREE}. "
+            f"{WAY_OUT}"
+        )
     pad, vocab_size = getattr(config, "pad_token_id", None), _vocab_size(model)
     ids = np.random.default_rng(0).integers(0, vocab_size, size=4 * longest)
     ids[ids == pad] = (pad or 0) + 1 if (pad or 0) + 1 < vocab_size else 0  # some models number tokens past padding
     trunk, fork = ids[:longest], 2 * longest // 3
     sibling = np.concatenate([trunk[:fork], ids[longest : longest + longest - fork]])
-    paths = [[trunk, sibling, trunk[: longest - 4]], [ids[2 * longest : 2 * longest + 12]]]
+    paths = [[trunk, sibling, trunk[: longest - 4]], [ids[2 * longest : 2 * longest + SECOND_TREE]]]
     return _Forest([fold([Branch(path, np.ones(len(path))) for path in tree]) for tree in paths])
 
 

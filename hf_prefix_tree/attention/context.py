@@ -9,8 +9,11 @@ attention (a convolution, a scan) read the tree itself from it: `predecessor`, `
 
 from __future__ import annotations
 
+import sys
 from contextvars import ContextVar
 from functools import cached_property
+from types import FrameType
+from typing import NamedTuple
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
@@ -138,14 +141,47 @@ class TreeContext:
         return hidden_states.reshape(-1, hidden_states.shape[-1])[self.supervised.where][None]
 
 
-_active: ContextVar[TreeContext | None] = ContextVar("hf_prefix_tree_context", default=None)
+class _Call(NamedTuple):
+    context: TreeContext | None  # `None` in a call without a tree
+    frame: FrameType | None  # what calls the hooks; `None` under compilation, which knows no frames
+
+
+# The calls of prepared models that run, the innermost last.
+_calls: ContextVar[tuple[_Call, ...]] = ContextVar("hf_prefix_tree_calls", default=())
 
 
 def active_context() -> TreeContext | None:
-    """The context of the tree call that runs now, or `None`."""
-    return _active.get()
+    """The context of the call that runs now, or `None` where it has no tree."""
+    calls = _calls.get()
+    return calls[-1].context if calls else None
 
 
-def set_active_context(context: TreeContext | None) -> None:
-    """Enters a tree call, or leaves it with `None`."""
-    _active.set(context)
+def enter_call() -> None:
+    """
+    Begins a call: without a tree, until [`set_active_context`] gives it one. To be called by a hook.
+
+    PyTorch runs no hooks after `KeyboardInterrupt`: calls that ended so are forgotten here.
+    """
+    calls, caller = _calls.get(), None
+    if not torch.compiler.is_compiling():
+        caller = sys._getframe(2)
+        if calls:
+            running, frame = [], caller.f_back
+            while frame is not None:
+                running.append(frame)
+                frame = frame.f_back
+            calls = tuple(call for call in calls if call.frame is None or call.frame in running)
+    _calls.set((*calls, _Call(None, caller)))
+
+
+def set_active_context(context: TreeContext) -> None:
+    """Makes the call that runs now one with a tree."""
+    *outer, call = _calls.get()
+    _calls.set((*outer, call._replace(context=context)))
+
+
+def leave_call() -> TreeContext | None:
+    """Ends the call that runs now; returns its context."""
+    context = active_context()
+    _calls.set(_calls.get()[:-1])
+    return context

@@ -121,22 +121,27 @@ def pack_stream(trees: IterableDataset, max_tokens: int, pack_trees: bool) -> It
     )
 
 
-def check_packed(dataset: Dataset | IterableDataset, weighting: str) -> Dataset | IterableDataset:
+def check_weightings(dataset: Dataset | IterableDataset, weighting: str) -> Dataset | IterableDataset:
     """
-    The same packed rows, whose weighting is checked, of a stream while it is read.
+    The same packed rows or folded trees, whose weighting is checked, of a stream while it is read.
 
     Raises:
-        `ValueError`: If a tree has another weighting: parts of split trees can't be weighted anew.
+        `ValueError`: If a tree has another weighting: it is taken as it is, and parts of split trees can't be weighted
+            anew.
     """
+    column = "trees" if "trees" in dataset.column_names else "weighting"
     if isinstance(dataset, IterableDataset):
         return dataset.map(
             _check_weightings,
             batched=True,
             batch_size=16,
-            input_columns=["trees"],
+            input_columns=[column],
             features=dataset.features,
             fn_kwargs={"weighting": weighting},
         )
+    if column == "weighting":
+        _check_weightings(dataset.unique(column), weighting)
+        return dataset
     for table in dataset.select_columns("trees").with_format("arrow").iter(batch_size=1000):
         for chunk in table["trees"].chunks:
             _check_weightings(
@@ -145,13 +150,15 @@ def check_packed(dataset: Dataset | IterableDataset, weighting: str) -> Dataset 
     return dataset
 
 
-def _check_weightings(rows: list[list[dict[str, Any]]], weighting: str) -> dict[str, Any]:
-    for own in (tree["weighting"] for trees in rows for tree in trees):
-        if own != weighting:
-            raise ValueError(
-                f"`weighting` is {weighting!r}, but `dataset` holds packed rows of trees that were folded with {own!r}"
-                f"; pass `weighting={own!r}`, or prepare the whole trees again."
-            )
+def _check_weightings(rows: list[list[dict[str, Any]]] | list[str], weighting: str) -> dict[str, Any]:
+    for row in rows:
+        for own in [row] if isinstance(row, str) else [tree["weighting"] for tree in row]:
+            if own != weighting:
+                held = "trees" if isinstance(row, str) else "packed rows of trees"
+                raise ValueError(
+                    f"`weighting` is {weighting!r}, but `dataset` holds {held} that were folded with {own!r}; pass "
+                    f"`weighting={own!r}`, or prepare the whole trees again."
+                )
     return {}
 
 

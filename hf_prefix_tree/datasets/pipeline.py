@@ -16,7 +16,7 @@ from datasets import Dataset, IterableDataset
 
 from hf_prefix_tree.conversations import REASONING_MODES, Tools
 from hf_prefix_tree.datasets.counts import Report
-from hf_prefix_tree.datasets.packed import check_packed
+from hf_prefix_tree.datasets.packed import check_weightings
 from hf_prefix_tree.datasets.rows import MESSAGE_KINDS, TEXT_KINDS, RowOptions, row_kind
 from hf_prefix_tree.datasets.selection import METRICS, SCORES
 from hf_prefix_tree.datasets.steps import Plan, prepare_dataset, prepare_stream
@@ -135,8 +135,8 @@ def prepare_trees(
 
             - `rows` that were read, `trees`, `max_branches` of one, the fields of [`TreeStats`], and `errors`;
             - branches `truncated`, `overlong`, `unsupervised`; turns with `prefix_mismatches`,
-              `unrendered_reasoning`, `unclosed_reasoning`; rows `filled`, `skipped`; trees `oversized` or `empty`:
-              what was lost;
+              `unrendered_reasoning`, `unclosed_reasoning`; `unrendered_messages`; rows `filled`, `skipped`; trees
+              `oversized` or `empty`: what was lost;
             - with `max_examples`: `candidates` (rows or groups), `valid` ones of those prepared, `selected`;
             - with `max_packed_tokens`: `packed_rows`, their `fill` (0 to 1), `split_trees`, `parts`,
               `weightless_parts` (left out: all that they supervise is in other parts), `duplicated_tokens`.
@@ -196,7 +196,7 @@ def prepare_trees(
                     "`dataset` holds packed rows already; pass `max_packed_tokens`, `max_examples` and `counts` where "
                     "they are packed."
                 )
-            return check_packed(dataset, weighting)
+            return check_weightings(dataset, weighting)
         if nothing_asked and isinstance(dataset, Dataset) and set(dataset.unique("weighting")) <= {weighting}:
             return dataset
     if kind in TEXT_KINDS and tokenizer is None:

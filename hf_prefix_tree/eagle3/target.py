@@ -26,7 +26,7 @@ from hf_prefix_tree.batch import IGNORE_INDEX
 from hf_prefix_tree.eagle3.attention import document_tree
 from hf_prefix_tree.eagle3.config import check_aux_layer_ids, default_aux_layer_ids
 from hf_prefix_tree.eagle3.loss import CHUNK_SIZE
-from hf_prefix_tree.model import ensure_verified, prepare_model
+from hf_prefix_tree.model import ensure_verified, follow_trees
 from hf_prefix_tree.support import backbone_of
 from hf_prefix_tree.verify import weights_are_whole
 
@@ -65,7 +65,7 @@ class Eagle3Target:
         num_layers = len(backbone_of(model).layers)  # type: ignore[union-attr]  # checked
         self.aux_layer_ids = list(default_aux_layer_ids(num_layers) if aux_layer_ids is None else aux_layer_ids)
         check_aux_layer_ids(self.aux_layer_ids, num_layers)
-        self.model: PreTrainedModel | None = prepare_model(model, attn_backend=attn_backend)
+        self.model: PreTrainedModel | None = follow_trees(model, attn_backend=attn_backend)
         model.requires_grad_(False)
         model.eval()
         self.embedding = model.get_input_embeddings().weight

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from trl import SFTConfig
 
 # Inherited options that are refused: the value that passes, and what to do instead.
@@ -223,10 +224,12 @@ class TreeSFTConfig(SFTConfig):
             choices = self.__dataclass_fields__[name].metadata["choices"]
             if getattr(self, name) not in choices and not (name == "selection_metric" and not self.selection_metric):
                 raise ValueError(f"`{name}` must be one of {choices}, got {getattr(self, name)!r}.")
-        for name in ("max_packed_tokens", "selection_num_proc", "max_examples"):
+        for name in ("max_packed_tokens", "selection_num_proc", "max_examples", "max_length"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {value}. Leave it out for no limit.")
+            if value is not None and (not isinstance(value, (int, np.integer)) or value < 1):
+                raise ValueError(
+                    f"`{name}` must be at least 1, got {value!r}: pass an int, or leave it out for no limit."
+                )
         if self.max_packed_tokens is not None and (self.max_length or 0) > self.max_packed_tokens:
             raise ValueError(
                 f"`max_length={self.max_length}` is above `max_packed_tokens={self.max_packed_tokens}`: a branch must "

@@ -27,7 +27,7 @@ from accelerate.utils import extract_model_from_parallel
 from transformers import PreTrainedModel
 
 from hf_prefix_tree.batch import IGNORE_INDEX
-from hf_prefix_tree.model import is_prepared, prepare_model
+from hf_prefix_tree.model import follow_trees, is_prepared
 from hf_prefix_tree.support import backbone_of, base_causal_lm, rope_limit
 from hf_prefix_tree.trainers.folding_rows import FoldedRows, fold_rows, row_multiple
 
@@ -104,7 +104,7 @@ def fold_shared_prefixes(
     base = base_causal_lm(inner)
     if attn_backend is not None or not is_prepared(inner):
         with _without_autocast(base):
-            prepare_model(inner, attn_backend=attn_backend or "auto")
+            follow_trees(inner, attn_backend=attn_backend or "auto")
     calls = getattr(base, _STATE, None)
     if calls is None:
         setattr(base, _STATE, _FoldedCalls(base, min_reuse))

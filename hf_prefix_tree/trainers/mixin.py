@@ -20,8 +20,9 @@ from hf_prefix_tree.batch import IGNORE_INDEX, STATS, summed_weights
 from hf_prefix_tree.collators.prefix_tree import DataCollatorForPrefixTree
 from hf_prefix_tree.flops import cost_per_count
 from hf_prefix_tree.loss import safe_divisor
-from hf_prefix_tree.model import ensure_verified, prepare_model
+from hf_prefix_tree.model import ensure_verified, follow_trees
 from hf_prefix_tree.trainers.balance import RowCounts, row_costs
+from hf_prefix_tree.trainers.config import REFUSED
 from hf_prefix_tree.trainers.engines import earlier_gradients_aside, keep_output_dtype, refuse_engines
 from hf_prefix_tree.trainers.padding import fill_uneven_steps, padded
 from hf_prefix_tree.trainers.sampling import STRATEGIES, StepSampler, linked_rows, split_tree_ids
@@ -55,8 +56,9 @@ class TreeLossMixin(_Trainer):
         self._tree_sums: dict[str, torch.Tensor] = {}
         super().__init__(*args, **kwargs)
         self._refuse_engines()
+        self._refuse_options()
         keep_output_dtype(self.accelerator)
-        prepare_model(
+        follow_trees(
             self.model,
             attn_backend=getattr(self.args, "attn_backend", "auto"),
             compile_layers=getattr(self.args, "compile_layers", False),
@@ -77,6 +79,18 @@ class TreeLossMixin(_Trainer):
             raise ValueError("`nn.DataParallel` is not supported: start one process per GPU with `accelerate launch`.")
         if not self.args.average_tokens_across_devices:
             raise ValueError("`average_tokens_across_devices=False` would weigh ranks, not tokens: set it to `True`.")
+
+    def _refuse_options(self) -> None:
+        """What `Trainer` would do to rows instead of branches; `TreeSFTConfig` refuses more of it, and earlier."""
+        for name in ("label_smoothing_factor", "neftune_noise_alpha"):
+            if value := getattr(self.args, name):
+                raise ValueError(
+                    f"`{name}={value!r}` is not supported on prefix trees: {REFUSED[name][1]}. Leave it out."
+                )
+        if self.compute_loss_func is not None:
+            raise ValueError(
+                "`compute_loss_func` is not supported on prefix trees: it would see rows, not branches. Leave it out."
+            )
 
     # ---- one optimizer step ----
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 from trl import SFTTrainer
 from trl.trainer.utils import global_then_local_main_first
@@ -23,6 +24,7 @@ from trl.trainer.utils import global_then_local_main_first
 from hf_prefix_tree.batch import BLOCK_SIZE, gather_supervised
 from hf_prefix_tree.collators.prefix_tree import DataCollatorForPrefixTree
 from hf_prefix_tree.datasets import prepare_trees
+from hf_prefix_tree.datasets.packed import check_weightings
 from hf_prefix_tree.trainers.arguments import check_arguments
 from hf_prefix_tree.trainers.card import add_section, tree_section
 from hf_prefix_tree.trainers.config import TreeSFTConfig
@@ -105,6 +107,14 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
             raise ValueError(
                 f"`data_collator` must be a `DataCollatorForPrefixTree`, got `{type(data_collator).__name__}`."
             )
+        else:
+            for name in ("weighting", "pad_to_multiple_of"):
+                own, given = getattr(data_collator, name), getattr(args, name)
+                if given and own != given:
+                    raise ValueError(
+                        f"`{name}={given!r}` in `args`, but {own!r} in `data_collator`: give both the same, or leave "
+                        "`data_collator` out."
+                    )
         if hasattr(train_dataset, "__len__") and not len(train_dataset):
             raise ValueError("`train_dataset` has no rows; pass at least one.")
         # `SFTTrainer` prepares the training dataset first; the same object may be an evaluation dataset as well
@@ -169,7 +179,12 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
             packed = ["trees", "tree_ids"]
             self._signature_columns = [field.name for field in dataclasses.fields(PrefixTree)] + raw + packed
 
-    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        folded = isinstance(dataset, Dataset | IterableDataset) and {"trees", "weighting"} & set(
+            dataset.column_names or ()
+        )
+        if folded and (self.args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+            dataset = check_weightings(dataset, self.args.weighting)
         collator = self.data_collator
         if self.args.mode == "grouped" and kwargs.get("is_training", False):
             if self.is_deepspeed_enabled:
@@ -179,7 +194,7 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
                 )
             self.data_collator = BranchCollator(collator)
         try:
-            return super()._get_dataloader(*args, **kwargs)
+            return super()._get_dataloader(dataset, *args, **kwargs)
         finally:
             self.data_collator = collator
 

@@ -11,6 +11,8 @@ from peft import AdaLoraConfig, LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    GPT2Config,
+    GPT2LMHeadModel,
     MistralConfig,
     Qwen3Config,
     T5Config,
@@ -226,6 +228,40 @@ def test_a_row_without_its_guard_and_a_bypassed_hook_raise():
         model.forward(**batch())
 
 
+def test_after_an_interrupt_a_call_without_a_tree_sees_none(monkeypatch):
+    """PyTorch calls no hook after `KeyboardInterrupt`, so that the interrupted call does not leave."""
+    model, other = (prepare_model(make_model("qwen3", dtype=torch.float32, seed=seed)) for seed in (0, 1))
+    row, ids = batch(num_trees=1), torch.arange(128)[None] % 20 + 3  # as long as the row
+    expected = [each(input_ids=ids, labels=ids) for each in (model, other)]
+    of_tree = model(**row).loss
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    for position, each in enumerate((model, other)):
+        with monkeypatch.context() as patch:
+            patch.setattr(model.model.layers[1], "forward", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                model(**row)
+        found = each(input_ids=ids, labels=ids)
+        assert torch.equal(found.logits, expected[position].logits)
+        assert torch.equal(found.loss, expected[position].loss)
+        assert context_module.active_context() is None  # nor is it kept
+    assert torch.equal(model(**row).loss, of_tree)
+
+
+@pytest.mark.parametrize("inner_has_tree", [True, False])
+def test_a_call_inside_a_call_has_a_tree_of_its_own(inner_has_tree):
+    model, other = (prepare_model(make_model("qwen3", dtype=torch.float32, seed=seed)) for seed in (0, 1))
+    ids = torch.arange(20)[None] + 3
+    outer, inner = batch(0, num_trees=1), batch(1) if inner_has_tree else {"input_ids": ids, "labels": ids}
+    expected, expected_inner = model(**outer).loss, other(**inner).loss
+    found = []
+    model.model.layers[0].register_forward_hook(lambda *args: found.append(other(**inner).loss))
+    assert torch.equal(model(**outer).loss, expected)
+    assert torch.equal(found[0], expected_inner)
+
+
 def test_an_error_in_the_model_leaves_no_context_behind(monkeypatch):
     model = prepare_model(make_model("qwen3", dtype=torch.float32))
     monkeypatch.setattr(model.model.layers[1], "forward", lambda *a, **k: 1 / 0)
@@ -315,6 +351,23 @@ def test_verification_sees_a_dropped_window(monkeypatch):
     monkeypatch.setattr(context_module, "dense_mask", lambda tree, window=None: dense(tree))
     with pytest.raises(ValueError, match="does not give the same logits"):
         prepare_model(make_model("gemma3", dtype=torch.float32))
+
+
+@pytest.mark.parametrize("positions", [13, 20, 24, 26, 40, 64, 255])
+def test_verification_has_no_more_positions_than_the_model(positions, caplog):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "n_positions": positions, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    dropout = {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, initializer_range=0.3, bos_token_id=1, eos_token_id=2))
+    with caplog.at_level(logging.WARNING, logger="hf_prefix_tree"):
+        assert is_prepared(prepare_model(model))
+    assert "cannot tell" not in caplog.text  # the control was large
+
+
+def test_too_few_positions_for_the_verification():
+    config = GPT2Config(vocab_size=VOCAB, n_positions=12, n_embd=16, n_layer=1, n_head=2, attn_pdrop=0)
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has 12 positions, and the self-check needs more than 12"):
+        prepare_model(GPT2LMHeadModel(config))
 
 
 def test_verification_disturbs_nothing(caplog):

@@ -11,7 +11,7 @@ from peft import LoraConfig, PrefixTuningConfig
 from runs import config, make_model, make_trees, tokenizer, tree_dataset
 from trl import SFTConfig
 
-from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer, prepare_trees
+from hf_prefix_tree import DataCollatorForPrefixTree, TreeSFTConfig, TreeSFTTrainer, prepare_trees
 from hf_prefix_tree.trainers.config import PREPARATION, REFUSED
 
 # What has no meaning for trees: they are prepared by our own code, or the option belongs to what is refused.
@@ -94,6 +94,13 @@ def test_refused_options_raise_with_a_remedy(tmp_path, name):
 def test_own_options_name_their_choices(tmp_path, name):
     with pytest.raises(ValueError, match=rf"`{name}` must be one of .*got 'other'"):
         TreeSFTConfig(str(tmp_path), use_cpu=True, bf16=False, **{name: "other"})
+
+
+@pytest.mark.parametrize("name", ["max_packed_tokens", "selection_num_proc", "max_examples", "max_length"])
+def test_limits_are_integers(tmp_path, name):
+    for wrong in ("100", 0.5, 0):
+        with pytest.raises(ValueError, match=rf"`{name}` must be at least 1, got {wrong!r}: pass an int, or leave it"):
+            config(tmp_path, **{name: wrong})
 
 
 def test_defaults():
@@ -217,3 +224,30 @@ def test_padding_token_and_multiple(tmp_path):
     assert batch["input_ids"].shape[1] % 128 == 0 and torch.equal(
         batch["attention_mask"] == 0, batch["input_ids"] == 0
     )
+
+
+@pytest.mark.parametrize(("name", "given"), [("weighting", "branch"), ("pad_to_multiple_of", 256)])
+def test_a_collator_that_says_otherwise(tmp_path, name, given):
+    collator = DataCollatorForPrefixTree(0)
+    options = {"model": make_model(), "train_dataset": tree_dataset(make_trees(1)), "processing_class": tokenizer()}
+    with pytest.raises(ValueError, match=rf"`{name}={given!r}` in `args`, but .* in `data_collator`"):
+        TreeSFTTrainer(args=config(tmp_path, **{name: given}), data_collator=collator, **options)
+    same = DataCollatorForPrefixTree(0, **{name: given})
+    TreeSFTTrainer(args=config(tmp_path, **{name: given}), data_collator=same, **options)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_trees_of_another_weighting_that_are_taken_as_they_are(tmp_path, packed, stream):
+    trees = tree_dataset(make_trees(2))
+    dataset = prepare_trees(trees, max_packed_tokens=10_000).remove_columns(["num_parts"]) if packed else trees
+    if packed and stream:
+        dataset = dataset.remove_columns(["tree_ids"])  # a stream keeps no parts of trees together
+    trainer = TreeSFTTrainer(
+        model=make_model(),
+        args=config(tmp_path, **SKIP, weighting="branch"),
+        train_dataset=dataset.to_iterable_dataset() if stream else dataset,
+        processing_class=tokenizer(),
+    )
+    with pytest.raises(ValueError, match=r"`weighting` is 'branch', but `dataset` holds .*folded with 'tree'; pass"):
+        trainer.train()

@@ -1,15 +1,25 @@
 """`TreeSFTTrainer` against TRL's `SFTTrainer` on the unfolded branches, and against itself under every setting."""
 
+import logging
+
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from models import branch_runs, gradients
+from models import VOCAB, branch_runs, gradients
 from peft import LoraConfig
 from runs import config, distance, make_model, make_trees, tokenizer, train, tree_dataset, weights
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from hf_prefix_tree import DataCollatorForPrefixTree, TreeLossMixin, TreeSFTTrainer, prepare_model
+from hf_prefix_tree import (
+    DataCollatorForPrefixTree,
+    TreeLossMixin,
+    TreeSFTTrainer,
+    fold_shared_prefixes,
+    prepare_model,
+)
+from hf_prefix_tree.model import _warn_of_training_without_trees
 from hf_prefix_tree.tree import fold
 
 
@@ -179,6 +189,10 @@ def plain_arguments(folder, **kwargs):
     return TrainingArguments(str(folder), **{**kept, "disable_tqdm": True, **kwargs})
 
 
+def train_on_trees(model):
+    TreeTrainer(model=model, args=plain_arguments("unused"))
+
+
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 @pytest.mark.parametrize("normaliser", ["micro-batch", "step"])
 def test_plain_trainer(tmp_path, accumulation, normaliser):
@@ -208,6 +222,47 @@ def test_plain_trainer(tmp_path, accumulation, normaliser):
     got = step_gradient(weights(make_model()), weights(trainer.model))
     assert distance(got, expected) < 5e-6
     assert trainer.state.log_history[0]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+
+
+@pytest.mark.parametrize("prepare", [None, train_on_trees, fold_shared_prefixes, prepare_model])
+def test_a_stock_trainer_goes_on_with_a_model_that_knew_trees(tmp_path, caplog, prepare):
+    """Without trees it normalises over the tokens of the step, as always; after `prepare_model` it says that not."""
+    rng = np.random.default_rng(0)
+    rows = Dataset.from_list([{"input_ids": rng.integers(3, VOCAB, size=n).tolist()} for n in (3, 30, 4)])
+    model = make_model()
+    if prepare is not None:
+        prepare(model)
+    trainer = SFTTrainer(
+        model=model,
+        args=config(tmp_path, SFTConfig, gradient_accumulation_steps=3, gradient_checkpointing=False),
+        train_dataset=rows,
+        processing_class=tokenizer(),
+    )
+    _warn_of_training_without_trees.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="hf_prefix_tree"):
+        trainer.train()
+    log = trainer.state.log_history[0]
+    with torch.no_grad():
+        ids = [torch.tensor(row["input_ids"])[None] for row in rows]
+        losses = [make_model()(input_ids=x, labels=x).loss for x in ids]
+    tokens = [x.shape[1] - 1 for x in ids]
+    by_tokens = sum(loss * count for loss, count in zip(losses, tokens, strict=True)) / sum(tokens)
+    expected = sum(losses) / 3 if prepare is prepare_model else by_tokens
+    assert log["loss"] == pytest.approx(expected.item(), rel=1e-6)
+    assert ("Call `unprepare_model(model)`" in caplog.text) == (prepare is prepare_model)
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "message"),
+    [
+        ({"label_smoothing_factor": 0.1}, {}, r"`label_smoothing_factor=0.1` is not supported.*full logits"),
+        ({"neftune_noise_alpha": 5.0}, {}, r"`neftune_noise_alpha=5.0` is not supported.*one noise"),
+        ({}, {"compute_loss_func": lambda *args, **kwargs: 0.0}, r"`compute_loss_func` is not supported"),
+    ],
+)
+def test_options_of_a_plain_trainer_that_are_refused(tmp_path, options, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        TreeTrainer(model=make_model(), args=plain_arguments(tmp_path, **options), **arguments)
 
 
 def test_a_plain_trainer_whose_batches_are_no_trees_says_what_they_lack(tmp_path):
