@@ -19,7 +19,7 @@ concatenation per key: O(N).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -118,8 +118,7 @@ def concatenate_trees(
 
     ```
     """
-    if pad_to_multiple_of < 1:
-        raise ValueError(f"`pad_to_multiple_of` must be at least 1, got {pad_to_multiple_of}.")
+    check_multiple(pad_to_multiple_of)
     tokens = sum(len(tree) for tree in trees)
     length = max(1, -(-tokens // pad_to_multiple_of)) * pad_to_multiple_of
     input_ids = np.full(length, pad_token_id, dtype=np.int64)
@@ -152,6 +151,14 @@ def concatenate_trees(
         "tree_stats": torch.from_numpy(counts)[None],
         GUARD: torch.zeros((1, length), dtype=torch.int64),
     }
+
+
+def check_multiple(pad_to_multiple_of: Any) -> None:
+    """Raises `ValueError` where a row's length can't be rounded up to a multiple of this."""
+    if not isinstance(pad_to_multiple_of, (int, np.integer)) or pad_to_multiple_of < 1:
+        raise ValueError(
+            f"`pad_to_multiple_of` must be at least 1, got {pad_to_multiple_of!r}: pass an int, 1 for no padding."
+        )
 
 
 def check_batch(batch: Mapping[str, object]) -> None:

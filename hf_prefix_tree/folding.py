@@ -299,9 +299,11 @@ def _weighted(
     total: npt.NDArray[np.float64], count: npt.NDArray[np.int64], num_branches: int, weighting: str
 ) -> npt.NDArray[np.float64]:
     """Turn the summed weights of the branches into the weights of the tree's tokens."""
-    if not total.max() < np.inf:
+    with np.errstate(over="ignore"):
+        weight = total.sum()  # what the loss divides by, and above every token's and every branch's weight
+    if not weight < np.inf:
         raise ValueError(
-            f"`weights` of the branches add up to {total.max()} at one token; scale the weights of all branches down."
+            f"`weights` of the branches add up to {weight} over the tree; scale the weights of all branches down."
         )
     if weighting == "tree":
         return total / num_branches

@@ -24,10 +24,17 @@ SUPERVISION = ("loss_mask", "completion_mask", "assistant_masks", "labels")
 SAMPLE_INDEX = "sample_index"
 
 
-class _Sample(NamedTuple):  # in the order of the batch's columns
+class Sample(NamedTuple):
+    """A feature as arrays, in the order of the batch's columns."""
+
     input_ids: np.ndarray  # [raw] int64
     supervised: np.ndarray  # [raw] bool
     attended: np.ndarray  # [raw] int64
+
+    def without_padding(self) -> Sample:
+        """Up to its last attended token: the fill, which is supervised, would stand after padding."""
+        count = int(np.flatnonzero(self.attended)[-1]) + 1 if self.attended.any() else 0
+        return Sample(*(values[:count] for values in self))
 
 
 @dataclass
@@ -37,9 +44,10 @@ class DataCollatorForDiffusionLM:
 
     A feature has `input_ids` and at least one of `loss_mask` (1 where supervised), TRL's `completion_mask` and
     `assistant_masks` (both: supervised where both are 1, as in TRL), and `labels` (unshifted, -100 where not
-    supervised). Several of them must agree. `attention_mask` is optional, all ones by default. Lists, arrays and
-    tensors are accepted, other columns are ignored, features are never changed. With a `Trainer` of your own set
-    `remove_unused_columns=False`, or the masks don't arrive here.
+    supervised). Several of them must agree. `attention_mask` is optional, all ones by default; tokens at the end that
+    it has zeros for are padding, and taken off. Lists, arrays and tensors are accepted, other columns are ignored,
+    features are never changed. With a `Trainer` of your own set `remove_unused_columns=False`, or the masks don't
+    arrive here.
 
     A sample of `raw` tokens is cut to `max_seq_len`, then filled up to whole blocks with EOS that is supervised. The
     batch is padded to its longest filled sample, with PAD that is not attended, and supervised with
@@ -69,8 +77,8 @@ class DataCollatorForDiffusionLM:
 
     Returns (`__call__`):
         `dict`: `input_ids`, `attention_mask` and `labels` (-100 where not supervised), int64, and `loss_mask`,
-        float32, of shape `(B, L)`; `input_lengths`, int64 of shape `(B,)`: tokens of each sample before any cut. Where
-        features have a `sample_index`, that too, int64 of shape `(B,)`, for seeds of the noise.
+        float32, of shape `(B, L)`; `input_lengths`, int64 of shape `(B,)`: tokens of each sample before any cut,
+        without padding. Where features have a `sample_index`, that too, int64 of shape `(B,)`, for seeds of the noise.
 
     Raises:
         `ValueError`: For ids that can't be found or numbers out of range. When called: for missing or contradicting
@@ -134,7 +142,7 @@ class DataCollatorForDiffusionLM:
         _check_return_tensors(return_tensors)
         if not features:
             raise ValueError("`features` is empty; pass at least one sample.")
-        samples = [_sample(feature, index) for index, feature in enumerate(features)]
+        samples = [self._read(feature, index) for index, feature in enumerate(features)]
         prefixes = [self._prefix(sample, index) for index, sample in enumerate(samples)]
         ends = [self._fill_end(len(s.input_ids), prefix) for s, prefix in zip(samples, prefixes, strict=True)]
         length = self._length(ends)
@@ -161,7 +169,10 @@ class DataCollatorForDiffusionLM:
             return batch
         return {name: torch.from_numpy(value) for name, value in batch.items()}
 
-    def _prefix(self, sample: _Sample, index: int) -> int:
+    def _read(self, feature: Mapping[str, Any], index: int) -> Sample:
+        return read_sample(feature, index).without_padding()
+
+    def _prefix(self, sample: Sample, index: int) -> int:
         """Where blocks start: 0, or the first supervised token, or the end of a sample without one."""
         if not self.response_window:
             return 0
@@ -193,8 +204,8 @@ class DLLMCollator(DataCollatorForDiffusionLM):
     """
     [`DataCollatorForDiffusionLM`] under the name, with the defaults and exactly the keys of NeMo Automodel's collator.
 
-    `loss_mask` and `attention_mask` must be there, other columns are ignored, `labels` too. The batch has `input_ids`,
-    `loss_mask`, `attention_mask` and `input_lengths`.
+    `loss_mask` and `attention_mask` must be there, other columns are ignored, `labels` too. Padding of a feature stays
+    where it is. The batch has `input_ids`, `loss_mask`, `attention_mask` and `input_lengths`.
 
     Args:
         pad_token_id (`int`, *optional*, defaults to `0`):
@@ -214,6 +225,9 @@ class DLLMCollator(DataCollatorForDiffusionLM):
         batch = super().__call__([{name: feature[name] for name in names} for feature in features], return_tensors)
         return {name: batch[name] for name in (*names, "input_lengths")}
 
+    def _read(self, feature: Mapping[str, Any], index: int) -> Sample:
+        return read_sample(feature, index)
+
 
 def _check_return_tensors(return_tensors: str) -> None:
     if return_tensors not in ("pt", "np"):
@@ -225,7 +239,8 @@ def _id_of(processing_class: Any, name: str) -> int | None:
     return getattr(getattr(processing_class, "tokenizer", processing_class), name, None)
 
 
-def _sample(feature: Mapping[str, Any], index: int) -> _Sample:
+def read_sample(feature: Mapping[str, Any], index: int) -> Sample:
+    """A feature, checked; errors name its index."""
     if feature.get("input_ids") is None:
         raise ValueError(f"`features[{index}]` has the keys {sorted(feature)} and no `input_ids`.")
     ids = _array(feature["input_ids"], "input_ids", index)
@@ -236,7 +251,7 @@ def _sample(feature: Mapping[str, Any], index: int) -> _Sample:
             "would see across them; pass `packing=False`."
         )
     attended = _mask(feature, "attention_mask", len(ids), index)
-    return _Sample(
+    return Sample(
         ids,
         _supervised(feature, ids, index),
         np.ones(len(ids), dtype=np.int64) if attended is None else attended.astype(np.int64),

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from hf_prefix_tree.batch import BLOCK_SIZE, concatenate_trees
+from hf_prefix_tree.batch import BLOCK_SIZE, check_multiple, concatenate_trees
 from hf_prefix_tree.folding import as_list, check_weighting
 from hf_prefix_tree.rollouts import as_branch, rollout_branches
 from hf_prefix_tree.tree import PrefixTree, fold
@@ -32,7 +33,8 @@ class DataCollatorForPrefixTree:
     - `branches`: a list of [`Branch`] or of `{"input_ids": [...], "weights": [...]}`,
     - `prompt_ids` and `completions`: token ids; every completion token is supervised, the prompt is not.
 
-    Folding here or beforehand gives the same batch. The collator pickles and runs in worker processes.
+    A key whose value is `None` counts as absent. Folding here or beforehand gives the same batch. The collator pickles
+    and runs in worker processes.
 
     Args:
         pad_token_id (`int`):
@@ -72,12 +74,13 @@ class DataCollatorForPrefixTree:
     def __post_init__(self) -> None:
         if self.return_tensors != "pt":
             raise ValueError(f"`return_tensors` must be 'pt', got {self.return_tensors!r}: only PyTorch is supported.")
-        if not isinstance(self.pad_token_id, int) or isinstance(self.pad_token_id, bool):
+        if not isinstance(self.pad_token_id, (int, np.integer)) or isinstance(self.pad_token_id, bool):
             raise ValueError(
                 f"`pad_token_id` must be an int, got {self.pad_token_id!r}: pass `tokenizer.pad_token_id`, or "
                 "`tokenizer.eos_token_id` where there is none."
             )
         check_weighting(self.weighting)
+        check_multiple(self.pad_to_multiple_of)
 
     def __call__(self, features: Sequence[PrefixTree | Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         if self.pad_token_id < 0:  # may be set after construction
@@ -102,6 +105,8 @@ def _is_padding(feature: object) -> bool:
 
 def _trees(feature: object, weighting: str) -> list[PrefixTree]:
     if isinstance(feature, Mapping):
+        # Arrow fills the columns of other forms with nulls
+        feature = {name: value for name, value in feature.items() if value is not None}
         found = [
             " and ".join(f"`{name}`" for name in form) for form in _FORMS if all(name in feature for name in form)
         ]

@@ -2,7 +2,7 @@
 """Messages to branches: what each assistant turn saw when it was sampled, and what it then said.
 
 Cost: two renderings per assistant turn (three where its reasoning leaves the trunk), each a pass of the template over
-the messages so far; tokenization of what the renderings don't share.
+the messages so far, and one of the whole conversation; tokenization of what the renderings don't share.
 """
 
 from __future__ import annotations
@@ -40,12 +40,16 @@ class ConversationBranches:
         unclosed_reasoning (`int`):
             Turns whose content begins with a `<think>` that is never closed, as in rollouts of capped length. All of
             it is reasoning. The template closes it, so that the turn is trained on as if it had ended there.
+        unrendered_messages (`int`):
+            Messages up to the last turn whose content the template leaves out, e.g. of a role that it doesn't know, or
+            whose `function_call`. The content of assistant messages and `tool_calls` are not looked at.
     """
 
     branches: list[Branch]
     prefix_mismatches: int
     unrendered_reasoning: int
     unclosed_reasoning: int = 0
+    unrendered_messages: int = 0
 
 
 def conversation_branches(
@@ -140,4 +144,5 @@ def conversation_branches(
         conversation.prefix_mismatches,
         conversation.unrendered_reasoning,
         sum(cut_off[t] is not None for t in turns),
+        conversation.unrendered_messages,
     )

@@ -44,6 +44,7 @@ class Conversation:
     turns: list[int]
     prefix_mismatches: int = field(default=0, init=False)
     unrendered_reasoning: int = field(default=0, init=False)
+    unrendered_messages: int = field(default=0, init=False)
 
     @cached_property
     def visible(self) -> list[Message]:
@@ -66,6 +67,10 @@ class Conversation:
         missing = split_reasoning(self.messages[turn])[0] not in text
         self.unrendered_reasoning += missing
         return not missing
+
+    def count_left_out(self, text: str, messages: Sequence[Message], **variables: Any) -> None:
+        """Counts the messages that are not in their rendering."""
+        self.unrendered_messages = self.template.count_left_out(text, messages, self.tools, self.variables | variables)
 
     def turn_start(self, prompt: Ids, ids: Ids) -> int:
         """Where the turn starts in a rendering that contains it; counts a prompt that is no prefix."""

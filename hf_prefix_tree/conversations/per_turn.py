@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """One branch per assistant turn: the messages up to it, rendered, as an agent loop samples them.
 
-Cost: two renderings per turn.
+Cost: two renderings per turn, and one of the whole conversation.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def per_turn(conversation: Conversation, empty_thinking_in_prompt: bool) -> list
             conversation.text(messages[: turn + 1], **switch),
         ]
         conversation.reasoning_is_in(texts[-1], turn)
+    conversation.count_left_out(texts[-1], messages[: turn + 1], **switch)
     encoded = template.segments.encode(texts)
     branches = []
     for prompt, ids in zip(encoded[::2], encoded[1::2], strict=True):

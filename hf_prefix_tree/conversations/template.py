@@ -100,6 +100,37 @@ class ChatTemplate:
                 "`chat_template`."
             ) from error
 
+    def count_left_out(
+        self, text: str, messages: Sequence[Message], tools: list[Any] | None, variables: dict[str, Any]
+    ) -> int:
+        """
+        Messages whose content the template leaves out of `text`, its rendering of them, or whose `function_call`.
+
+        Templates change what they print, so that content which isn't found proves little. A mark in its place tells
+        which messages to look at: one is left out for certain if the rendering is the same when it is empty. The
+        content of assistant messages is not looked at: a template may drop it from the history only.
+        """
+
+        def render(changed: list[Message]) -> str | None:
+            try:
+                return self.render(changed, tools, variables)
+            except ValueError:  # needs what was changed, so the template reads it
+                return None
+
+        marked = [
+            message if message["role"] == "assistant" else _with_text(message, f"{_MARK}{i}.")
+            for i, message in enumerate(messages)
+        ]
+        shown = render(marked) or ""
+        count = 0
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                empty = {key: value for key, value in message.items() if key != "function_call"}
+            else:
+                empty = message if f"{_MARK}{i}." in shown else _with_text(message, "")
+            count += empty != message and render([*messages[:i], empty, *messages[i + 1 :]]) == text
+        return count
+
     def forget(self) -> None:
         """Drop what was kept of the last conversation's tools."""
         self._json.clear()
@@ -185,6 +216,18 @@ class ChatTemplate:
 
         environment.filters = environment.filters | {"tojson": to_json_once}
         return environment.from_string(self._source)
+
+
+def _with_text(message: Message, text: str) -> Message:
+    """The message with this text in place of its own; the same where it has none."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": text} if content.strip() else message
+    parts = [
+        {**part, "text": text} if isinstance(part, dict) and str(part.get("text") or "").strip() else part
+        for part in content
+    ]
+    return {**message, "content": parts}
 
 
 def chat_template_of(

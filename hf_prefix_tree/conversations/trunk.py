@@ -83,7 +83,9 @@ class _Trunk:
         self.turn_end = conversation.template.turn_end
         visible, last = conversation.visible, conversation.turns[-1]
         quiet = {"enable_thinking": False} if conversation.template.takes_enable_thinking else {}
-        texts = [conversation.text([*visible[: last + 1], *following])]
+        whole = [*visible[: last + 1], *following]
+        texts = [conversation.text(whole)]
+        conversation.count_left_out(texts[0], whole)
         for variables in ({}, quiet):
             texts += [
                 conversation.text(visible[:last], **variables),

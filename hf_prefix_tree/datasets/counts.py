@@ -22,6 +22,7 @@ LOSSES = {
     "prefix_mismatches": "turns whose prompt is no token prefix of their rendering, supervised from where they differ",
     "unrendered_reasoning": "turns whose reasoning the chat template leaves out",
     "unclosed_reasoning": "turns whose `<think>` is never closed, trained on as if the reasoning had ended there",
+    "unrendered_messages": "messages whose content or `function_call` the chat template leaves out",
     "filled": "rows whose tool schemas or arguments are Arrow structs, which lose nulls and the order of their keys "
     "(store them as JSON strings, or build the dataset with `on_mixed_types='use_json'`)",
     "skipped": "rows skipped",

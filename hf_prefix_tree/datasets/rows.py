@@ -282,6 +282,7 @@ def _conversation(
     counts["prefix_mismatches"] += result.prefix_mismatches
     counts["unrendered_reasoning"] += result.unrendered_reasoning
     counts["unclosed_reasoning"] += result.unclosed_reasoning
+    counts["unrendered_messages"] += result.unrendered_messages
     return result.branches
 
 

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hf_prefix_tree.collators.diffusion import SAMPLE_INDEX, SUPERVISION, DataCollatorForDiffusionLM
+from hf_prefix_tree.collators.diffusion import SAMPLE_INDEX, SUPERVISION, DataCollatorForDiffusionLM, read_sample
 from hf_prefix_tree.collators.prefix_tree import PADDING_FEATURE
 from hf_prefix_tree.datasets.counts import LOSSES
+from hf_prefix_tree.datasets.cuts import CUT, cut_of, without_unsupervised
 from hf_prefix_tree.datasets.rows import MESSAGE_KINDS, RowOptions, row_branches, row_kind
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def prepare_diffusion_rows(
     *,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
+    cap: tuple[str, int | None] = ("max_length", None),
 ) -> Any:
     """
     Rows for [`DataCollatorForDiffusionLM`], each with its `sample_index`, on which its noise depends.
@@ -50,13 +52,16 @@ def prepare_diffusion_rows(
             Further variables for the chat template.
         num_proc (`int`, *optional*):
             Processes that render.
+        cap (`tuple[str, int]`, *optional*):
+            The argument to which the collator will cut samples, and its value. Those of which it would leave nothing
+            supervised are left out here.
 
     Returns:
         A dataset of the same type. Of texts it has `input_ids`, which end with the response, and `loss_mask`; what is
         lost on the way is logged as a warning.
 
     Raises:
-        `ValueError`: If the rows are of no known kind, or malformed.
+        `ValueError`: If the rows are of no known kind, or malformed, or none is left.
     """
     columns = getattr(dataset, "column_names", None) or list(next(iter(dataset), {}))
     if "input_ids" not in columns:
@@ -87,11 +92,16 @@ def prepare_diffusion_rows(
             f"`dataset` has `input_ids` and none of {', '.join(SUPERVISION)}: add a `loss_mask` (all ones to "
             "supervise every token)."
         )
-    elif SAMPLE_INDEX in columns:
+    if "input_ids" not in columns or SAMPLE_INDEX not in columns:
+        if hasattr(dataset, "__len__"):
+            dataset = dataset.add_column(SAMPLE_INDEX, np.arange(len(dataset)))
+        else:
+            dataset = _mapped(dataset, _with_index, None, with_indices=True)
+    name, length = cap
+    if length is None:
         return dataset
-    if hasattr(dataset, "__len__"):
-        return dataset.add_column(SAMPLE_INDEX, np.arange(len(dataset)))
-    return _mapped(dataset, _with_index, None, with_indices=True)
+    dataset = _mapped(dataset, _with_cut, num_proc, with_indices=True, fn_kwargs={"length": length})
+    return without_unsupervised(dataset, (name, length))
 
 
 class WithEmptyRows:
@@ -119,6 +129,10 @@ def _mapped(dataset: Any, function: Any, num_proc: int | None, **kwargs: Any) ->
 
 def _with_index(row: Mapping[str, Any], index: int) -> dict[str, int]:
     return {SAMPLE_INDEX: index}
+
+
+def _with_cut(row: Mapping[str, Any], index: int, length: int) -> dict[str, int]:
+    return {CUT: cut_of(read_sample(row, index).without_padding().supervised, length)}
 
 
 def _samples(batch: Mapping[str, list[Any]], options: RowOptions) -> dict[str, list[list[int]]]:

@@ -67,11 +67,12 @@ def training_metrics(sums: Sums, objective: str, has_bound: bool) -> dict[str, f
 
 
 def evaluation_metrics(sums: Sums, objective: str, has_bound: bool) -> dict[str, float]:
-    """The same for a whole evaluation, with its loss and perplexity."""
+    """The same for a whole evaluation, with its loss and perplexity: NaN where it has no supervised token."""
     metrics = {"loss": _ratio(sums.loss, sums.supervised), **training_metrics(sums, objective, has_bound)}
     if has_bound:
         metrics["perplexity"] = math.exp(min(metrics["nll_bound"], 700.0))  # 700: the largest that has one
-    return metrics
+    # a mean of nothing: 0 would be the best there is, and an error would end the training that evaluates
+    return metrics if sums.supervised else dict.fromkeys(metrics, math.nan)
 
 
 def _ratio(total: torch.Tensor, count: torch.Tensor) -> float:

@@ -7,6 +7,7 @@ dataset becomes, the loss and what it is divided by, and evaluation.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -107,6 +108,11 @@ class DiffusionSFTTrainer(SFTTrainer):
         args = check_arguments(args, DiffusionSFTConfig, model, "DiffusionSFT", kwargs, reason)
         if data_collator is not None:
             check_collator(data_collator, args)
+        # where samples are cut; `SFTTrainer` prepares datasets while it initialises
+        self._cap = (
+            ("max_length", args.max_length) if data_collator is None else ("max_seq_len", data_collator.max_seq_len)
+        )
+        self._prepared: weakref.WeakSet = weakref.WeakSet()
         self._sums: dict[str, torch.Tensor] = {}
         self._draw = 0
         super().__init__(
@@ -140,6 +146,8 @@ class DiffusionSFTTrainer(SFTTrainer):
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: DiffusionSFTConfig, packing: bool, *_: Any
     ) -> Any:
+        if dataset in self._prepared:  # `evaluate` calls itself for each dataset of a `dict`
+            return dataset
         assert not isinstance(args.chat_template_kwargs, str)  # parsed by `DiffusionSFTConfig`
         with global_then_local_main_first():
             dataset = prepare_diffusion_rows(
@@ -147,8 +155,12 @@ class DiffusionSFTTrainer(SFTTrainer):
                 self._tokenizer,
                 chat_template_kwargs=args.chat_template_kwargs,
                 num_proc=args.dataset_num_proc,
+                cap=self._cap,
             )
-        return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
+        if args.shuffle_dataset:
+            dataset = dataset.shuffle(seed=args.seed)
+        self._prepared.add(dataset)
+        return dataset
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:

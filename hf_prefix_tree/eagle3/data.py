@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from hf_prefix_tree.collators.eagle3 import DOCUMENT_KEYS, HIDDEN_STATES, DataCollatorForEagle3
+from hf_prefix_tree.datasets.cuts import CUT, cut_of, kept_of, without_unsupervised
 from hf_prefix_tree.eagle3.packing import PACKED_COLUMNS, pack_eagle3_dataset
 from hf_prefix_tree.eagle3.samples import SampleOptions, documents_of, rows_of_batch
 from hf_prefix_tree.trainers.padding import PaddedDataset, PaddedStream
@@ -58,9 +59,10 @@ def build_eagle3_dataloader(
         batch_size (`int`, *optional*, defaults to `1`):
             Rows of a batch, on each rank.
         seq_length (`int`, *optional*, defaults to `2048`):
-            Slots of a padded row; a longer document keeps its head.
+            Slots of a padded row; a longer document keeps its head, or is left out if that supervises nothing, and
+            both are logged.
         packed_sequence_size (`int`, *optional*, defaults to `0`):
-            Slots of a packed row. `0` pads instead, one document a row.
+            Slots of a packed row, in place of `seq_length`. `0` pads instead, one document a row.
         strategy (`str`, *optional*, defaults to `"next_fit"`):
             See [`pack_eagle3_dataset`].
         shuffle (`bool`, *optional*, defaults to `True`):
@@ -85,7 +87,7 @@ def build_eagle3_dataloader(
         [`~torch.utils.data.DataLoader`]: batches of [`DataCollatorForEagle3`].
 
     Raises:
-        `ValueError`: If an argument is out of range, or a row is malformed.
+        `ValueError`: If an argument is out of range, a row is malformed, or none is left.
     """
     if batch_size < 1 or seq_length < 1 or packed_sequence_size < 0:
         raise ValueError(
@@ -138,8 +140,9 @@ def prepare_eagle3_rows(
     num_proc: int | None = None,
 ) -> Any:
     """
-    Rows for [`DataCollatorForEagle3`]: packed ones, or documents of at most `seq_length` tokens. Rows that are packed
-    already, or that name their precomputed hidden states, stay as they are.
+    Rows for [`DataCollatorForEagle3`]: packed ones, or documents of at most `seq_length` tokens. How many were cut is
+    logged, and those left with no supervised token are left out. Rows that are packed already, or that name their
+    precomputed hidden states, stay as they are.
 
     Args:
         dataset: See [`build_eagle3_dataloader`].
@@ -152,24 +155,18 @@ def prepare_eagle3_rows(
     columns = columns_of(dataset)
     if set(columns).issuperset(PACKED_COLUMNS) or HIDDEN_STATES in columns:
         return dataset
-    if packed_sequence_size:
-        return pack_eagle3_dataset(
-            dataset,
-            packed_sequence_size,
-            pad_token_id,
-            strategy,
-            tokenizer=options.tokenizer,
-            supervise_reasoning=options.supervise_reasoning,
-            reasoning_end=options.reasoning_end,
-            num_proc=num_proc,
-        )
+    cap = ("packed_sequence_size", packed_sequence_size) if packed_sequence_size else ("seq_length", seq_length)
     if not hasattr(dataset, "map"):
-        rows = [_shortened(ids, mask, seq_length) for row in dataset for ids, mask in documents_of(row, options)]
-        rows = [row for row in rows if row["input_ids"]]
+        found = _shortened_documents(dataset, options, cap[1])
+        rows = [
+            {name: found[index][name] for name in DOCUMENT_KEYS} for index in kept_of([f[CUT] for f in found], cap)
+        ]
     else:
-        rows = _documents(dataset, options, seq_length, columns, num_proc)
+        rows = without_unsupervised(_documents(dataset, options, cap[1], columns, num_proc), cap)
     if hasattr(rows, "__len__") and not len(rows):
         raise ValueError("`dataset`: no row could be produced, because no sample has a token. Check the data.")
+    if packed_sequence_size:
+        return pack_eagle3_dataset(rows, packed_sequence_size, pad_token_id, strategy, num_proc=num_proc)
     return rows
 
 
@@ -205,11 +202,18 @@ class OwnRows(IterableDataset):
         self.stream.set_epoch(epoch)
 
 
-def _shortened(ids: Any, mask: Any, seq_length: int) -> dict[str, list[int]]:
-    return {"input_ids": list(ids[:seq_length]), "loss_mask": list(mask[:seq_length])}
+def _shortened_documents(
+    rows: Iterable[Mapping[str, Any]], options: SampleOptions, length: int
+) -> list[dict[str, Any]]:
+    return [  # `first=1`: no step of the draft predicts a document's first token
+        {"input_ids": list(ids[:length]), "loss_mask": list(mask[:length]), CUT: cut_of(mask, length, first=1)}
+        for row in rows
+        for ids, mask in documents_of(row, options)
+        if len(ids)
+    ]
 
 
-def _documents(dataset: Any, options: SampleOptions, seq_length: int, columns: list[str], num_proc: int | None) -> Any:
+def _documents(dataset: Any, options: SampleOptions, length: int, columns: list[str], num_proc: int | None) -> Any:
     from datasets import Features, IterableDataset, List, Value
 
     options = SampleOptions(
@@ -221,20 +225,17 @@ def _documents(dataset: Any, options: SampleOptions, seq_length: int, columns: l
     settings: dict[str, Any] = {
         "batched": True,
         "remove_columns": list(columns),
-        "fn_kwargs": {"options": options, "seq_length": seq_length},
-        "features": Features({name: List(Value("int64")) for name in DOCUMENT_KEYS}),
+        "fn_kwargs": {"options": options, "length": length},
+        "features": Features({**{name: List(Value("int64")) for name in DOCUMENT_KEYS}, CUT: Value("int64")}),
     }
     if isinstance(dataset, IterableDataset):
         return dataset.map(_document_columns, **settings)
     return dataset.map(_document_columns, **settings, num_proc=num_proc, desc="Rendering documents")
 
 
-def _document_columns(batch: Mapping[str, Any], options: SampleOptions, seq_length: int) -> dict[str, list[list[int]]]:
-    rows = [
-        _shortened(*document, seq_length) for row in rows_of_batch(batch) for document in documents_of(row, options)
-    ]
-    rows = [row for row in rows if row["input_ids"]]
-    return {name: [row[name] for row in rows] for name in DOCUMENT_KEYS}
+def _document_columns(batch: Mapping[str, Any], options: SampleOptions, length: int) -> dict[str, list[Any]]:
+    rows = _shortened_documents(rows_of_batch(batch), options, length)
+    return {name: [row[name] for row in rows] for name in (*DOCUMENT_KEYS, CUT)}
 
 
 def _place(dp_mesh: DeviceMesh | None) -> tuple[int, int]:

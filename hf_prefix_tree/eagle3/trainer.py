@@ -9,13 +9,14 @@ their micro-batch has its turn. The target is no part of the model, so nothing o
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from copy import copy
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, Trainer
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
 from hf_prefix_tree.batch import BLOCK_SIZE
 from hf_prefix_tree.collators.eagle3 import HIDDEN_STATES, DataCollatorForEagle3
@@ -82,6 +83,7 @@ class Eagle3Trainer(Trainer):
     """
 
     _signature_columns: list[str] | None
+    data_collator: Any
     loss_is_scaled_for_ga = True
 
     def __init__(
@@ -119,28 +121,17 @@ class Eagle3Trainer(Trainer):
                 length,
                 BLOCK_SIZE,
             )
-        options = SampleOptions(processing_class, args.supervise_reasoning, args.reasoning_end)
-
-        settings: dict[str, Any] = {
+        self._preparation: dict[str, Any] = {
+            "options": SampleOptions(processing_class, args.supervise_reasoning, args.reasoning_end),
             "seq_length": args.seq_length,
             "packed_sequence_size": args.packed_sequence_size,
             "strategy": args.packing_strategy,
             "pad_token_id": data_collator.pad_token_id,
             "num_proc": args.dataset_num_proc,
         }
-
-        def prepared(dataset: Any) -> Any:
-            if isinstance(dataset, Mapping):  # evaluation sets by name
-                return {name: prepared(own) for name, own in dataset.items()}
-            return None if dataset is None else prepare_eagle3_rows(dataset, options, **settings)
-
-        with args.main_process_first(desc="rendering and packing documents"):  # the others read what it cached
-            train_dataset, eval_dataset = prepared(train_dataset), prepared(eval_dataset)
+        train_dataset, eval_dataset = (self._prepared(dataset, args) for dataset in (train_dataset, eval_dataset))
         self.target = resolve_target(target_model, args, model).to(args.device)
-        sets = [train_dataset, *(eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset])]
-        if self.target.model is None or any(HIDDEN_STATES in columns_of(own) for own in sets if own is not None):
-            data_collator = copy(data_collator)
-            data_collator.target_fingerprint = self.target.fingerprint
+        data_collator = self._checking_states(data_collator, train_dataset, eval_dataset)
         if model is None:
             model = new_draft(self.target, args, train_dataset, data_collator, processing_class)
         elif isinstance(model, str):
@@ -223,6 +214,16 @@ class Eagle3Trainer(Trainer):
 
     # ---- evaluation and reports ----
 
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        eval_dataset = self._prepared(eval_dataset, self.args)
+        self.data_collator = self._checking_states(self.data_collator, eval_dataset)
+        return super().evaluate(eval_dataset, *args, **kwargs)
+
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> PredictionOutput:
+        test_dataset = self._prepared(test_dataset, self.args)
+        self.data_collator = self._checking_states(self.data_collator, test_dataset)
+        return super().predict(test_dataset, *args, **kwargs)
+
     def prediction_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[torch.Tensor, None, None]:
@@ -236,11 +237,10 @@ class Eagle3Trainer(Trainer):
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         sums = self._gathered("eval")
         if sums is not None:
-            output.metrics[f"{metric_key_prefix}_loss"] = weighted_steps(
-                sums.loss, sums.valid, self.args.step_decay
-            ).item()
-            for name, value in sums.metrics().items():
-                output.metrics[f"{metric_key_prefix}_{name}"] = value
+            metrics = {"loss": weighted_steps(sums.loss, sums.valid, self.args.step_decay).item(), **sums.metrics()}
+            if not sums.supervised.any():  # means of nothing, and an error would end the training that evaluates
+                metrics = dict.fromkeys(metrics, math.nan)
+            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -257,6 +257,24 @@ class Eagle3Trainer(Trainer):
         return StepSums(*(self.accelerator.gather(value[None]).sum(dim=0) for value in sums))
 
     # ---- data ----
+
+    def _prepared(self, dataset: Any, args: Eagle3Config) -> Any:
+        if dataset is None or isinstance(dataset, str):  # the name of an evaluation set, which is prepared
+            return dataset
+        if isinstance(dataset, Mapping):  # evaluation sets by name
+            return {name: self._prepared(own, args) for name, own in dataset.items()}
+        with args.main_process_first(desc="rendering and packing documents"):  # the others read what it cached
+            return prepare_eagle3_rows(dataset, **self._preparation)
+
+    def _checking_states(self, collator: DataCollatorForEagle3, *datasets: Any) -> DataCollatorForEagle3:
+        """A collator that refuses hidden states of another target, if one of the datasets has hidden states."""
+        sets = [own for each in datasets for own in (each.values() if isinstance(each, Mapping) else [each])]
+        sets = [own for own in sets if own is not None and not isinstance(own, str)]
+        if self.target.model is not None and not any(HIDDEN_STATES in columns_of(own) for own in sets):
+            return collator
+        collator = copy(collator)
+        collator.target_fingerprint = self.target.fingerprint
+        return collator
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:

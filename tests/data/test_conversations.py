@@ -341,6 +341,43 @@ def test_reasoning_that_the_template_leaves_out_is_counted(tiny_tokenizer):
         assert (len(result.branches), result.unrendered_reasoning) == (branches, 1)
 
 
+LEGACY_CALL = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+REPLY = {"role": "function", "name": "f", "content": "3"}
+DEVELOPER = {"role": "developer", "content": [{"type": "text", "text": "Be terse."}]}
+
+
+@pytest.mark.parametrize("reasoning", ["per_turn", "side_leaf", "keep"])
+@pytest.mark.parametrize(
+    ("messages", "count"),
+    [
+        ([HI, LEGACY_CALL, REPLY, CIAO], 2),
+        ([DEVELOPER, HI, CIAO, DEVELOPER, BYE, HELLO, REPLY], 2),
+        ([HI, CIAO, {**REPLY, "content": "Hi"}, BYE, HELLO], 1),  # its text stands elsewhere
+        ([HI, CIAO, {**REPLY, "content": " "}, BYE, HELLO], 0),
+        ([SYSTEM, HI, HELLO, {"role": "tool", "content": "3"}, CIAO], 0),
+    ],
+)
+def test_messages_that_the_template_leaves_out_are_counted(qwen3_tokenizer, messages, count, reasoning):
+    result = conversation_branches(messages, qwen3_tokenizer, reasoning=reasoning)
+    assert result.unrendered_messages == count
+
+
+def test_a_message_whose_text_is_changed_or_parsed_is_not_left_out(tiny_tokenizer):
+    turn = "{%- for m in messages -%}<|im_start|>{{ m.role }} "
+    end = "<|im_end|>{%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant {% endif -%}"
+    for text in (
+        "{{ m.content | upper }}",
+        "{%- if m.content == 'x' -%}{{ raise_exception('x') }}{%- endif -%}"
+        + "{{ {'Hi': 1, 'Ciao': 2}[m.content] + 0 }}",
+    ):
+        result = conversation_branches([HI, CIAO], with_template(tiny_tokenizer, turn + text + end))
+        assert result.unrendered_messages == 0
+    silent = "{{ '' if m.role == 'user' else m.content | upper }}"
+    assert (
+        conversation_branches([HI, CIAO], with_template(tiny_tokenizer, turn + silent + end)).unrendered_messages == 1
+    )
+
+
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 

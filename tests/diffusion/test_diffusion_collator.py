@@ -113,6 +113,11 @@ def random_sample(rng: random.Random, single_run: bool) -> dict[str, list[int]]:
     }
 
 
+def without_padding(sample: dict[str, list[int]]) -> dict[str, list[int]]:
+    count = len("".join(map(str, sample["attention_mask"])).rstrip("0"))
+    return {name: column[:count] for name, column in sample.items()}
+
+
 def test_random_parameters_equal_the_transcription():
     """Also where a cap cuts prompts, blocks don't divide the cap, PAD is EOS, and samples are empty."""
     rng = random.Random(0)
@@ -128,22 +133,22 @@ def test_random_parameters_equal_the_transcription():
             "response_window": rng.random() < 0.5,
         }
         batch = [random_sample(rng, rng.random() < 0.9) for _ in range(rng.randint(1, 4))]
-        try:
-            expected = transcribed(batch, **args)
-        except ValueError:
-            refused += 1
-            for collator_class in (DLLMCollator, DataCollatorForDiffusionLM):
+        for collator_class in (DLLMCollator, DataCollatorForDiffusionLM):
+            is_drop_in = collator_class is DLLMCollator
+            try:
+                expected = transcribed(batch if is_drop_in else [without_padding(own) for own in batch], **args)
+            except ValueError:
+                refused += is_drop_in
                 with pytest.raises(ValueError, match="more than one supervised run"):
                     collator_class(**args)(batch)
-            continue
-        got = DLLMCollator(**args)(batch)
-        assert {name: value.tolist() for name, value in got.items()} == expected, args
-        full = DataCollatorForDiffusionLM(**args)(batch)
-        labels = full.pop("labels")
-        assert {name: value.tolist() for name, value in full.items()} == expected
-        assert torch.equal(labels == -100, full["loss_mask"] == 0)
-        assert torch.equal(labels[labels != -100], full["input_ids"][labels != -100])
-        assert labels.dtype == torch.int64
+                continue
+            got = collator_class(**args)(batch)
+            assert {name: got[name].tolist() for name in KEYS} == expected, args
+            if not is_drop_in:
+                labels = got["labels"]
+                assert torch.equal(labels == -100, got["loss_mask"] == 0)
+                assert torch.equal(labels[labels != -100], got["input_ids"][labels != -100])
+                assert labels.dtype == torch.int64
     assert 50 < refused < 500
 
 
@@ -185,6 +190,16 @@ def test_attention_mask_is_optional_and_other_columns_are_ignored():
     )
     with pytest.raises(ValueError, match="no `attention_mask`"):
         DLLMCollator(0, 2, 4)(features)
+
+
+@pytest.mark.parametrize("response_window", [False, True])
+def test_the_fill_comes_before_the_padding_of_a_sample(response_window):
+    collator = DataCollatorForDiffusionLM(0, 2, 4, response_window=response_window)
+    padded = [
+        {name: column + [0] * count for name, column in sample.items()}
+        for sample, count in zip(SAMPLES, (0, 6), strict=True)
+    ]
+    assert values(collator(padded)) == values(collator(SAMPLES))
 
 
 def test_the_drop_in_reads_three_columns_and_no_more():

@@ -193,7 +193,58 @@ def test_evaluation_is_over_the_whole_set(objective, tmp_path):
     assert trainer.evaluate()["eval_loss"] == metrics["eval_loss"]  # the same noise at every call
 
 
+def test_an_evaluation_of_nothing_is_no_perfect_one(tmp_path):
+    rows = Dataset.from_list([{"input_ids": [5, 6, 7, 8], "loss_mask": [0] * 4}])  # whole blocks: there is no fill
+    options = {"response_window": False, "objective": "hybrid"}
+    metrics = trainer_of(tmp_path, rows_of_ids(1), **options).evaluate(rows)
+    for name in ("loss", "nll_bound", "perplexity", "mean_token_accuracy", "next_token_loss"):
+        assert math.isnan(metrics[f"eval_{name}"]), name
+
+
 # ---- rows ----
+
+
+@pytest.mark.parametrize("has_collator", [False, True])
+def test_samples_cut_to_nothing_supervised_are_left_out_and_counted(has_collator, tmp_path, caplog):
+    masks = [[0, 1, 1], [0] * 7 + [1, 1], [0] * 8 + [1], [0] * 20 + [1, 1], [0] * 4 + [1] * 4]
+    rows = [{"input_ids": [5] * len(m), "loss_mask": m, "attention_mask": [1] * len(m)} for m in masks]
+    padded = {"input_ids": [5] * 9, "loss_mask": [1] * 9, "attention_mask": [1] * 8 + [0]}  # padding is not cut
+    rows = Dataset.from_list([*rows, padded])
+    name, options = "max_length", {"max_length": 8}
+    if has_collator:  # it cuts, not `args`
+        name, options = "max_seq_len", {}
+        options["data_collator"] = DataCollatorForDiffusionLM(0, 2, block_size=4, max_seq_len=8, response_window=True)
+    trainer = trainer_of(tmp_path, rows, eval_rows={"a": rows}, **options)
+    message = (
+        f"Prepared 6 samples. Not all is trained on as it was: 3 samples truncated to `{name}=8`, 2 of them left out "
+        f"because no supervised token remained; raise `{name}`, or shorten the samples."
+    )
+    assert caplog.messages.count(message) == 2  # once per dataset
+    assert trainer.train_dataset["sample_index"] == trainer.eval_dataset["a"]["sample_index"] == [0, 1, 4, 5]
+    assert trainer.train_dataset.column_names == ["input_ids", "loss_mask", "attention_mask", "sample_index"]
+    caplog.clear()
+    trainer.evaluate({"a": rows, "b": rows})
+    assert [own for own in caplog.messages if "truncated" in own] == [message] * 2
+    message = (
+        rf"no sample is left of 2 \(2 samples truncated to `{name}=8`, 2 of them left out because .*; raise `{name}`"
+    )
+    with pytest.raises(ValueError, match=message):
+        trainer_of(tmp_path, rows.select([2, 3]), **options)
+    caplog.clear()
+    options["data_collator"] = DataCollatorForDiffusionLM(0, 2, block_size=4, response_window=True)
+    assert len(trainer_of(tmp_path, rows, **options).train_dataset) == 6 and not caplog.messages  # nothing cuts
+
+
+def test_a_stream_warns_of_cuts_once(tmp_path, caplog):
+    rows = Dataset.from_list(
+        [{"input_ids": [5] * 9, "loss_mask": [0] * start + [1] * (9 - start)} for start in (8, 7)]
+    )
+    trainer = trainer_of(tmp_path, rows.to_iterable_dataset(), max_length=8, corruption="all_masked")
+    assert [sample["sample_index"] for _ in range(2) for sample in trainer.train_dataset] == [1, 1]
+    (message,) = (message for message in caplog.messages if "truncated" in message)
+    assert message.startswith("A sample of a stream is truncated to `max_length=8`")
+    trainer.train()
+    assert all(entry["loss"] > 0 for entry in logs_of(trainer))
 
 
 def test_texts_become_samples_that_end_with_the_response(tmp_path, tiny_tokenizer):

@@ -1,6 +1,7 @@
 """`Eagle3Trainer`: the step's normaliser, packed and padded, precomputed states, what is saved, two processes."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -240,6 +241,67 @@ def test_evaluation_sets_have_names(tmp_path):
         alone = trainer_of(tmp_path, None, draft=small_draft(), eval_rows=rows, packed_sequence_size=32).evaluate()
         assert results[f"eval_{name}_tau"] == alone["eval_tau"]
         assert results[f"eval_{name}_loss"] == pytest.approx(alone["eval_loss"], rel=1e-6)
+
+
+def test_evaluation_prepares_what_it_is_given(tmp_path, tiny_tokenizer):
+    config = {**TARGETS["llama"].to_dict(), "vocab_size": len(tiny_tokenizer)}
+    target = type(make_target())(type(TARGETS["llama"]).from_dict(config)).float()
+    rows = [{"messages": row["messages"]} for row in generate_dialogues(2, 1)]
+    options = {"target": target, "tokenizer": tiny_tokenizer}
+    for size in ({"seq_length": 512}, {"packed_sequence_size": 512}):
+        trainer = trainer_of(tmp_path, rows, eval_rows=Dataset.from_list(rows), **options, **size)
+        trainer.data_collator.length = 512
+        expected = trainer.evaluate()
+        for raw in (rows, Dataset.from_list(rows), {"a": rows}, Dataset.from_list(rows).to_iterable_dataset()):
+            prefix = "eval_a" if isinstance(raw, dict) else "eval"
+            assert trainer.evaluate(raw)[f"{prefix}_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
+        assert trainer.evaluate(trainer.eval_dataset)["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
+        assert trainer.predict(rows).metrics["test_tau"] == expected["eval_tau"]
+
+
+def test_evaluation_on_states_of_another_target_is_refused(tmp_path):
+    other = Eagle3Target(make_target(dtype=torch.float32, seed=1), AUX)
+    described = precompute_hidden_states(other, documents(2), tmp_path)
+    for method in ("evaluate", "predict"):
+        trainer = trainer_of(tmp_path, documents(2), draft=small_draft())
+        with pytest.raises(ValueError, match="computed by another target"):
+            getattr(trainer, method)(described)
+
+
+@pytest.mark.parametrize("name", ["seq_length", "packed_sequence_size"])
+def test_documents_cut_to_nothing_supervised_are_left_out_and_counted(name, tmp_path, caplog):
+    masks = [[0, 1, 1], [0] * 15 + [1, 1], [1] + [0] * 15 + [1], [0] * 30 + [1, 1]]  # no step predicts a first token
+    rows = [{"input_ids": [5] * len(mask), "loss_mask": mask} for mask in masks]
+    message = (
+        f"Prepared 4 samples. Not all is trained on as it was: 3 samples truncated to `{name}=16`, 2 of them left out "
+        f"because no supervised token remained; raise `{name}`, or shorten the samples."
+    )
+    for source in (rows, Dataset.from_list(rows)):
+        caplog.clear()
+        trainer = trainer_of(tmp_path, source, draft=small_draft(), eval_rows={"a": source}, **{name: 16})
+        assert caplog.messages.count(message) == 2  # once per dataset
+        trainer.evaluate({"a": source})
+        assert caplog.messages.count(message) == 3
+        for prepared in (trainer.train_dataset, trainer.eval_dataset["a"]):
+            assert sorted(sum(row["loss_mask"]) for row in prepared) == [1, 2]
+            assert "_cut" not in prepared[0]
+        left_out = source[2:] if source is rows else source.select([2, 3])
+        with pytest.raises(
+            ValueError, match=rf"no sample is left of 2 \(2 samples truncated to `{name}=16`, 2 of them"
+        ):
+            trainer_of(tmp_path, left_out, draft=small_draft(), **{name: 16})
+    caplog.clear()
+    stream = trainer_of(tmp_path, source.to_iterable_dataset(), draft=small_draft(), **{name: 16}).train_dataset
+    assert [sum(row["loss_mask"]) for _ in range(2) for row in stream] == [2, 1, 2, 1]
+    (message,) = (message for message in caplog.messages if "truncated" in message)
+    assert message.startswith(f"A sample of a stream is truncated to `{name}=16`")
+
+
+def test_an_evaluation_of_nothing_is_no_perfect_one(tmp_path):
+    rows = [{"input_ids": [5, 6, 7], "loss_mask": [0, 0, 0]}]
+    metrics = trainer_of(tmp_path, documents(1), draft=small_draft()).evaluate(rows)
+    for name in ("loss", "tau", "accuracy/step_0"):
+        assert math.isnan(metrics[f"eval_{name}"]), name
 
 
 def test_evaluation_under_autocast_asks_the_same_target(tmp_path):

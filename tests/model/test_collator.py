@@ -101,6 +101,21 @@ def test_other_features_are_refused(feature, message):
         DataCollatorForPrefixTree(pad_token_id=0)([feature])
 
 
+def test_what_arrow_filled_in_is_absent():
+    raw = [{"branches": [{"input_ids": [5, 6], "weights": [0.0, 1.0]}]}, {"prompt_ids": [5, 6], "completions": [[7]]}]
+    columns = ("branches", "prompt_ids", "completions", "trees")
+    filled = Dataset.from_list([{name: row.get(name) for name in columns} for row in raw])
+    collator = DataCollatorForPrefixTree(pad_token_id=0)
+    assert equal(collator(list(filled)), collator(raw))
+
+
+def test_numbers_of_numpy_are_integers():
+    collator = DataCollatorForPrefixTree(np.int64(1), pad_to_multiple_of=np.int32(8))
+    assert equal(
+        collator(random_forest(0, 1)), DataCollatorForPrefixTree(1, pad_to_multiple_of=8)(random_forest(0, 1))
+    )
+
+
 def test_other_arguments_are_refused():
     with pytest.raises(ValueError, match="`return_tensors` must be 'pt', got 'np'"):
         DataCollatorForPrefixTree(0, return_tensors="np")
@@ -113,6 +128,9 @@ def test_other_arguments_are_refused():
         DataCollatorForPrefixTree(0, weighting="trees")
     with pytest.raises(ValueError, match="`pad_to_multiple_of` must be at least 1, got 0"):
         concatenate_trees([], 0, 0)
+    for wrong in ("64", 64.0, None, 0):
+        with pytest.raises(ValueError, match=f"`pad_to_multiple_of` must be at least 1, got {wrong!r}: pass an int"):
+            DataCollatorForPrefixTree(0, pad_to_multiple_of=wrong)
     with pytest.raises(ValueError, match=r"`weights` must be float64, got torch.float32.*double"):
         encode_weights(torch.ones(1, 2))
 

@@ -232,6 +232,8 @@ def test_bad_branches(ids, weights, message: str):
         ([branch(1), ([1], [1])], "tree", r"`branches\[1\]` is a tuple; make it a `Branch`"),
         ([branch(1)], "mean", "`weighting` is 'mean'; pass one of 'tree', 'branch', 'branch_mean', 'once'"),
         ([branch(1)], ["tree"], r"`weighting` is \['tree'\]; pass one of"),
+        ([branch(1, 2, 3, weights=[0, 1e308, 1e308])], "branch", "`weights` of the branches add up to inf .*; scale"),
+        ([branch(1, 2, weights=[0, 1e308]), branch(1, 3, weights=[0, 1e308])], "tree", "`weights` .* add up to inf"),
         ([branch(1, 2, weights=[0, 1e308])] * 2, "branch", "`weights` of the branches add up to inf .*; scale"),
     ],
 )
