@@ -189,10 +189,6 @@ def plain_arguments(folder, **kwargs):
     return TrainingArguments(str(folder), **{**kept, "disable_tqdm": True, **kwargs})
 
 
-def train_on_trees(model):
-    TreeTrainer(model=model, args=plain_arguments("unused"))
-
-
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 @pytest.mark.parametrize("normaliser", ["micro-batch", "step"])
 def test_plain_trainer(tmp_path, accumulation, normaliser):
@@ -224,13 +220,15 @@ def test_plain_trainer(tmp_path, accumulation, normaliser):
     assert trainer.state.log_history[0]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
 
 
-@pytest.mark.parametrize("prepare", [None, train_on_trees, fold_shared_prefixes, prepare_model])
+@pytest.mark.parametrize("prepare", [None, TreeTrainer, fold_shared_prefixes, prepare_model])
 def test_a_stock_trainer_goes_on_with_a_model_that_knew_trees(tmp_path, caplog, prepare):
     """Without trees it normalises over the tokens of the step, as always; after `prepare_model` it says that not."""
     rng = np.random.default_rng(0)
     rows = Dataset.from_list([{"input_ids": rng.integers(3, VOCAB, size=n).tolist()} for n in (3, 30, 4)])
     model = make_model()
-    if prepare is not None:
+    if prepare is TreeTrainer:
+        TreeTrainer(model=model, args=plain_arguments(tmp_path))
+    elif prepare is not None:
         prepare(model)
     trainer = SFTTrainer(
         model=model,
