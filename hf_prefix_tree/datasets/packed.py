@@ -121,15 +121,15 @@ def pack_stream(trees: IterableDataset, max_tokens: int, pack_trees: bool) -> It
     )
 
 
-def check_weightings(dataset: Dataset | IterableDataset, weighting: str) -> Dataset | IterableDataset:
+def check_weightings(dataset: Dataset | IterableDataset, column: str, weighting: str) -> Dataset | IterableDataset:
     """
-    The same packed rows or folded trees, whose weighting is checked, of a stream while it is read.
+    The same packed rows (`column="trees"`) or folded trees (`"weighting"`), whose weighting is checked, of a stream
+    while it is read.
 
     Raises:
         `ValueError`: If a tree has another weighting: it is taken as it is, and parts of split trees can't be weighted
             anew.
     """
-    column = "trees" if "trees" in dataset.column_names else "weighting"
     if isinstance(dataset, IterableDataset):
         return dataset.map(
             _check_weightings,

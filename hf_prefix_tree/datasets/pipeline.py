@@ -196,7 +196,7 @@ def prepare_trees(
                     "`dataset` holds packed rows already; pass `max_packed_tokens`, `max_examples` and `counts` where "
                     "they are packed."
                 )
-            return check_weightings(dataset, weighting)
+            return check_weightings(dataset, "trees", weighting)
         if nothing_asked and isinstance(dataset, Dataset) and set(dataset.unique("weighting")) <= {weighting}:
             return dataset
     if kind in TEXT_KINDS and tokenizer is None:

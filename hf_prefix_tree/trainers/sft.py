@@ -180,11 +180,11 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
             self._signature_columns = [field.name for field in dataclasses.fields(PrefixTree)] + raw + packed
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        folded = isinstance(dataset, Dataset | IterableDataset) and {"trees", "weighting"} & set(
-            dataset.column_names or ()
-        )
-        if folded and (self.args.dataset_kwargs or {}).get("skip_prepare_dataset"):
-            dataset = check_weightings(dataset, self.args.weighting)
+        is_skipped = (self.args.dataset_kwargs or {}).get("skip_prepare_dataset")
+        if is_skipped and isinstance(dataset, Dataset | IterableDataset):
+            columns = dataset.column_names or list(next(iter(dataset), {}))
+            for column in {"trees", "weighting"}.intersection(columns):
+                dataset = check_weightings(dataset, column, self.args.weighting)
         collator = self.data_collator
         if self.args.mode == "grouped" and kwargs.get("is_training", False):
             if self.is_deepspeed_enabled:

@@ -1,12 +1,14 @@
 """Every inherited option of `SFTConfig` is honoured, refused or irrelevant; this table holds which."""
 
+import contextlib
 import dataclasses
+import functools
 import inspect
 import warnings
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig
 from runs import config, make_model, make_trees, tokenizer, tree_dataset
 from trl import SFTConfig
@@ -236,17 +238,27 @@ def test_a_collator_that_says_otherwise(tmp_path, name, given):
     TreeSFTTrainer(args=config(tmp_path, **{name: given}), data_collator=same, **options)
 
 
+def without_columns(dataset):
+    return IterableDataset.from_generator(functools.partial(iter, list(dataset)))
+
+
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [None, "of known columns", "of unknown columns"])
 def test_trees_of_another_weighting_that_are_taken_as_they_are(tmp_path, packed, stream):
     trees = tree_dataset(make_trees(2))
-    dataset = prepare_trees(trees, max_packed_tokens=10_000).remove_columns(["num_parts"]) if packed else trees
-    if packed and stream:
-        dataset = dataset.remove_columns(["tree_ids"])  # a stream keeps no parts of trees together
+    dataset = prepare_trees(trees, max_packed_tokens=10_000) if packed else trees
+    if stream is not None:
+        stream_of = {"of known columns": Dataset.to_iterable_dataset, "of unknown columns": without_columns}[stream]
+        assert len(list(prepare_trees(stream_of(dataset)))) == len(dataset)
+        # whole trees are weighted anew
+        with pytest.raises(ValueError, match=r"`weighting` is 'branch'") if packed else contextlib.nullcontext():
+            list(prepare_trees(stream_of(dataset), weighting="branch"))
+        # a stream keeps no parts of trees together
+        dataset = stream_of(dataset.remove_columns(["tree_ids", "num_parts"]) if packed else dataset)
     trainer = TreeSFTTrainer(
         model=make_model(),
         args=config(tmp_path, **SKIP, weighting="branch"),
-        train_dataset=dataset.to_iterable_dataset() if stream else dataset,
+        train_dataset=dataset,
         processing_class=tokenizer(),
     )
     with pytest.raises(ValueError, match=r"`weighting` is 'branch', but `dataset` holds .*folded with 'tree'; pass"):
