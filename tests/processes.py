@@ -70,15 +70,18 @@ def _call(function, args, rank, ranks, port, timeout, gpus):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["OMP_NUM_THREADS"] = "1"  # Accelerate would set more, and they would fight for the cores
     with open(Path(args[0], f"error{rank}.txt"), "w") as file:
+        faulthandler.enable(file)  # where it crashes
         faulthandler.dump_traceback_later(timeout - 10, file=file)  # where it hangs
         try:
             function(*args)
+            if torch.distributed.is_initialized():
+                # A thread of gloo drops the last tensors, for which it needs the interpreter. While that shuts down,
+                # it aborts the process. And where DDP is the last to hold the group, its end waits for the thread and
+                # holds the interpreter: so functions leave the group alone, and it ends here, after their models.
+                torch.distributed.destroy_process_group()
         except BaseException:
             traceback.print_exc(file=file)
             sys.exit(1)
-        faulthandler.cancel_dump_traceback_later()
-        if torch.distributed.is_initialized():
-            # A thread of gloo drops the last tensors, for which it needs the interpreter. While that shuts down, it
-            # aborts the process. And where DDP is the last to hold the group, its end waits for the thread and holds
-            # the interpreter: so functions leave the group alone, and it ends here, after their models.
-            torch.distributed.destroy_process_group()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            faulthandler.disable()
