@@ -17,10 +17,10 @@ def run_ranks(function, folder, *args, ranks=2, timeout=240, may_die=False, gpus
     """
     Calls `function(folder, *args)` in every rank, which finds its place in the environment as under `torchrun`.
 
-    A rank that fails or hangs fails the test; what it raised is in `folder`. With `may_die` the exit codes are
-    returned when the first rank ends, `None` of those that still run, and these are killed. With `gpus` each rank has
-    a GPU, and is spawned: where a library starts CUDA as it is imported, no fork can use it. The function does not end
-    its process group.
+    A rank that fails or hangs fails the test; what it raised and wrote to stderr is in `folder`. With `may_die` the
+    exit codes are returned when the first rank ends, `None` of those that still run, and these are killed. With `gpus`
+    each rank has a GPU, and is spawned: where a library starts CUDA as it is imported, no fork can use it. The
+    function does not end its process group.
     """
     context = multiprocessing.get_context("spawn" if gpus else "forkserver")
     if not gpus:
@@ -56,7 +56,7 @@ def run_ranks(function, folder, *args, ranks=2, timeout=240, may_die=False, gpus
 
 
 def _errors(folder):
-    return "\n\n".join(file.read_text() for file in sorted(Path(folder).glob("error*.txt")))
+    return "\n\n".join(file.read_text()[-4000:] for file in sorted(Path(folder).glob("error*.txt")))
 
 
 def _call(function, args, rank, ranks, port, timeout, gpus):
@@ -70,7 +70,8 @@ def _call(function, args, rank, ranks, port, timeout, gpus):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["OMP_NUM_THREADS"] = "1"  # Accelerate would set more, and they would fight for the cores
     with open(Path(args[0], f"error{rank}.txt"), "w") as file:
-        faulthandler.enable(file)  # where it crashes
+        os.dup2(file.fileno(), 2)  # why it crashes: gloo says it where collectives of two ranks don't match
+        faulthandler.enable(file)  # and where
         faulthandler.dump_traceback_later(timeout - 10, file=file)  # where it hangs
         try:
             function(*args)
