@@ -6,7 +6,6 @@ import multiprocessing.connection
 import os
 import socket
 import sys
-import traceback
 from pathlib import Path
 from unittest import mock
 
@@ -70,19 +69,12 @@ def _call(function, args, rank, ranks, port, timeout, gpus):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["OMP_NUM_THREADS"] = "1"  # Accelerate would set more, and they would fight for the cores
     with open(Path(args[0], f"error{rank}.txt"), "w") as file:
-        os.dup2(file.fileno(), 2)  # why it crashes: gloo says it where collectives of two ranks don't match
-        faulthandler.enable(file)  # and where
-        faulthandler.dump_traceback_later(timeout - 10, file=file)  # where it hangs
-        try:
-            function(*args)
-            if torch.distributed.is_initialized():
-                # A thread of gloo drops the last tensors, for which it needs the interpreter. While that shuts down,
-                # it aborts the process. And where DDP is the last to hold the group, its end waits for the thread and
-                # holds the interpreter: so functions leave the group alone, and it ends here, after their models.
-                torch.distributed.destroy_process_group()
-        except BaseException:
-            traceback.print_exc(file=file)
-            sys.exit(1)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-            faulthandler.disable()
+        os.dup2(file.fileno(), 2)  # what it raises, and what gloo says where collectives of two ranks don't match
+    faulthandler.enable()  # where it crashes
+    faulthandler.dump_traceback_later(timeout - 10)  # where it hangs
+    function(*args)
+    if torch.distributed.is_initialized():
+        # A thread of gloo drops the last tensors, for which it needs the interpreter. While that shuts down, it
+        # aborts the process. And where DDP is the last to hold the group, its end waits for the thread and holds
+        # the interpreter: so functions leave the group alone, and it ends here, after their models.
+        torch.distributed.destroy_process_group()
