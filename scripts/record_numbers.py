@@ -12,6 +12,9 @@ compare after it, in the same environment:
     python scripts/record_numbers.py --rtol 1e-13        # where two copies of a formula have become one
     python scripts/record_numbers.py --only sft grpo     # groups whose names start so
 
+Models are float64. TRL's fused head rounds its results to float32, and so does what checkpointing computes again: in
+the groups of trainers (but for `plain_trainer` and `eagle3`) a last bit that changes before the head may show as 1e-8.
+
 Takes less than a minute of one core.
 """
 

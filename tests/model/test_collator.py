@@ -22,15 +22,15 @@ def equal(left, right):
 def test_a_row_by_hand():
     tree = fold([Branch([5, 6, 7], [0, 1, 1]), Branch([5, 6, 8, 9], [0, 1, 0.5, 1]), Branch([5, 6], [0, 1])])
     other = fold([Branch([4, 3], [1, 1])], weighting="branch")
-    row = DataCollatorForPrefixTree(pad_token_id=1, pad_to_multiple_of=8)([tree, other])
-    assert row["input_ids"].tolist() == [[5, 6, 8, 9, 7, 4, 3, 1]]
-    assert row["position_ids"].tolist() == [[0, 1, 2, 3, 2, 0, 1, 0]]
-    assert row["labels"].tolist() == [[-100, 6, 8, 9, 7, -100, 3, -100]]
-    assert row["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 1, 1, 0]]
+    row = DataCollatorForPrefixTree(pad_token_id=1, pad_to_multiple_of=9)([tree, other])
+    assert row["input_ids"].tolist() == [[5, 6, 8, 9, 7, 4, 3, 1, 1]]
+    assert row["position_ids"].tolist() == [[0, 1, 2, 3, 2, 0, 1, 0, 0]]
+    assert row["labels"].tolist() == [[-100, 6, 8, 9, 7, -100, 3, -100, -100]]
+    assert row["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 1, 1, 0, 0]]
     assert row["prefix_tree"].tolist() == [
-        [[5, 5, 4, 4, 5, 7, 7, 8], [0, 1, 2, 3, 2, 0, 1, 0], [-1, 0, 1, 2, 1, -1, 5, -1]]
+        [[5, 5, 4, 4, 5, 7, 7, 8, 9], [0, 1, 2, 3, 2, 0, 1, 0, 0], [-1, 0, 1, 2, 1, -1, 5, -1, -1]]
     ]
-    assert decode_weights(row["loss_weights"]).tolist() == [[0, 1, 0.5 / 3, 1 / 3, 1 / 3, 0, 1, 0]]
+    assert decode_weights(row["loss_weights"]).tolist() == [[0, 1, 0.5 / 3, 1 / 3, 1 / 3, 0, 1, 0, 0]]
     # trees, branches, branch tokens, tree tokens, branch pairs, tree pairs
     assert row["tree_stats"].tolist() == [[2, 4, 11, 7, 22, 16]]
     assert next(iter(row)) == "input_ids"
