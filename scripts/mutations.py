@@ -9,7 +9,7 @@ pass without it, is a failure (exit code 1).
     python scripts/mutations.py --only mask_bound window_bound
     python scripts/mutations.py --list
 
-Takes about five minutes of one core.
+Takes about two minutes of one core.
 """
 
 from __future__ import annotations

@@ -438,12 +438,19 @@ def log_probs() -> Values:
 
 
 def _sft(
-    folder: str, trees: list[Any], model: Any = None, peft: Any = None, eval_trees: Any = None, **kwargs: Any
+    folder: str,
+    trees: list[Any],
+    model: Any = None,
+    peft: Any = None,
+    eval_trees: Any = None,
+    stream: bool = False,
+    **kwargs: Any,
 ) -> Any:
+    dataset = Dataset.from_list([tree.to_dict() for tree in trees])
     return hpt.TreeSFTTrainer(
         model=model or make_model(),
         args=options(folder, hpt.TreeSFTConfig, **kwargs),
-        train_dataset=Dataset.from_list([tree.to_dict() for tree in trees]),
+        train_dataset=dataset.to_iterable_dataset() if stream else dataset,
         eval_dataset=eval_trees and Dataset.from_list([tree.to_dict() for tree in eval_trees]),
         processing_class=word_tokenizer(),
         peft_config=peft,
@@ -461,6 +468,8 @@ def sft() -> Values:
         "packed_and_split": {"max_packed_tokens": longest, "gradient_accumulation_steps": 4, "max_steps": 3},
         "split": {"max_packed_tokens": longest, "pack_trees": False, "gradient_accumulation_steps": 4},
         "shuffled": {"train_sampling_strategy": "random", "max_steps": 3},
+        "by_length": {"train_sampling_strategy": "group_by_length", "max_steps": 3},
+        "streamed": {"stream": True, "gradient_accumulation_steps": 2},
         "lora": {"peft": lora},
         "checkpointed": {"gradient_checkpointing": True},
         "router": {"model": "qwen3_moe", "gradient_accumulation_steps": 2},
@@ -606,7 +615,11 @@ def _pairs() -> list[dict[str, Any]]:
 
 
 def dpo() -> Values:
-    return _preference(hpt.TreeDPOTrainer, trl.DPOConfig, _pairs())
+    found: Values = {}
+    for name, kwargs in {"plain": {}, "precomputed": {"precompute_ref_log_probs": True}}.items():
+        values = _preference(hpt.TreeDPOTrainer, trl.DPOConfig, _pairs(), **kwargs)
+        found |= {f"{name}/{key}": value for key, value in values.items()}
+    return found
 
 
 def kto() -> Values:
