@@ -190,7 +190,7 @@ class TreeLossMixin(_Trainer):
         divisor = self.divisor(inputs, num_items_in_batch)
         if not self.model.training:
             divisor = divisor * self._averaging_ranks()  # TRL multiplies by them whenever it is given a divisor
-        weighted = WeightedLogProbs(model, divisor)
+        weighted = _WeightedLogProbs(model, divisor)
         # TRL clamps its divisor at 1, while summed weights are often smaller: divide first and hand it a 1.
         result = super().compute_loss(weighted, inputs, return_outputs, num_items_in_batch=1)
         self.record(weighted.loss_sum, inputs)
@@ -369,14 +369,8 @@ class TreeLossMixin(_Trainer):
         return self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
 
 
-class WeightedLogProbs:
-    """
-    Stands in for the model in TRL's `compute_loss`: its log-probs come out times their weight over the divisor.
-
-    Args:
-        model (`Callable`): The model, wrapped or not.
-        divisor (`torch.Tensor`): A float64 scalar.
-    """
+class _WeightedLogProbs:
+    """Stands in for the model in TRL's `compute_loss`: its log-probs come out times their weight over the divisor."""
 
     def __init__(self, model: Callable, divisor: torch.Tensor) -> None:
         self.model, self.divisor = model, divisor
