@@ -38,17 +38,17 @@ def groups_of(number, seed):
     return [[*group, Branch(group[0].input_ids, np.zeros(len(group[0])))] for group in groups]
 
 
-def sums_of(groups):
-    """sum(w * nll) and sum(w), each branch by itself, weighing 1/K."""
-    model, loss_sum, weight_sum = make_model(), 0.0, 0.0
-    for group in groups:
-        for branch in group:
-            ids = torch.tensor(branch.input_ids)[None]
-            with torch.no_grad():
+def sums_of(groups, model=None):
+    """sum(w * nll), of a given model with gradients, and sum(w): each branch by itself, weighing 1/K."""
+    with torch.set_grad_enabled(model is not None):
+        model = make_model() if model is None else model
+        loss_sum, weight_sum = torch.zeros((), dtype=torch.float64), 0.0
+        for group in groups:
+            for branch in group:
+                ids, own = torch.tensor(branch.input_ids)[None], torch.tensor(branch.weights[1:]) / len(group)
                 logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double()
-            nll = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none").numpy()
-            loss_sum += (nll * branch.weights[1:]).sum() / len(group)
-            weight_sum += branch.weights[1:].sum() / len(group)
+                loss_sum = loss_sum + torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none") @ own
+                weight_sum += own.sum().item()
     return loss_sum, weight_sum
 
 

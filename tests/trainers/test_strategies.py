@@ -29,7 +29,8 @@ def test_every_row_counts_once(tmp_path, ranks):
     else:
         run_ranks(run_cases, tmp_path, ranks=ranks)
     found = json.loads((tmp_path / "log.json").read_text())
-    five, three, seven = sums_of(groups_of(5, 1)), sums_of(groups_of(3, 2)), sums_of(groups_of(7, 0))
+    sums = [sums_of(groups_of(*each)) for each in ((5, 1), (3, 2), (7, 0))]
+    five, three, seven = [(loss_sum.item(), weight_sum) for loss_sum, weight_sum in sums]
     losses = [five[0] / five[1], three[0] / three[1]]
     assert found.keys() == CASES.keys()
     for name, case in found.items():
