@@ -129,6 +129,30 @@ def test_model_init(tmp_path, prepared):
         check(trainer, [groups[:4], groups[4:]])
 
 
+@pytest.mark.parametrize("mode", ["tree", "grouped"])
+@pytest.mark.parametrize("options", [{}, {"dataset_kwargs": {"skip_prepare_dataset": True}}])
+def test_k_counts_branches_that_supervise_nothing(tmp_path, mode, options):
+    """Folded beforehand or by the collator, and trained branch by branch: one K."""
+    groups = groups_of(8, 3)
+    assert all(any(not branch.weights.any() for branch in group) for group in groups)
+    rows = [
+        {"branches": [{"input_ids": b.input_ids.tolist(), "weights": b.weights.tolist()} for b in group]}
+        for group in groups
+    ]
+    trainer = TreeSFTTrainer(
+        model=make_model(),
+        args=config(tmp_path, **{**OPTIONS, **options}, mode=mode),
+        train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer(),
+    )
+    loss_sum, weight_sum = sums_of(groups)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(loss_sum.item() / weight_sum, rel=1e-5)
+    trainer.train()
+    check(trainer, [groups[:4], groups[4:]])
+    assert [entry["tree/branches"] for entry in trainer.state.log_history if "loss" in entry] == [20, 20]
+
+
 class Fails(TreeSFTTrainer):
     """Runs out of memory in its first attempt, after the first micro-batch."""
 
