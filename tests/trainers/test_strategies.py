@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from hf_prefix_tree.trainers.padding import PaddedDataset
 
 def test_a_padded_dataset_ends():
     padded = PaddedDataset(["a", "b", "c"], 2)
-    assert list(padded) == ["a", "b", "c", PADDING_FEATURE] and len(padded) == 4
+    assert list(islice(padded, 9)) == ["a", "b", "c", PADDING_FEATURE] and len(padded) == 4
     with pytest.raises(IndexError):
         padded[4]
 
