@@ -58,10 +58,10 @@ def flat_steps(branches: Sequence[Branch]) -> list[Row]:
 
     Returns:
         `list` of `dict`: `input_ids` and unshifted `labels`, -100 where not supervised. Every turn is supervised once,
-        reasoning and visible output.
+        reasoning and visible output. A branch that supervises nothing is no turn: it becomes no sample.
 
     Raises:
-        `ValueError`: If a branch has weights other than 0 and 1, or supervises nothing.
+        `ValueError`: If a branch has weights other than 0 and 1.
 
     Example:
 
@@ -75,10 +75,10 @@ def flat_steps(branches: Sequence[Branch]) -> list[Row]:
     ```
     """
     rows: list[Row] = []
-    for index, branch in enumerate(branches):
+    for branch in branches:
+        if not branch.weights.any():  # such a branch would end the sample before it
+            continue
         row = _row(branch)
-        if not branch.weights.any():
-            raise ValueError(f"`branches[{index}]` supervises nothing, so it is no turn; drop it.")
         start = int(branch.weights.argmax())  # the prompt ends where supervision starts
         last = rows[-1]["input_ids"] if rows else None
         if last is not None and len(last) <= start and row["input_ids"][: len(last)] == last:

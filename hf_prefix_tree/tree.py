@@ -364,7 +364,8 @@ def fold(branches: Iterable[Branch], weighting: str = "tree") -> PrefixTree:
         weighting (`str`, *optional*, defaults to `"tree"`):
             Weight of a tree token, from the weights w of the branches through it:
 
-            - `"tree"`: their sum over K, the number of branches (g_t / K where the weights are 0 and 1).
+            - `"tree"`: their sum over K, the number of branches given, those that supervise nothing included (g_t / K
+              where the weights are 0 and 1).
             - `"branch"`: their sum, as if the branches were trained one by one.
             - `"branch_mean"`: the sum of w / n, where n is how many tokens the branch supervises.
             - `"once"`: their sum over g_t, so that every supervised token of the tree counts once.

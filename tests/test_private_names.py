@@ -52,6 +52,9 @@ def test_model_attributes():
     [
         (Trainer._get_num_items_in_batch, ["self", "batch_samples", "device"]),
         (Trainer._get_dataloader, ["self", "dataset", "description", "batch_size"]),
+        (Trainer._inner_training_loop, ["self", "batch_size"]),
+        (Trainer._get_eval_sampler, ["self", "eval_dataset"]),
+        (Trainer.call_model_init, ["self", "trial"]),
         (Trainer._remove_unused_columns, ["self", "dataset", "description"]),
         (Trainer.compute_loss, ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]),
         (SFTTrainer.compute_loss, ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]),

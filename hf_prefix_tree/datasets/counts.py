@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 LOSSES = {
     "truncated": "branches truncated to `max_length`",
     "overlong": "branches dropped as longer than `max_length`",
-    "unsupervised": "branches dropped that have no supervised token",
+    "unsupervised": "branches without a supervised token",
     "prefix_mismatches": "turns whose prompt is no token prefix of their rendering, supervised from where they differ",
     "unrendered_reasoning": "turns whose reasoning the chat template leaves out",
     "unclosed_reasoning": "turns whose `<think>` is never closed, trained on as if the reasoning had ended there",
@@ -27,7 +27,7 @@ LOSSES = {
     "(store them as JSON strings, or build the dataset with `on_mixed_types='use_json'`)",
     "skipped": "rows skipped",
     "oversized": "trees dropped as larger than `max_packed_tokens`",
-    "empty": "trees left out because no branch remained",
+    "empty": "trees left out because nothing in them is supervised",
 }
 COUNTS = ("rows", *LOSSES)
 SIZES = tuple(field.name for field in dataclasses.fields(TreeStats))

@@ -78,9 +78,12 @@ def prepare_trees(
     | those of a tree | a tree | it is weighted anew if its `weighting` is another one, selected and packed |
     | `trees`, `tree_ids`, `num_parts` | packed trees | the dataset is returned as it is |
 
-    Branches that supervise nothing are dropped, rows without a branch left are taken out. Whatever is dropped,
-    truncated or skipped is logged at the end, for a streaming dataset batch by batch. Arrow keeps neither the order of
-    keys nor nulls in its structs: tool schemas and arguments are best stored as JSON strings or `Json` features.
+    K of a tree is the number of branches that its rows hold, those that supervise nothing included (also where
+    `overlong="truncate"` left nothing to supervise); of such a branch the tree keeps the first token. Branches that
+    `overlong="drop"` drops, and those of skipped rows, are not counted. Trees that supervise nothing are left out.
+    Whatever is dropped, truncated or skipped is logged at the end, for a streaming dataset batch by batch. Arrow keeps
+    neither the order of keys nor nulls in its structs: tool schemas and arguments are best stored as JSON strings or
+    `Json` features.
 
     Args:
         dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):

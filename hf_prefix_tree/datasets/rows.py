@@ -103,7 +103,10 @@ def group_key(group: Any, group_by: str) -> Hashable:
 
 def row_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
     """
-    The branches of one row, capped at `max_length`, without those that supervise nothing.
+    The branches of one row, capped at `max_length`.
+
+    One that supervises nothing counts in K, and nothing else depends on it: only its first token is kept, which costs
+    next to nothing to compute.
 
     Args:
         row (`Mapping[str, Any]`):
@@ -111,7 +114,7 @@ def row_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[st
         options ([`RowOptions`]):
             How to read it.
         counts (`Counter[str]`):
-            Is added what was truncated (`truncated`), dropped as too long (`overlong`) or as without supervised token
+            Is added what was truncated (`truncated`), dropped as too long (`overlong`) or has no supervised token
             (`unsupervised`), the counts of [`ConversationBranches`], and whether Arrow filled in keys of tool schemas
             or arguments (`filled`).
 
@@ -132,10 +135,10 @@ def row_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[st
                 continue
             found["truncated"] += 1
             branch = Branch(branch.input_ids[: options.max_length], branch.weights[: options.max_length])
-        if branch.weights.any():
-            branches.append(branch)
-        else:
+        if not branch.weights.any():
             found["unsupervised"] += 1
+            branch = Branch(branch.input_ids[:1], [0.0])
+        branches.append(branch)
     counts.update(found)  # only now: a row that raises counts as skipped and as nothing else
     return branches
 

@@ -2,7 +2,7 @@
 """Rows to one tree, with what was counted on the way: the functions that `datasets` maps.
 
 A tree's rows carry their counts along, in one more column, so that they are there also when the tree comes from the
-cache. A tree that has no branch left is kept for its counts, without tokens.
+cache. A tree that supervises nothing is kept for its counts, without tokens.
 
 Cost: that of reading the rows (`row_branches`), then one fold. The branches of a tree are in memory together.
 """
@@ -89,7 +89,7 @@ def skipped_row(index: int, error: ValueError, on_error: str) -> dict[str, Any]:
 
 
 def _logged(trees: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The trees that have a branch, without their counts; what was lost is logged after the last one."""
+    """The trees that supervise something, without their counts; what was lost is logged after the last one."""
     report = Report()
     for tree in trees:
         report.add(tree.pop(REPORT))
@@ -107,7 +107,7 @@ def tree_of_rows(
     max_packed_tokens: int | None,
     overflow: str,
 ) -> dict[str, Any]:
-    """The tree of some rows, given with their indices, and what was lost. Where no branch is left, without tokens."""
+    """The tree of some rows, given with their indices, and what was lost. Without tokens if it supervises nothing."""
     counts: Counter[str] = Counter()
     errors: list[str] = []
     branches: list[Branch] = []
@@ -125,7 +125,7 @@ def tree_of_rows(
                 raise ValueError(f"row {index}: {error}") from error
             counts["skipped"] += 1
             errors.append(f"row {index}: {error}")
-    if branches:
+    if any(branch.weights.any() for branch in branches):
         tree = fold(branches, weighting)
     if tree is not None and max_packed_tokens is not None and len(tree) > max_packed_tokens:
         if problem := _overflow(tree, max_packed_tokens, overflow):

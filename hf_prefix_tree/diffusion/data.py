@@ -141,6 +141,8 @@ def _samples(batch: Mapping[str, list[Any]], options: RowOptions) -> dict[str, l
     counts: Counter[str] = Counter()
     for row in rows:
         for branch in row_branches(row, options, counts):
+            if not branch.weights.any():  # no sample; counted
+                continue
             # What the template writes after the turn would stand, clean, where the response ends.
             end = int(np.flatnonzero(branch.weights)[-1]) + 1
             samples["input_ids"].append(branch.input_ids[:end].tolist())

@@ -11,6 +11,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.utils.data import SequentialSampler
 from transformers import default_data_collator
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
@@ -29,6 +30,7 @@ from hf_prefix_tree.trainers.arguments import check_arguments
 from hf_prefix_tree.trainers.engines import keep_output_dtype, refuse_engines
 from hf_prefix_tree.trainers.mixin import without_empty_mask
 from hf_prefix_tree.trainers.padding import fill_uneven_steps
+from hf_prefix_tree.trainers.sampling import length_sampler
 
 
 class DiffusionSFTTrainer(SFTTrainer):
@@ -166,10 +168,17 @@ class DiffusionSFTTrainer(SFTTrainer):
         if self._signature_columns is None:
             self._signature_columns = list(COLUMNS)
 
+    _get_eval_sampler = staticmethod(SequentialSampler)  # in order, whatever training does
+
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
-        rows = (1 if self.accelerator.split_batches else self.args.world_size) * batch_size
+        ranks = 1 if self.accelerator.split_batches else self.args.world_size
         is_training = kwargs.get("is_training", False)
-        dataset = fill_uneven_steps(self, dataset, rows, is_training=is_training, description=description)
+        sampler = length_sampler(self, dataset, batch_size, ranks) if is_training else None
+        if sampler is not None:
+            kwargs["sampler_fn"] = lambda _: sampler
+        dataset = fill_uneven_steps(
+            self, dataset, ranks * batch_size, is_training=is_training, description=description, sampler=sampler
+        )
         collator = self.data_collator
         self.data_collator = WithEmptyRows(collator)
         try:
@@ -179,9 +188,11 @@ class DiffusionSFTTrainer(SFTTrainer):
 
     # ---- one optimizer step ----
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        self._sums.clear()  # the last window of an earlier training may have been too short to be logged
-        return super().train(*args, **kwargs)
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        # The last window of an earlier training may have been too short to be logged, and that of an attempt that ran
+        # out of memory was not (`auto_find_batch_size`).
+        self._sums.clear()
+        return super()._inner_training_loop(*args, **kwargs)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
         if not batch_samples:

@@ -118,6 +118,8 @@ def _texts(row: Mapping[str, Any], kind: str, options: SampleOptions) -> list[Do
     documents = []
     for branch in row_branches(row, settings, Counter()):
         mask = branch.weights > 0
+        if not mask.any():  # an empty document trains nothing
+            continue
         if not options.supervise_reasoning:
             end = options.tokenizer(options.reasoning_end, add_special_tokens=False)["input_ids"]
             found = _unsupervise_reasoning(branch.input_ids, mask, end)

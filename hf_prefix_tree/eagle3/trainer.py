@@ -15,6 +15,7 @@ from copy import copy
 from typing import Any
 
 import torch
+from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
@@ -31,6 +32,7 @@ from hf_prefix_tree.eagle3.target import STATES, Eagle3Target
 from hf_prefix_tree.eagle3.token_mapping import t2d_from_ids
 from hf_prefix_tree.trainers.engines import keep_output_dtype, refuse_engines
 from hf_prefix_tree.trainers.padding import fill_uneven_steps
+from hf_prefix_tree.trainers.sampling import length_sampler
 
 logger = logging.getLogger(__name__)
 
@@ -156,9 +158,11 @@ class Eagle3Trainer(Trainer):
 
     # ---- one optimizer step ----
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        self._sums.clear()  # the last window of an earlier training may have been too short to be logged
-        return super().train(*args, **kwargs)
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        # The last window of an earlier training may have been too short to be logged, and that of an attempt that ran
+        # out of memory was not (`auto_find_batch_size`).
+        self._sums.clear()
+        return super()._inner_training_loop(*args, **kwargs)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
         """Runs the target on the step's micro-batches; the valid slots of each draft step, over all ranks: `(K,)`."""
@@ -280,9 +284,16 @@ class Eagle3Trainer(Trainer):
         if self._signature_columns is None:
             self._signature_columns = [*PACKED_COLUMNS, HIDDEN_STATES]
 
+    _get_eval_sampler = staticmethod(SequentialSampler)  # in order, whatever training does
+
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
         """Accelerate fills an uneven last step with repeats, which would count twice: fill it with empty rows."""
-        rows = batch_size * (1 if self.accelerator.split_batches else self._averaging_ranks())
+        ranks = 1 if self.accelerator.split_batches else self._averaging_ranks()
         is_training = kwargs.get("is_training", False)
-        dataset = fill_uneven_steps(self, dataset, rows, is_training=is_training, description=description)
+        sampler = length_sampler(self, dataset, batch_size, ranks) if is_training else None
+        if sampler is not None:
+            kwargs["sampler_fn"] = lambda _: sampler
+        dataset = fill_uneven_steps(
+            self, dataset, ranks * batch_size, is_training=is_training, description=description, sampler=sampler
+        )
         return super()._get_dataloader(dataset, description, batch_size, **kwargs)

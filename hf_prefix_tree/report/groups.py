@@ -189,7 +189,7 @@ def fold_file(
     groups = []
     for name, members in of_group.items():
         sets = [[branch for branches in members for branch in branches]] if group_by is not None else members
-        trees = [fold(branches) for branches in sets if branches]
+        trees = [fold(branches) for branches in sets if kind == "tree" or any(b.weights.any() for b in branches)]
         counts["empty"] += len(sets) - len(trees)
         if trees:
             groups.append(Group(str(name), len(members), trees))

@@ -8,15 +8,18 @@ divisor is gathered once per step, in float64. Evaluation is the same ratio over
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.data import RandomSampler, SequentialSampler
 from transformers.trainer_utils import EvalLoopOutput
+from trl import SFTTrainer
 
-from hf_prefix_tree.batch import IGNORE_INDEX, STATS, summed_weights
+from hf_prefix_tree.batch import IGNORE_INDEX, STATS, gather_supervised, summed_weights
 from hf_prefix_tree.collators.prefix_tree import DataCollatorForPrefixTree
 from hf_prefix_tree.flops import cost_per_count
 from hf_prefix_tree.loss import safe_divisor
@@ -24,8 +27,8 @@ from hf_prefix_tree.model import ensure_verified, follow_trees
 from hf_prefix_tree.trainers.balance import RowCounts, row_costs
 from hf_prefix_tree.trainers.config import REFUSED
 from hf_prefix_tree.trainers.engines import earlier_gradients_aside, keep_output_dtype, refuse_engines
-from hf_prefix_tree.trainers.padding import fill_uneven_steps, padded
-from hf_prefix_tree.trainers.sampling import STRATEGIES, StepSampler, linked_rows, split_tree_ids
+from hf_prefix_tree.trainers.padding import fill_uneven_steps
+from hf_prefix_tree.trainers.sampling import BY_LENGTH, STRATEGIES, StepSampler, linked_rows, split_tree_ids
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer  # what the mixin is put before
@@ -37,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 class TreeLossMixin(_Trainer):
     """
-    Put it before a Trainer: `class MyTrainer(TreeLossMixin, Trainer)`.
+    Put it before a Trainer: `class MyTrainer(TreeLossMixin, Trainer)`, or TRL's `SFTTrainer` in its place.
 
     Prepares the model, normalises the loss over the whole optimizer step, evaluates exactly, and logs `loss/sum`,
     `loss/token_count` (the summed weights), `tree/branches`, `tree/tokens`, `tree/token_ratio`, `tree/pair_ratio`,
@@ -58,14 +61,22 @@ class TreeLossMixin(_Trainer):
         self._refuse_engines()
         self._refuse_options()
         keep_output_dtype(self.accelerator)
-        follow_trees(
-            self.model,
-            attn_backend=getattr(self.args, "attn_backend", "auto"),
-            compile_layers=getattr(self.args, "compile_layers", False),
-        )
+        self._follow_trees(self.model)
         # Says that the loss is normalised by `num_items_in_batch`, so that Trainer does not divide it by the
         # accumulation steps. (Trainer's `loss_is_scaled_for_ga` says the same, but not before transformers 5.19.)
         self.model_accepts_loss_kwargs = True
+
+    def _follow_trees(self, model: Any) -> None:
+        follow_trees(
+            model,
+            attn_backend=getattr(self.args, "attn_backend", "auto"),
+            compile_layers=getattr(self.args, "compile_layers", False),
+        )
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        model = super().call_model_init(trial)
+        self._follow_trees(model)  # `train` makes another one each time
+        return model
 
     def _refuse_engines(self) -> None:
         """What drops the tree mask, or weighs ranks instead of tokens."""
@@ -82,8 +93,9 @@ class TreeLossMixin(_Trainer):
 
     def _refuse_options(self) -> None:
         """What `Trainer` would do to rows instead of branches; `TreeSFTConfig` refuses more of it, and earlier."""
-        for name in ("label_smoothing_factor", "neftune_noise_alpha"):
-            if value := getattr(self.args, name):
+        for name in ("label_smoothing_factor", "neftune_noise_alpha", "loss_type"):
+            passes = REFUSED[name][0]
+            if (value := getattr(self.args, name, passes)) and value != passes:
                 raise ValueError(
                     f"`{name}={value!r}` is not supported on prefix trees: {REFUSED[name][1]}. Leave it out."
                 )
@@ -94,9 +106,13 @@ class TreeLossMixin(_Trainer):
 
     # ---- one optimizer step ----
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        self._tree_sums.clear()  # the last window of an earlier training may have been too short to be logged
-        return super().train(*args, **kwargs)
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        # The last window of an earlier training may have been too short to be logged, and that of an attempt that ran
+        # out of memory was not (`auto_find_batch_size`).
+        self._tree_sums.clear()
+        if isinstance(self, SFTTrainer):
+            self._metrics["train"].clear()
+        return super()._inner_training_loop(*args, **kwargs)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
         if not batch_samples:
@@ -140,11 +156,18 @@ class TreeLossMixin(_Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        if isinstance(self, SFTTrainer):
+            return self._compute_trl_loss(model, inputs, return_outputs, num_items_in_batch)
         # A divisor of 1 travels as a Python number: mixed precision casts float tensors that go through the model.
         inputs, is_empty = without_empty_mask(inputs)
         _, outputs = super().compute_loss(model, {**inputs, "num_items_in_batch": 1.0}, return_outputs=True)
         auxiliary = getattr(outputs, "aux_loss", None)
-        loss_sum = outputs.loss
+        loss_sum = getattr(outputs, "loss", None)
+        if loss_sum is None:
+            raise ValueError(
+                f"{type(self).__name__} or its model computes the loss by itself, so it cannot be weighted: put "
+                "`TreeLossMixin` before `transformers.Trainer` or TRL's `SFTTrainer`."
+            )
         if auxiliary is not None:
             auxiliary = self.accelerator.unwrap_model(model).router_aux_loss_coef * auxiliary.to(loss_sum.device)
             loss_sum = loss_sum - auxiliary
@@ -156,6 +179,33 @@ class TreeLossMixin(_Trainer):
         if auxiliary is not None:
             loss = loss + auxiliary / (self.current_gradient_accumulation_steps if self.model.training else 1)
         return (loss, outputs) if return_outputs else loss
+
+    def _compute_trl_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool,
+        num_items_in_batch: torch.Tensor | None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        divisor = self.divisor(inputs, num_items_in_batch)
+        if not self.model.training:
+            divisor = divisor * self._averaging_ranks()  # TRL multiplies by them whenever it is given a divisor
+        weighted = _WeightedLogProbs(model, divisor)
+        # TRL clamps its divisor at 1, while summed weights are often smaller: divide first and hand it a 1.
+        result = super().compute_loss(weighted, inputs, return_outputs, num_items_in_batch=1)
+        self.record(weighted.loss_sum, inputs)
+        self._forget_empty_metrics()
+        return result
+
+    def _forget_empty_metrics(self) -> None:
+        """TRL averages the metrics of micro-batches and puts zeros where none of the ranks has a token."""
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        names = ("entropy", "mean_token_accuracy")
+        if all(metrics[name][-1] == 0.0 for name in names):
+            for name in names:
+                metrics[name].pop()
+                if not metrics[name]:
+                    del metrics[name]
 
     def divisor(self, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None) -> torch.Tensor:
         """
@@ -225,17 +275,25 @@ class TreeLossMixin(_Trainer):
 
     # ---- uneven last steps ----
 
+    # In order: Trainer's own would read every row for its length under "group_by_length", also empty and packed rows.
+    _get_eval_sampler = staticmethod(SequentialSampler)
+
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
         """Accelerate fills an uneven last step with repeated rows, which count twice: fill it with empty ones."""
         is_training = kwargs.get("is_training", False)
         sampler = self._step_sampler(dataset, batch_size) if is_training else None
         if sampler is not None:
             kwargs["sampler_fn"] = lambda _: sampler
-            # the sampler fills every step; the dataset is as long, or Accelerate would cut the last metrics
-            dataset = padded(self, dataset, len(sampler), description)
-        else:
-            rows = self._ranks() * batch_size
-            dataset = fill_uneven_steps(self, dataset, rows, is_training=is_training, description=description)
+        elif is_training and self.args.dataloader_drop_last and self.args.train_sampling_strategy in BY_LENGTH:
+            kwargs["sampler_fn"] = RandomSampler  # Trainer's knows no cost of a tree
+        dataset = fill_uneven_steps(
+            self,
+            dataset,
+            self._ranks() * batch_size,
+            is_training=is_training,
+            description=description,
+            sampler=sampler,
+        )
         return super()._get_dataloader(dataset, description, batch_size, **kwargs)
 
     def _step_sampler(self, dataset: Any, batch_size: int) -> StepSampler | None:
@@ -267,10 +325,12 @@ class TreeLossMixin(_Trainer):
         counts = RowCounts(collator) if isinstance(collator, DataCollatorForPrefixTree) else None
         if len(units) == len(dataset):
             in_order = strategy == "sequential" and ranks == 1
-            if in_order or counts is None or strategy not in STRATEGIES or not units:
+            if in_order or strategy not in STRATEGIES or not units:
+                return None
+            if counts is None and strategy != "batch_rebalance":  # Trainer's sampler for it would repeat rows
                 return None
             if args.dataloader_drop_last:
-                if ranks > 1 or strategy == "group_by_length":
+                if ranks > 1 or strategy in BY_LENGTH:
                     logger.warning(
                         "`dataloader_drop_last=True`: rows are neither dealt to ranks nor sorted by what they cost. "
                         "Leave it at `False`: an uneven last step is filled with empty rows, not with repeated ones."
@@ -307,6 +367,26 @@ class TreeLossMixin(_Trainer):
     def _copies(self) -> int:
         """Ranks that hold the same batch."""
         return self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+
+
+class _WeightedLogProbs:
+    """Stands in for the model in TRL's `compute_loss`: its log-probs come out times their weight over the divisor."""
+
+    def __init__(self, model: Callable, divisor: torch.Tensor) -> None:
+        self.model, self.divisor = model, divisor
+        self.loss_sum: torch.Tensor
+
+    def __call__(self, **inputs: Any) -> Any:
+        inputs, is_empty = without_empty_mask(inputs)
+        outputs = self.model(**inputs)
+        if getattr(outputs, "aux_loss", None) is not None:
+            outputs.aux_loss = outputs.aux_loss * ~is_empty
+        if inputs.get("fused_lm_head"):
+            weights = gather_supervised(inputs["prefix_tree"], inputs["labels"], inputs.get("loss_weights")).weights
+            weighted = outputs.log_probs.double() * weights
+            self.loss_sum = -weighted.detach().sum()
+            outputs.log_probs = weighted / self.divisor
+        return outputs
 
 
 def without_empty_mask(inputs: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import Sampler
 
 from hf_prefix_tree.collators.prefix_tree import PADDING_FEATURE
 
@@ -39,6 +40,8 @@ class PaddedDataset(torch.utils.data.Dataset):
         return self.length
 
     def __getitem__(self, index: int) -> Any:
+        if index >= self.length:  # what ends an iteration
+            raise IndexError(f"row {index} of {self.length}")
         return self.dataset[index] if index < len(self.dataset) else PADDING_FEATURE
 
 
@@ -88,7 +91,15 @@ def padded(trainer: Trainer, dataset: Any, multiple: int, description: str) -> P
     return PaddedDataset(dataset, multiple)
 
 
-def fill_uneven_steps(trainer: Trainer, dataset: Any, rows: int, *, is_training: bool, description: str) -> Any:
+def fill_uneven_steps(
+    trainer: Trainer,
+    dataset: Any,
+    rows: int,
+    *,
+    is_training: bool,
+    description: str,
+    sampler: Sampler | None = None,
+) -> Any:
     """
     What a trainer's `_get_dataloader` reads instead of `dataset`, so that no row is counted twice or in another epoch.
 
@@ -97,7 +108,10 @@ def fill_uneven_steps(trainer: Trainer, dataset: Any, rows: int, *, is_training:
         dataset (`Dataset` or `IterableDataset`): Its training or evaluation dataset.
         rows (`int`): Rows that all ranks take in a round.
         is_training (`bool`), description (`str`): As `_get_dataloader` gets them.
+        sampler ([`StepSampler`], *optional*): What lays out the steps, if not Trainer's sampler.
     """
+    if sampler is not None:  # it fills every step; the dataset is as long, or Accelerate would cut the last metrics
+        return padded(trainer, dataset, len(sampler), description)  # type: ignore[arg-type]
     args, is_distributed = trainer.args, trainer.accelerator.num_processes > 1
     if isinstance(dataset, torch.utils.data.IterableDataset):
         # Trainer doesn't know where a stream ends, and would carry the gradients of an uneven last step over into the

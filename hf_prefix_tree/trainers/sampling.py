@@ -10,15 +10,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import Sampler
+from torch.utils.data import IterableDataset, Sampler
 
 from hf_prefix_tree.packing import pack_rows
 from hf_prefix_tree.trainers.balance import deal
 
-STRATEGIES = ("random", "sequential", "group_by_length")  # of `train_sampling_strategy`, those laid out here
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+# Values of `train_sampling_strategy` for which Trainer needs the length of every row.
+BY_LENGTH = ("group_by_length", "batch_rebalance")
+STRATEGIES = ("random", "sequential", *BY_LENGTH)  # those laid out here
 _WINDOW = 50  # most steps whose rows are sorted by cost together, as many as Transformers takes for `group_by_length`
 
 
@@ -111,8 +117,8 @@ class StepSampler(Sampler[int]):
         block_size (`int`):
             Rows of one optimizer step: `gradient_accumulation_steps` x processes x `per_device_train_batch_size`.
         strategy (`str`):
-            `"sequential"` lays units out in order, each where its first row is; `"random"` shuffles them;
-            `"group_by_length"` also shuffles, and gives a step units that cost alike.
+            `"sequential"` lays units out in order, each where its first row is; `"random"` and `"batch_rebalance"`
+            shuffle them; `"group_by_length"` also shuffles, and gives a step units that cost alike.
         seed (`int`):
             Seed of the shuffling, equal on all ranks.
         global_step (`Callable`):
@@ -187,6 +193,37 @@ class StepSampler(Sampler[int]):
         window = min(_WINDOW, max(2, len(self.blocks) // 4)) * self.block_size
         cuts = [units[start : start + window] for start in range(0, len(units), window)]
         return np.concatenate([cut[np.argsort(-self.unit_costs[cut], kind="stable")] for cut in cuts])
+
+
+def length_sampler(trainer: Trainer, dataset: Any, batch_size: int, ranks: int) -> StepSampler | None:
+    """
+    The sampler of a training on rows with `input_ids` whose lengths matter; `None` where Trainer's own serves.
+
+    Trainer's samplers for `BY_LENGTH` repeat rows in an uneven last step, or draw from a generator that each rank has
+    for itself, so that ranks could read different orders.
+
+    Args:
+        trainer (`Trainer`): The trainer.
+        dataset (`Dataset` or list of `dict`): Its training dataset.
+        batch_size (`int`): Rows of a batch.
+        ranks (`int`): Ranks that read different rows.
+    """
+    args = trainer.args
+    is_stream = not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset)
+    if is_stream or args.train_sampling_strategy not in BY_LENGTH or args.dataloader_drop_last:
+        return None
+    rows = dataset["input_ids"] if hasattr(dataset, "column_names") else (row["input_ids"] for row in dataset)
+    lengths = np.array([len(ids) for ids in rows], dtype=np.float64)
+    return StepSampler(
+        [[row] for row in range(len(lengths))],
+        args.gradient_accumulation_steps * ranks * batch_size,
+        strategy=args.train_sampling_strategy,
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        global_step=lambda: trainer.state.global_step,
+        costs=lengths,
+        ranks=ranks,
+        batch_size=batch_size,
+    )
 
 
 def _in_order(sizes: list[int], block_size: int) -> list[list[int]]:

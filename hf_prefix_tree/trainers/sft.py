@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import SFTTrainer
 from trl.trainer.utils import global_then_local_main_first
 
-from hf_prefix_tree.batch import BLOCK_SIZE, gather_supervised
+from hf_prefix_tree.batch import BLOCK_SIZE
 from hf_prefix_tree.collators.prefix_tree import DataCollatorForPrefixTree
 from hf_prefix_tree.datasets import prepare_trees
 from hf_prefix_tree.datasets.packed import check_weightings
@@ -29,7 +29,7 @@ from hf_prefix_tree.trainers.arguments import check_arguments
 from hf_prefix_tree.trainers.card import add_section, tree_section
 from hf_prefix_tree.trainers.config import TreeSFTConfig
 from hf_prefix_tree.trainers.grouped import BranchCollator, branch_batches
-from hf_prefix_tree.trainers.mixin import TreeLossMixin, without_empty_mask
+from hf_prefix_tree.trainers.mixin import TreeLossMixin
 from hf_prefix_tree.trainers.speedup import seconds_of_forwards
 from hf_prefix_tree.tree import PrefixTree
 
@@ -232,23 +232,6 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
         folded, one_by_one = self.accelerator.gather(seconds[None]).sum(dim=0).tolist()
         self._metrics["train"]["tree/speedup"].append(one_by_one / folded)
 
-    def compute_loss(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        divisor = self.divisor(inputs, num_items_in_batch)
-        if not self.model.training:
-            divisor = divisor * self._averaging_ranks()  # TRL multiplies by them whenever it is given a divisor
-        weighted = _WeightedLogProbs(model, divisor)
-        # TRL clamps its divisor at 1, while summed weights are often smaller: divide first and hand it a 1.
-        result = SFTTrainer.compute_loss(self, weighted, inputs, return_outputs, num_items_in_batch=1)
-        self.record(weighted.loss_sum, inputs)
-        self._forget_empty_metrics()
-        return result
-
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self._has_measured = False
         result = super().train(*args, **kwargs)
@@ -261,36 +244,6 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
         section = tree_section(self.state.log_history, self.args.weighting)
         if section and self.is_world_process_zero():
             add_section(Path(self.args.output_dir, "README.md"), section)
-
-    def _forget_empty_metrics(self) -> None:
-        """TRL averages the metrics of micro-batches and puts zeros where none of the ranks has a token."""
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        names = ("entropy", "mean_token_accuracy")
-        if all(metrics[name][-1] == 0.0 for name in names):
-            for name in names:
-                metrics[name].pop()
-                if not metrics[name]:
-                    del metrics[name]
-
-
-class _WeightedLogProbs:
-    """Stands in for the model in TRL's `compute_loss`: its log-probs come out times their weight over the divisor."""
-
-    def __init__(self, model: Callable, divisor: torch.Tensor) -> None:
-        self.model, self.divisor = model, divisor
-        self.loss_sum: torch.Tensor
-
-    def __call__(self, **inputs: Any) -> Any:
-        inputs, is_empty = without_empty_mask(inputs)
-        outputs = self.model(**inputs)
-        if getattr(outputs, "aux_loss", None) is not None:
-            outputs.aux_loss = outputs.aux_loss * ~is_empty
-        if inputs.get("fused_lm_head"):
-            weights = gather_supervised(inputs["prefix_tree"], inputs["labels"], inputs.get("loss_weights")).weights
-            weighted = outputs.log_probs.double() * weights
-            self.loss_sum = -weighted.detach().sum()
-            outputs.log_probs = weighted / self.divisor
-        return outputs
 
 
 @contextmanager

@@ -239,7 +239,7 @@ def test_activation_memory_is_what_a_model_keeps():
         (
             '{"input_ids": [1]}\n',
             (),
-            "no tree is left of its 1 rows (1 branches dropped that have no supervised token",
+            "no tree is left of its 1 rows (1 branches without a supervised token",
         ),
         ('{"text": "a"}\n', (), "it has the columns text, which are no known kind of rows"),
         ('{"input_ids": [1, 2]}\n', ("--group-by", "task"), "`group_by` is 'task', no column of"),

@@ -304,9 +304,9 @@ HOPELESS = {"branches": [{"input_ids": [7, 8, 9, 6], "weights": [0.0, 0, 0, 1]}]
         (
             3,
             "truncate",
-            [[BRANCH]],
-            "2 branches truncated to `max_length`; 2 branches dropped that have no supervised token; 1 trees left out "
-            "because no branch remained.",
+            [[{"input_ids": [1], "weights": [0]}, BRANCH]],
+            "2 branches truncated to `max_length`; 2 branches without a supervised token; 1 trees left out because "
+            "nothing in them is supervised.",
         ),
         (4, "drop", [[BRANCH], HOPELESS["branches"]], "1 branches dropped as longer than `max_length`."),
     ],
@@ -327,9 +327,9 @@ def test_long_branches(caplog, max_length, overlong, expected, losses):
 def test_counts_of_a_group_add_up(caplog):
     rows = [{**LONG, "group": "a"}, {**HOPELESS, "group": "a"}, {**HOPELESS, "group": "b"}]
     (tree,) = prepare_rows(rows, group_by="group", max_length=3)
-    assert tree == fold([Branch(**BRANCH)])
-    assert "Prepared 3 rows: 1 branches." in caplog.text
-    assert "3 branches truncated to `max_length`; 3 branches dropped that" in caplog.text
+    assert tree == fold([Branch([1], [0]), Branch(**BRANCH), Branch([7], [0])])
+    assert "Prepared 3 rows: 3 branches." in caplog.text
+    assert "3 branches truncated to `max_length`; 3 branches without a supervised token" in caplog.text
     assert "; 1 trees left out" in caplog.text
 
 
@@ -373,7 +373,7 @@ def test_a_bad_row_of_a_stream_or_of_a_group_is_skipped_alone(tiny_tokenizer, ca
 def test_a_row_that_is_skipped_counts_as_nothing_else(tiny_tokenizer, caplog):
     rows = [{"branches": [HOPELESS["branches"][0], {"input_ids": [1], "weights": [1.0, 1.0]}]}, LONG]
     prepare_rows(rows, on_error="skip", max_length=4)
-    assert "1 branches truncated" in caplog.text and "no supervised" not in caplog.text
+    assert "1 branches truncated" in caplog.text and "without a supervised" not in caplog.text
 
 
 def test_a_cached_result_is_reported_again(tmp_path, tiny_tokenizer, caplog):

@@ -17,6 +17,7 @@ from hf_prefix_tree.diffusion.loss import block_diffusion_loss, hybrid_loss, mdl
 
 MASK, SIZE = VOCAB - 1, 4
 OBJECTIVES = ("mdlm", "block", "hybrid")
+BY_LENGTH = ("group_by_length", "batch_rebalance")  # sampling strategies that need the length of every row
 EVALUATION = -1
 OPTIONS = {
     "block_size": SIZE,
@@ -85,9 +86,9 @@ def logs_of(trainer):
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
-def collated(rows, response_window=True):
+def collated(rows, response_window=True, indices=None):
     collator = DataCollatorForDiffusionLM(0, 2, block_size=SIZE, response_window=response_window)
-    return collator([{**row, "sample_index": index} for index, row in enumerate(rows)])
+    return collator([{**rows[i], "sample_index": i} for i in (range(len(rows)) if indices is None else indices)])
 
 
 def losses_of(model, batch, objective, salts, corrupt=corrupt_uniform, response_window=True, alpha=1.0):
@@ -130,19 +131,20 @@ def distance(got, expected, start):
 
 def train_and_evaluate(folder, objectives):
     """What one of two gloo processes does: trains, evaluates, and leaves weights and logs behind."""
-    for objective in objectives:
+    runs = {name: {"objective": name, "supervise_padding": name == "block"} for name in objectives}
+    runs |= {name: {"objective": "mdlm", "train_sampling_strategy": name} for name in BY_LENGTH}
+    for name, options in runs.items():
         trainer = train(
             folder,
             rows_of_ids(7),
             eval_rows=rows_of_ids(5, seed=1),
-            objective=objective,
             gradient_accumulation_steps=2,
-            supervise_padding=objective == "block",
+            **options,
         )
         metrics = trainer.evaluate()
         if trainer.accelerator.is_main_process:
-            torch.save(weights(trainer.accelerator.unwrap_model(trainer.model)), f"{folder}/{objective}.pt")
-            Path(folder, f"{objective}.json").write_text(json.dumps([*trainer.state.log_history, metrics]))
+            torch.save(weights(trainer.accelerator.unwrap_model(trainer.model)), f"{folder}/{name}.pt")
+            Path(folder, f"{name}.json").write_text(json.dumps([*trainer.state.log_history, metrics]))
     streamed = train(folder, rows_of_ids(7).to_iterable_dataset(), objective="mdlm", gradient_accumulation_steps=2)
     if streamed.accelerator.is_main_process:
         torch.save(weights(streamed.accelerator.unwrap_model(streamed.model)), f"{folder}/stream.pt")

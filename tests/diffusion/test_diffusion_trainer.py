@@ -9,6 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from diffusion_runs import (
+    BY_LENGTH,
     EVALUATION,
     MASK,
     OBJECTIVES,
@@ -67,6 +68,35 @@ def test_accumulation_changes_nothing(objective, tmp_path):
     for first, second in zip(logs_of(one), logs_of(four), strict=True):
         for name in ("loss", "nll_bound", "mean_token_accuracy"):
             assert second[name] == pytest.approx(first[name], rel=1e-5), name
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("strategy", BY_LENGTH)
+def test_samplers_that_need_lengths(strategy, drop_last, tmp_path):
+    """Steps of the rows that were read, each row once; an evaluation in batches of 2 as in the order of the rows."""
+    rows, eval_rows = rows_of_ids(7), {"five": rows_of_ids(5, seed=1)}
+    options = {"objective": "mdlm", "learning_rate": 0.0, "max_steps": -1, "num_train_epochs": 1}
+    options |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "dataloader_drop_last": drop_last}
+    trainer = trainer_of(
+        tmp_path, rows, eval_rows=eval_rows, per_device_eval_batch_size=2, train_sampling_strategy=strategy, **options
+    )
+    steps, original = {}, trainer.training_step
+
+    def training_step(model, inputs, *args, **kwargs):
+        is_row = inputs["loss_mask"].any(dim=1)
+        steps.setdefault(trainer.state.global_step, []).extend(inputs["sample_index"][is_row].tolist())
+        return original(model, inputs, *args, **kwargs)
+
+    trainer.training_step = training_step
+    expected = trainer_of(tmp_path, rows, eval_rows=eval_rows).evaluate()["eval_five_loss"]
+    assert trainer.evaluate()["eval_five_loss"] == pytest.approx(expected, rel=1e-6)
+    trainer.train()
+    read = [index for step in steps.values() for index in step]
+    assert len(set(read)) == len(read) and (set(read) < set(range(7)) if drop_last else set(read) == set(range(7)))
+    for step, entry in enumerate(logs_of(trainer)):
+        batch = collated(rows, indices=steps[step])
+        loss, _ = losses_of(prepare_diffusion_model(small_model()), batch, "mdlm", (0,))
+        assert entry["loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
 def test_checkpointing_and_the_router_of_experts(tmp_path):
@@ -387,19 +417,21 @@ def test_engines_are_refused(tmp_path, monkeypatch):
 def test_two_processes_equal_one(tmp_path):
     # 7 rows, 4 a step: the second step holds 3, and the two processes fill it up with an empty row, not a repeated one
     run_ranks(train_and_evaluate, tmp_path, OBJECTIVES)
-    for objective in OBJECTIVES:
+    for kind in (*OBJECTIVES, *BY_LENGTH):
+        strategy = {"train_sampling_strategy": kind} if kind in BY_LENGTH else {}
         one = train(
             tmp_path,
             rows_of_ids(7),
             eval_rows=rows_of_ids(5, seed=1),
-            objective=objective,
+            objective="mdlm" if strategy else kind,
             gradient_accumulation_steps=4,
-            supervise_padding=objective == "block",
+            supervise_padding=kind == "block",
+            **strategy,
         )
         metrics = one.evaluate()
-        two, log = torch.load(tmp_path / f"{objective}.pt"), json.loads((tmp_path / f"{objective}.json").read_text())
+        two, log = torch.load(tmp_path / f"{kind}.pt"), json.loads((tmp_path / f"{kind}.json").read_text())
         assert distance(two, weights(one.model), weights(small_model())) < 1e-5
-        if objective == "mdlm":
+        if kind == "mdlm":
             assert distance(torch.load(tmp_path / "stream.pt"), weights(one.model), weights(small_model())) < 1e-5
         for first, second in zip(logs_of(one), log, strict=False):
             for name in ("loss", "nll_bound", "mean_token_accuracy"):

@@ -11,6 +11,7 @@ from hf_prefix_tree.eagle3 import (
     Eagle3Trainer,
 )
 
+BY_LENGTH = ("group_by_length", "batch_rebalance")  # sampling strategies that need the length of every row
 OPTIONS = {
     "per_device_train_batch_size": 1,
     "per_device_eval_batch_size": 1,

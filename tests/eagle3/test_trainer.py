@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset, load_from_disk
 from drafts import AUX, TARGETS, VOCAB, collated, make_target
-from eagle3_runs import distance, documents, small_draft, train, trainer_of, weights
+from eagle3_runs import BY_LENGTH, distance, documents, small_draft, train, trainer_of, weights
 from peft import LoraConfig, get_peft_model
 from processes import run_ranks
 from safetensors.torch import load_file
@@ -204,6 +204,40 @@ def test_a_checkpoint_is_resumed(tmp_path):
     assert distance(weights(resumed.model), weights(whole.model), start) < 1e-6
 
 
+@pytest.mark.parametrize("as_dataset", [False, True])
+@pytest.mark.parametrize("strategy", BY_LENGTH)
+def test_samplers_that_need_lengths(strategy, as_dataset, tmp_path):
+    """Steps of the rows that were read, each row once; an evaluation in batches of 2 as in the order of the rows."""
+    rows, eval_rows = documents(7), documents(5, seed=1)
+    given = [Dataset.from_list(own) if as_dataset else own for own in (rows, eval_rows)]
+    options = {"learning_rate": 0.0, "max_steps": -1, "num_train_epochs": 1, "train_sampling_strategy": strategy}
+    options |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+    trainer = trainer_of(tmp_path, given[0], draft=small_draft(), eval_rows={"five": given[1]}, **options)
+    steps, original = {}, trainer.training_step
+
+    def training_step(model, inputs, *args, **kwargs):
+        ids, mask = inputs["input_ids"], inputs["loss_mask"]
+        read = [row["input_ids"] for own in ids[mask.any(dim=1)].tolist() for row in rows if starts_with(own, row)]
+        steps.setdefault(trainer.state.global_step, []).extend(read)
+        return original(model, inputs, *args, **kwargs)
+
+    def starts_with(ids, row):
+        return ids[: len(row["input_ids"])] == row["input_ids"]
+
+    trainer.training_step = training_step
+    expected = trainer_of(tmp_path, rows, draft=small_draft(), eval_rows=eval_rows).evaluate()["eval_loss"]
+    assert trainer.evaluate()["eval_five_loss"] == pytest.approx(expected, rel=1e-6)
+    trainer.train()
+    assert sorted(ids for step in steps.values() for ids in step) == sorted(row["input_ids"] for row in rows)
+    draft, target = small_draft(), Eagle3Target(make_target(dtype=torch.float32), AUX)
+    for step, entry in enumerate(logs_of(trainer)):
+        batch = collated([row for row in rows if row["input_ids"] in steps[step]], None)
+        states = target.states(batch)
+        logits = target.draft_logits(states.pop("last_hidden_states"), draft.draft_ids)
+        loss = draft(**batch, **states, target_logits=logits, ttt_steps=3).loss
+        assert entry["loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
 def test_streams_and_autocast(tmp_path, tiny_tokenizer):
     """A stream of conversations: counted for the vocabulary, packed as it is read, trained in bf16."""
     config = {**TARGETS["llama"].to_dict(), "vocab_size": len(tiny_tokenizer)}
@@ -386,14 +420,20 @@ def test_wrong_arguments_are_refused(tmp_path):
 
 def test_two_processes_equal_one(tmp_path):
     # 7 rows, 4 a step: the second step holds 3, and the two processes fill it up with an empty row, not a repeated one
-    one = train(tmp_path, documents(7), eval_rows=documents(5, seed=1), gradient_accumulation_steps=4)
-    metrics = one.evaluate()
+    sets = {"rows": documents(7), "eval_rows": documents(5, seed=1)}
+    in_order = train(tmp_path, **sets, gradient_accumulation_steps=4)
     target = Eagle3Target(make_target(dtype=torch.float32), AUX)
     precompute_hidden_states(target, documents(7), tmp_path / "states")
     precompute_hidden_states(target, documents(5, seed=1), tmp_path / "states", split="test")
     run_ranks(train_and_evaluate, tmp_path)
     start = weights(small_draft())
-    for kind in ("rows", "stream", "precomputed"):
+    by_length = {}
+    for strategy in BY_LENGTH:
+        options = {"gradient_accumulation_steps": 4, "train_sampling_strategy": strategy}
+        by_length[strategy] = train(tmp_path, **sets, **options)
+    for kind in ("rows", "stream", "precomputed", *BY_LENGTH):
+        one = by_length.get(kind, in_order)
+        metrics = one.evaluate()
         two, log = torch.load(tmp_path / f"{kind}.pt"), json.loads((tmp_path / f"{kind}.json").read_text())
         assert distance(two, weights(one.model), start) < 1e-5, kind
         for first, second in zip(logs_of(one), log, strict=False):

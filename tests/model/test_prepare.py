@@ -11,6 +11,7 @@ from peft import AdaLoraConfig, LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
     MistralConfig,
@@ -31,6 +32,30 @@ def batch(seed=0, **kwargs):
 
 
 # ---- ordinary calls ----
+
+
+def test_continuous_batching_needs_another_implementation_for_its_time():
+    """As `docs/trainers.md` says; `TreeGRPOTrainer` and `TreeRLOOTrainer` do it by themselves."""
+    prompts, options = [[5, 6, 7], [8, 9, 10, 11]], GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0)
+
+    def generated(model):
+        return [x.generated_tokens for x in model.generate_batch(prompts, options, progress_bar=False).values()]
+
+    model = make_model("qwen3", dtype=torch.float32)
+    model.set_attn_implementation("sdpa")
+    expected = generated(model)
+    prepare_model(model)
+    with torch.no_grad():
+        loss = model(**batch()).loss
+        with pytest.raises(ValueError, match=r"prefix_tree is not supported for continuous batching. Use .*'sdpa'"):
+            generated(model)
+        assert model(**batch()).loss == loss
+        model.set_attn_implementation("sdpa")
+        assert generated(model) == expected
+        with pytest.raises(ValueError, match="its attention is 'sdpa' now, which knows no tree: call"):
+            model(**batch())
+        model.set_attn_implementation("prefix_tree")
+        assert model(**batch()).loss == loss
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, "gemma2", "mistral"])

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 import hf_prefix_tree.model
 from hf_prefix_tree import DataCollatorForPrefixTree, TreeLossMixin, TreeSFTTrainer, compilation
 from hf_prefix_tree.batch import gather_supervised
-from hf_prefix_tree.trainers import sft
+from hf_prefix_tree.trainers import mixin
 from hf_prefix_tree.tree import Branch, fold
 
 FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}}
@@ -162,7 +162,7 @@ def train_watched(folder, options, ranks):
     """[`train_engine`]; `log_probs.json` has the dtype of every micro-batch's log-probs and its gradients' error."""
     seen = []
 
-    class Watched(sft._WeightedLogProbs):
+    class Watched(mixin._WeightedLogProbs):
         def __call__(self, **inputs):
             compute = self.model
 
@@ -181,7 +181,7 @@ def train_watched(folder, options, ranks):
             self.model = model
             return super().__call__(**inputs)
 
-    with mock.patch.object(sft, "_WeightedLogProbs", Watched):
+    with mock.patch.object(mixin, "_WeightedLogProbs", Watched):
         train_engine(folder, options, ranks)
     Path(folder, f"log_probs{os.environ['RANK']}.json").write_text(json.dumps(seen))
 
