@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import SFTTrainer
 from trl.trainer.utils import global_then_local_main_first
 
-from hf_prefix_tree.batch import BLOCK_SIZE, gather_supervised
+from hf_prefix_tree.batch import BLOCK_SIZE, WEIGHTED_BY_CALLER, gather_supervised
 from hf_prefix_tree.collators.prefix_tree import DataCollatorForPrefixTree
 from hf_prefix_tree.datasets import prepare_trees
 from hf_prefix_tree.datasets.packed import check_weightings
@@ -282,10 +282,11 @@ class _WeightedLogProbs:
 
     def __call__(self, **inputs: Any) -> Any:
         inputs, is_empty = without_empty_mask(inputs)
-        outputs = self.model(**inputs)
+        takes_log_probs = {WEIGHTED_BY_CALLER: True} if inputs.get("fused_lm_head") else {}
+        outputs = self.model(**inputs, **takes_log_probs)
         if getattr(outputs, "aux_loss", None) is not None:
             outputs.aux_loss = outputs.aux_loss * ~is_empty
-        if inputs.get("fused_lm_head"):
+        if takes_log_probs:
             weights = gather_supervised(inputs["prefix_tree"], inputs["labels"], inputs.get("loss_weights")).weights
             weighted = outputs.log_probs.double() * weights
             self.loss_sum = -weighted.detach().sum()
