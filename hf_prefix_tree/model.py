@@ -59,7 +59,7 @@ class _State:
     handles: list[Handle] = field(default_factory=list)
     verified_on: set[str] = field(default_factory=set)
     verifying: bool = False
-    text_config: Any = None
+    router_config: Any = None  # the config that switches a router's auxiliary loss on, where there is a router
     rope_limit: int | None = None
     has_sinks: bool = False
     recurrent: set[str] = field(default_factory=set)
@@ -80,7 +80,8 @@ def prepare_model(
 
     A stock `Trainer` then takes the mean of its micro-batches' losses (`model.accepts_loss_kwargs = False`), with
     trees and without: before it trains on anything else, call [`unprepare_model`]. A model that one of this package's
-    trainers or [`fold_shared_prefixes`] prepared keeps the normalisation that it had.
+    trainers or [`fold_shared_prefixes`] prepared keeps the normalisation that it had. A `Trainer` reads it when it is
+    made, so prepare the model before: calls that count labels instead of weights are refused.
 
     The model is checked against independent runs of the branches: at once where its weights are whole and on the
     device they train on, otherwise at the first training step.
@@ -151,11 +152,12 @@ def follow_trees(
             state.verified_on.clear()
         return model
     check_support(base)
+    text_config = base.config.get_text_config()
     state = _State(
         attn_backend=attn_backend,
         previous_implementations=implementations(base),
         previous_loss=base.__dict__.get("_loss_function"),
-        text_config=base.config.get_text_config(),
+        router_config=text_config if hasattr(text_config, "output_router_logits") else None,
         rope_limit=rope_limit(base.config),
         has_sinks=any("sink" in name for name, _ in base.named_parameters()),
         recurrent=followed_functions(base),
@@ -240,19 +242,19 @@ def _verify(base: PreTrainedModel, state: _State, forward: Callable | None = Non
     state.verified_on.add(base.device.type)
 
 
-def check_call(module: PreTrainedModel, kwargs: dict[str, Any], state: _State, is_weighted: bool = False) -> None:
+def check_call(module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: bool = False) -> None:
     """
     All checks of a call with a tree, which must cost little (`benchmarks/call_overhead.py`).
 
     Args:
         module (`PreTrainedModel`): The prepared causal LM.
         kwargs (`dict[str, Any]`): Keyword arguments of the call.
-        state (`_State`): What `prepare_model` kept about the model.
         is_weighted (`bool`, *optional*, defaults to `False`): Whether the caller weighs log-probs by itself.
 
     Raises:
         `ValueError`: where the call cannot be exact.
     """
+    state: _State = getattr(module, _STATE)
     if module.config._attn_implementation != IMPLEMENTATION:
         raise ValueError(
             f"The model was prepared, but its attention is {module.config._attn_implementation!r} now, which knows no "
@@ -272,7 +274,8 @@ def check_call(module: PreTrainedModel, kwargs: dict[str, Any], state: _State, i
         _verify(module, state)
     refuse_other_inputs(module, kwargs, state.image_refusal)
     if kwargs.get("labels") is not None and not state.verifying:
-        warn_of_router_loss(state.text_config, kwargs)
+        if state.router_config is not None:
+            warn_of_router_loss(state.router_config, kwargs)
         if not is_weighted:
             refuse_counted_items(kwargs.get("num_items_in_batch"))
             _refuse_other_losses(module, state)
@@ -307,12 +310,12 @@ def _enter(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tupl
         if trains and getattr(module, _STATE).previous_flag is not None:
             _warn_of_training_without_trees()
         return None
-    state: _State = getattr(module, _STATE)
     guard = kwargs.get(GUARD)
     if isinstance(guard, torch.Tensor) and not guard.is_floating_point():
         del kwargs[GUARD]
     is_weighted = bool(kwargs.pop(WEIGHTED_BY_CALLER, False))
-    check_call(module, kwargs, state, is_weighted)
+    check_call(module, kwargs, is_weighted)
+    state: _State = getattr(module, _STATE)
     tree = kwargs["prefix_tree"]
     labels = kwargs.get("labels")
     supervised = None if labels is None else gather_supervised(tree, labels, kwargs.get("loss_weights"))

@@ -217,8 +217,10 @@ def test_what_says_the_same_as_the_tree_is_taken(plain_model):
 def test_overwritten_inputs_are_refused_in_a_compiled_model():
     called, row = torch.compile(prepared(), backend="eager"), two_trees()
     called(**row)
-    with pytest.raises(RuntimeError, match="something overwrote them"):
-        called(**{**row, "position_ids": torch.arange(8)[None]})
+    changes = {"position_ids": [*range(8)], "attention_mask": [1, 1, 1, 1, 0, 1, 0, 0]}  # a hidden root
+    for name, values in [*changes.items(), ("attention_mask", [1, 1, 1, 1, 0, 0, 0, 0])]:
+        with pytest.raises(RuntimeError, match="something overwrote them"):
+            called(**{**row, name: torch.tensor([values])})
 
 
 # ---- noise ----
