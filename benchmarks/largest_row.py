@@ -33,7 +33,7 @@ from trl.trainer.utils import add_fused_lm_head
 from benchmarks.common import Results, Row, default_device, environment, make_parser, peak_gib, progress, report
 from benchmarks.flops import SHAPES, shape_config
 from hf_prefix_tree import prepare_model
-from hf_prefix_tree.batch import BLOCK_SIZE, concatenate_trees
+from hf_prefix_tree.batch import BLOCK_SIZE, WEIGHTED_BY_CALLER, concatenate_trees
 from hf_prefix_tree.synthetic import caterpillar
 from hf_prefix_tree.tree import PrefixTree
 
@@ -147,7 +147,7 @@ def measure_option(shape: str, option: str, args: Any, device: torch.device) -> 
 
         def run() -> None:
             with context:
-                model(**batch, fused_lm_head=True).log_probs.mean().backward()
+                model(**batch, fused_lm_head=True, **{WEIGHTED_BY_CALLER: True}).log_probs.mean().backward()
             optimizer.step()
             optimizer.zero_grad()
 

@@ -26,7 +26,14 @@ from benchmarks import packed
 from benchmarks.common import measure, relative_error
 from hf_prefix_tree.attention.backend import AttentionCall, choose_backend
 from hf_prefix_tree.attention.mask import tree_block_mask
-from hf_prefix_tree.batch import BLOCK_SIZE, DEPTH, IGNORE_INDEX, concatenate_trees, gather_supervised
+from hf_prefix_tree.batch import (
+    BLOCK_SIZE,
+    DEPTH,
+    IGNORE_INDEX,
+    WEIGHTED_BY_CALLER,
+    concatenate_trees,
+    gather_supervised,
+)
 from hf_prefix_tree.tree import PrefixTree
 
 Loss = Callable[[torch.nn.Module], torch.Tensor]
@@ -114,7 +121,8 @@ class FoldedStep:
         arrive = _arriving(row, device)
 
         def loss(model: torch.nn.Module) -> torch.Tensor:
-            return _weighted_sum(model(**arrive(), fused_lm_head=True).log_probs, weights) / divisor
+            outputs = model(**arrive(), fused_lm_head=True, **{WEIGHTED_BY_CALLER: True})
+            return _weighted_sum(outputs.log_probs, weights) / divisor
 
         return loss
 

@@ -37,6 +37,9 @@ STATS = ("trees", "branches", "branch_tokens", "tree_tokens", "branch_pairs", "t
 # A model that was not prepared ignores `prefix_tree` and would read the row as one sequence, in silence. Transformers'
 # models refuse `input_ids` together with `inputs_embeds`, so a batch holds both; `prepare_model`'s hook takes it out.
 GUARD = "inputs_embeds"
+# Marks a call whose caller weights the log-probs of a fused head and takes no loss from the model. Only this package's
+# own trainers set it; the hook takes it out.
+WEIGHTED_BY_CALLER = "weighted_by_caller"
 BLOCK_SIZE = 128  # FlexAttention's block: rows are padded to a multiple of it
 
 
@@ -164,7 +167,6 @@ def check_multiple(pad_to_multiple_of: Any) -> None:
 def check_batch(batch: Mapping[str, object]) -> None:
     """
     Raises `ValueError` where a batch breaks the contract. Looks at types and shapes only: it never waits for a device.
-    The 0s of `attention_mask` are padding that the tree rows already hide; they are not read as a mask.
 
     Args:
         batch (`Mapping[str, object]`): Keyword arguments of a model call that holds `prefix_tree`.
@@ -186,6 +188,11 @@ def check_batch(batch: Mapping[str, object]) -> None:
             raise ValueError(
                 f"`{name}` must be a tensor of shape {row_shape} to match `prefix_tree`, got {what}. On the tree path "
                 "only the contract's 2-D entries are taken; custom masks are not."
+            )
+        if value.is_floating_point() and name != "loss_weights":  # `decode_weights` says more about those
+            raise ValueError(
+                f"`{name}` must hold integers, got {value.dtype}: something cast it on the way. Build the batch with "
+                "`DataCollatorForPrefixTree`."
             )
 
 

@@ -17,20 +17,31 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_prefix_tree.attention.backend import ATTN_BACKENDS
 from hf_prefix_tree.attention.context import TreeContext, active_context, enter_call, leave_call, set_active_context
 from hf_prefix_tree.attention.implementations import implementations, set_implementations, with_tree_attention
 from hf_prefix_tree.attention.interface import IMPLEMENTATION, WAY_OUT
 from hf_prefix_tree.attention.positions import Handle, place_by_depth
-from hf_prefix_tree.batch import DEPTH, GUARD, check_batch, gather_supervised
+from hf_prefix_tree.batch import DEPTH, GUARD, WEIGHTED_BY_CALLER, check_batch, gather_supervised
 from hf_prefix_tree.compilation import compile_decoder_layers
 from hf_prefix_tree.images import place_images
 from hf_prefix_tree.loss import weighted_token_loss
 from hf_prefix_tree.recurrent.hooks import follow_branches, followed_functions
-from hf_prefix_tree.refusals import refuse_long_branches, refuse_options, refuse_other_inputs, refuse_partial_batch
+from hf_prefix_tree.refusals import (
+    refuse_counted_items,
+    refuse_long_branches,
+    refuse_missing_labels,
+    refuse_noisy_embeddings,
+    refuse_options,
+    refuse_other_inputs,
+    refuse_overwritten_inputs,
+    refuse_partial_batch,
+    warn_of_router_loss,
+)
 from hf_prefix_tree.support import backbone_of, base_causal_lm, check_support, refuse_adapters, rope_limit
-from hf_prefix_tree.verify import verify_images, verify_tree_forward, weights_are_whole
+from hf_prefix_tree.verify import verify_images, verify_loss, verify_tree_forward, weights_are_whole
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +59,12 @@ class _State:
     handles: list[Handle] = field(default_factory=list)
     verified_on: set[str] = field(default_factory=set)
     verifying: bool = False
+    router_config: Any = None  # the config that switches a router's auxiliary loss on, where there is a router
     rope_limit: int | None = None
     has_sinks: bool = False
     recurrent: set[str] = field(default_factory=set)
     image_refusal: str | None = None
+    loss_refusal: str | None = None
 
 
 def prepare_model(
@@ -67,7 +80,8 @@ def prepare_model(
 
     A stock `Trainer` then takes the mean of its micro-batches' losses (`model.accepts_loss_kwargs = False`), with
     trees and without: before it trains on anything else, call [`unprepare_model`]. A model that one of this package's
-    trainers or [`fold_shared_prefixes`] prepared keeps the normalisation that it had.
+    trainers or [`fold_shared_prefixes`] prepared keeps the normalisation that it had. A `Trainer` reads it when it is
+    made, so prepare the model before: calls that count labels instead of weights are refused.
 
     The model is checked against independent runs of the branches: at once where its weights are whole and on the
     device they train on, otherwise at the first training step.
@@ -138,10 +152,12 @@ def follow_trees(
             state.verified_on.clear()
         return model
     check_support(base)
+    text_config = base.config.get_text_config()
     state = _State(
         attn_backend=attn_backend,
         previous_implementations=implementations(base),
         previous_loss=base.__dict__.get("_loss_function"),
+        router_config=text_config if hasattr(text_config, "output_router_logits") else None,
         rope_limit=rope_limit(base.config),
         has_sinks=any("sink" in name for name, _ in base.named_parameters()),
         recurrent=followed_functions(base),
@@ -183,10 +199,11 @@ def unprepare_model(model: torch.nn.Module) -> torch.nn.Module:
         return model
     for handle in state.handles:
         handle.remove()
-    if state.previous_loss is None:
-        del base._loss_function
-    else:
-        base._loss_function = state.previous_loss
+    if getattr(base._loss_function, "func", None) is _tree_aware_loss:  # not one that replaced it
+        if state.previous_loss is None:
+            del base._loss_function
+        else:
+            base._loss_function = state.previous_loss
     if state.previous_flag is not None:
         del base.accepts_loss_kwargs
         base.__dict__.update(state.previous_flag)
@@ -219,9 +236,61 @@ def _verify(base: PreTrainedModel, state: _State, forward: Callable | None = Non
     try:
         verify_tree_forward(base, forward or base)
         state.image_refusal = verify_images(base, forward or base)
+        state.loss_refusal = verify_loss(base, forward or base)
     finally:
         state.verifying = False
     state.verified_on.add(base.device.type)
+
+
+def check_call(module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: bool = False) -> None:
+    """
+    All checks of a call with a tree, which must cost little (`benchmarks/call_overhead.py`).
+
+    Args:
+        module (`PreTrainedModel`): The prepared causal LM.
+        kwargs (`dict[str, Any]`): Keyword arguments of the call.
+        is_weighted (`bool`, *optional*, defaults to `False`): Whether the caller weighs log-probs by itself.
+
+    Raises:
+        `ValueError`: where the call cannot be exact.
+    """
+    state: _State = getattr(module, _STATE)
+    if module.config._attn_implementation != IMPLEMENTATION:
+        raise ValueError(
+            f"The model was prepared, but its attention is {module.config._attn_implementation!r} now, which knows no "
+            f"tree: call `model.set_attn_implementation({IMPLEMENTATION!r})` or `prepare_model(model)` again."
+        )
+    refuse_adapters(module)  # they may have come after `prepare_model`
+    refuse_options(kwargs)
+    check_batch(kwargs)
+    refuse_overwritten_inputs(kwargs)
+    tree = kwargs["prefix_tree"]
+    refuse_long_branches(tree, state.rope_limit)
+    trains = module.training and torch.is_grad_enabled()
+    refuse_missing_labels(kwargs, trains)
+    if module.training:
+        refuse_noisy_embeddings(module)
+    if trains and not state.verifying and tree.device.type not in state.verified_on and weights_are_whole(module):
+        _verify(module, state)
+    refuse_other_inputs(module, kwargs, state.image_refusal)
+    if kwargs.get("labels") is not None and not state.verifying:
+        if state.router_config is not None:
+            warn_of_router_loss(state.router_config, kwargs)
+        if not is_weighted:
+            refuse_counted_items(kwargs.get("num_items_in_batch"))
+            _refuse_other_losses(module, state)
+
+
+def _refuse_other_losses(module: PreTrainedModel, state: _State) -> None:
+    loss: Any = module.loss_function
+    if getattr(loss, "func", None) is not _tree_aware_loss or loss.args != (ForCausalLMLoss,):
+        loss = loss.args[0] if getattr(loss, "func", None) is _tree_aware_loss else loss
+        raise ValueError(
+            f"`model.loss_function` is {getattr(loss, '__qualname__', repr(loss))}, and the weighted cross-entropy of "
+            f"a tree would take its place: remove it (`del model._loss_function` before `prepare_model`). {WAY_OUT}"
+        )
+    if state.loss_refusal is not None:
+        raise ValueError(state.loss_refusal)
 
 
 def _enter(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -241,30 +310,20 @@ def _enter(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tupl
         if trains and getattr(module, _STATE).previous_flag is not None:
             _warn_of_training_without_trees()
         return None
-    if module.config._attn_implementation != IMPLEMENTATION:
-        raise ValueError(
-            f"The model was prepared, but its attention is {module.config._attn_implementation!r} now, which knows no "
-            f"tree: call `model.set_attn_implementation({IMPLEMENTATION!r})` or `prepare_model(model)` again."
-        )
     guard = kwargs.get(GUARD)
     if isinstance(guard, torch.Tensor) and not guard.is_floating_point():
         del kwargs[GUARD]
+    is_weighted = bool(kwargs.pop(WEIGHTED_BY_CALLER, False))
+    check_call(module, kwargs, is_weighted)
     state: _State = getattr(module, _STATE)
-    refuse_adapters(module)  # they may have come after `prepare_model`
-    refuse_options(kwargs)
-    check_batch(kwargs)
     tree = kwargs["prefix_tree"]
-    refuse_long_branches(tree, state.rope_limit)
-    trains = module.training and torch.is_grad_enabled()
-    if trains and not state.verifying and tree.device.type not in state.verified_on and weights_are_whole(module):
-        _verify(module, state)
-    refuse_other_inputs(module, kwargs, state.image_refusal)
     labels = kwargs.get("labels")
     supervised = None if labels is None else gather_supervised(tree, labels, kwargs.get("loss_weights"))
     # The check of the model may run in another precision than training, and on short rows. Before FLASH is taken, it
     # is compared with Triton on the rows themselves.
     backend = "auto" if state.verifying and state.attn_backend == "flash" else state.attn_backend
     context = TreeContext(tree, supervised, backend, state.has_sinks)
+    context.loss_computed = is_weighted
     kwargs = {name: value for name, value in kwargs.items() if name not in ("loss_weights", "tree_stats")}
     kwargs |= {"prefix_tree": context, "position_ids": tree[:, DEPTH].long(), "use_cache": False}
     if kwargs.get("image_grid_thw") is not None:
@@ -304,7 +363,7 @@ def _leave(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output:
             "after it, or have it call the function that it replaces with all keyword arguments."
         )
     supervised = context.supervised
-    if supervised is None or context.loss_computed:
+    if output is None or supervised is None or context.loss_computed:
         return None
     # an architecture that computes its loss by itself, without `loss_function`
     if isinstance(output, tuple):
@@ -313,7 +372,11 @@ def _leave(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output:
             "call the model with `return_dict=True`."
         )
     if getattr(output, "logits", None) is None:
-        return None
+        raise ValueError(
+            f"{type(module).__name__} returned no logits, as fused heads do (`fused_lm_head=True` of TRL's trainers, "
+            "Liger's kernels), so its loss lacks the weights of the tree: use `TreeSFTTrainer` in place of "
+            "`SFTTrainer`, and set `use_liger_kernel=False`."
+        )
     output.loss = weighted_token_loss(
         output.logits, supervised.labels, supervised.weights, kwargs.get("num_items_in_batch")
     )

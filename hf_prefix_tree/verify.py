@@ -87,6 +87,43 @@ def verify_images(model: PreTrainedModel, forward: Callable) -> str | None:
     return reasons[0]
 
 
+def verify_loss(model: PreTrainedModel, forward: Callable) -> str | None:
+    """
+    Compares the loss that the model returns for a branch with the cross-entropy of its logits.
+
+    Args:
+        model (`PreTrainedModel`): The prepared causal LM.
+        forward (`Callable`): What is called, `model` itself or its wrapper under FSDP or DDP.
+
+    Returns:
+        `str`, *optional*: Why the weighted cross-entropy of a tree cannot take the place of this loss; `None` where it
+        can. Log-probs and logits can be had in any case.
+    """
+    ids = torch.from_numpy(_forest(model).trees[-1].input_ids.copy()).to(model.device)[None]
+    labels = ids.clone()
+    labels[:, : SECOND_TREE // 3] = IGNORE_INDEX
+    kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, "use_cache": False}
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        kwargs["output_router_logits"] = False  # the router's loss comes on top of the weighted one
+    with _undisturbed(model), torch.no_grad(), _stock_attention(model):
+        model.training = True  # terms of the training loss; the layers stay as they are for evaluation
+        output = forward(**kwargs)
+    if output.logits is None or output.loss is None:
+        return None  # a fused head: calls on trees see that they lack a loss
+    logits, loss = output.logits[0].float(), output.loss.float()
+    cross_entropy = torch.nn.functional.cross_entropy
+    # decoders of encoder-decoder models take labels that the data shifted
+    expected = torch.stack([cross_entropy(logits[:-1], labels[0, 1:]), cross_entropy(logits, labels[0])])
+    rounding = 1e-5 if output.loss.dtype in (torch.float32, torch.float64) else _ROUNDING[output.loss.dtype]
+    if torch.isclose(expected, loss, rtol=rounding, atol=rounding).any():
+        return None
+    return (
+        f"{type(model).__name__} returns the loss {loss.item():.6g} where the cross-entropy of its logits is "
+        f"{expected[0].item():.6g}: it has another term, `z_loss_coefficient` say, which the weighted loss of a tree "
+        f"would drop or weigh differently. Turn that term off. {WAY_OUT}"
+    )
+
+
 @dataclass
 class _Forest:
     """What is compared: the trees of a row with their images, and the images of each branch."""

@@ -11,7 +11,8 @@ import transformers
 import trl
 from torch._inductor.kernel.flex import flex_attention as flex_kernels
 from transformers import PreTrainedModel, Trainer, masking_utils
-from transformers.integrations import sdpa_attention
+from transformers.integrations import neftune, sdpa_attention
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from trl import SFTTrainer
 
 
@@ -38,6 +39,16 @@ def test_the_precision_of_flex_attention_is_an_option():
     """`attention/kernels.py` sets it for float32."""
     for function in (flex_kernels.flex_attention, flex_kernels.flex_attention_backward):
         assert 'setdefault("FLOAT32_PRECISION"' in inspect.getsource(function)
+
+
+def test_names_that_checks_of_a_call_look_for():
+    assert LOSS_MAPPING["ForCausalLM"] is ForCausalLMLoss
+    with torch.device("meta"):
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(num_hidden_layers=1))
+    assert model.loss_function is ForCausalLMLoss
+    assert "neftune" in neftune.neftune_post_forward_hook.__qualname__
+    assert "embeddings.neftune_noise_alpha = neftune_noise_alpha" in inspect.getsource(neftune.activate_neftune)
+    assert "output_router_logits" in transformers.Qwen3MoeConfig().to_dict()
 
 
 def test_model_attributes():

@@ -59,7 +59,7 @@ class TreeContext:
         self.attn_backend = attn_backend
         self.sinks = sinks
         self.gathered = False  # whether the hidden states of the call went through `gather`
-        self.loss_computed = False  # whether the model's `loss_function` was called
+        self.loss_computed = False  # whether the model's `loss_function` was called, or the caller weighs log-probs
         self.attention_mask: torch.Tensor | None = None  # `(B, N)`, 0 at padding, where the call has one
         self.segments: object = None  # the cut of the rows, once a recurrent layer made it
         self.followed: set[str] = set()  # the functions of recurrent layers that ran along the branches

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from hf_prefix_tree.batch import IGNORE_INDEX
+from hf_prefix_tree.batch import IGNORE_INDEX, WEIGHTED_BY_CALLER
 from hf_prefix_tree.eagle3.attention import document_tree
 from hf_prefix_tree.eagle3.config import check_aux_layer_ids, default_aux_layer_ids
 from hf_prefix_tree.eagle3.loss import CHUNK_SIZE
@@ -153,6 +153,7 @@ class Eagle3Target:
                 input_ids=input_ids,
                 prefix_tree=document_tree(batch["seq_lens"], input_ids.shape[1]),
                 labels=torch.full_like(input_ids, IGNORE_INDEX),
+                **{WEIGHTED_BY_CALLER: True},  # there is no loss
             )
         aux = torch.cat([captured[layer_id] for layer_id in self.aux_layer_ids], dim=-1)
         last = captured["last"]

@@ -26,7 +26,7 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from transformers import PreTrainedModel
 
-from hf_prefix_tree.batch import IGNORE_INDEX
+from hf_prefix_tree.batch import IGNORE_INDEX, WEIGHTED_BY_CALLER
 from hf_prefix_tree.model import follow_trees, is_prepared
 from hf_prefix_tree.support import backbone_of, base_causal_lm, rope_limit
 from hf_prefix_tree.trainers.folding_rows import FoldedRows, fold_rows, row_multiple
@@ -38,6 +38,7 @@ _STATE = "_hf_prefix_tree_folded"
 # What a folded call understands; any other argument falls through to the ordinary call.
 _TAKEN = {"input_ids", "attention_mask", "labels", "shift_labels", "fused_lm_head", "num_items_in_batch"}
 _TAKEN |= {"use_cache", "output_router_logits", "return_dict"}
+_OF_ROWS = ("shift_labels", "num_items_in_batch")  # for the rows only, not for the tree
 
 
 def fold_shared_prefixes(
@@ -172,8 +173,9 @@ class _FoldedCalls:
             return None
         self._running[-1] = call
         device = kwargs["input_ids"].device
-        others = {name: x for name, x in kwargs.items() if name not in (*call.rows.batch, "shift_labels")}
-        return (), {**{name: x.to(device, non_blocking=True) for name, x in call.rows.batch.items()}, **others}
+        others = {name: x for name, x in kwargs.items() if name not in (*call.rows.batch, *_OF_ROWS)}
+        batch = {name: x.to(device, non_blocking=True) for name, x in call.rows.batch.items()}
+        return (), {**batch, **others, WEIGHTED_BY_CALLER: True}
 
     def _after(self, module: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         call = self._running.pop()

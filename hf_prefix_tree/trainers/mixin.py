@@ -19,7 +19,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 
-from hf_prefix_tree.batch import IGNORE_INDEX, STATS, gather_supervised, summed_weights
+from hf_prefix_tree.batch import IGNORE_INDEX, STATS, WEIGHTED_BY_CALLER, gather_supervised, summed_weights
 from hf_prefix_tree.collators.prefix_tree import DataCollatorForPrefixTree
 from hf_prefix_tree.flops import cost_per_count
 from hf_prefix_tree.loss import safe_divisor
@@ -378,10 +378,11 @@ class _WeightedLogProbs:
 
     def __call__(self, **inputs: Any) -> Any:
         inputs, is_empty = without_empty_mask(inputs)
-        outputs = self.model(**inputs)
+        takes_log_probs = {WEIGHTED_BY_CALLER: True} if inputs.get("fused_lm_head") else {}
+        outputs = self.model(**inputs, **takes_log_probs)
         if getattr(outputs, "aux_loss", None) is not None:
             outputs.aux_loss = outputs.aux_loss * ~is_empty
-        if inputs.get("fused_lm_head"):
+        if takes_log_probs:
             weights = gather_supervised(inputs["prefix_tree"], inputs["labels"], inputs.get("loss_weights")).weights
             weighted = outputs.log_probs.double() * weights
             self.loss_sum = -weighted.detach().sum()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_prefix_tree.batch import IGNORE_INDEX, PREDECESSOR, SUBTREE_END
+from hf_prefix_tree.batch import IGNORE_INDEX, PREDECESSOR, SUBTREE_END, WEIGHTED_BY_CALLER
 from hf_prefix_tree.tree import Branch, PrefixTree, fold
 
 
@@ -80,7 +80,7 @@ def seconds_of_forwards(
 def _seconds(model: Callable[..., Any], batch: Mapping[str, torch.Tensor], device: torch.device) -> float:
     _wait_for(device)
     start = time.perf_counter()
-    model(**batch, use_cache=False, fused_lm_head=True)
+    model(**batch, use_cache=False, fused_lm_head=True, **{WEIGHTED_BY_CALLER: True})
     _wait_for(device)
     return time.perf_counter() - start
 

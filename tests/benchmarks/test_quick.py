@@ -10,7 +10,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from benchmarks import attention, fold, mask, packed, prepare, step
+from benchmarks import attention, call_overhead, fold, mask, packed, prepare, step
 from benchmarks.flops import MODELS, model_config
 from benchmarks.microbatches import BranchStep, pack, scan_starts_anew
 from benchmarks.packed import Packed
@@ -246,6 +246,24 @@ def test_mask_and_fold_rows(tmp_path):
     assert [row["method"] for row in rows] == ["fold", "fold+check"]
     assert rows[0]["tokens_per_s"] == pytest.approx(138 / (rows[0]["ms"] * 1e-3))
     assert read(tmp_path / "f.csv")[0].keys() >= ENVIRONMENT | {"shape", "tokens_per_s"}
+
+
+def test_checks_of_a_call_are_timed(tmp_path, monkeypatch):
+    checked = []
+
+    def check_call(model, kwargs, is_weighted):
+        assert model.training and torch.is_grad_enabled()
+        checked.append((len(kwargs), is_weighted))
+        original(model, kwargs, is_weighted)
+
+    original = call_overhead.check_call
+    monkeypatch.setattr(call_overhead, "check_call", check_call)
+    rows = call_overhead.main(["--quick", "--output", str(tmp_path / "c.csv")])
+    assert len(checked) == 2 * (call_overhead.WARMUP + call_overhead.QUICK_CALLS) and len(set(checked)) == 2
+    for row, line in zip(rows, read(tmp_path / "c.csv"), strict=True):
+        assert 0 < row["low_us"] <= row["median_us"] <= row["high_us"] and float(line["low_us"]) == row["low_us"]
+        assert line.keys() >= ENVIRONMENT
+    assert [row["loss"] for row in rows] == ["model", "caller"]
 
 
 def test_prepare_rows(tmp_path):

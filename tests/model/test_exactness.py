@@ -19,7 +19,7 @@ TOLERANCE = 1e-10
 def tree_run(model, trees, labels=True):
     row = concatenate_trees(trees, pad_token_id=0)
     if not labels:
-        del row["labels"]
+        del row["labels"], row["loss_weights"]
     return model(**row)
 
 

@@ -1,0 +1,73 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Host time of the checks that a prepared model makes in each call with a tree, without gathering and masks.
+
+    python -m benchmarks.call_overhead --output call.csv
+
+The calls are training calls of Qwen3-0.6B with its 28 layers. On a CPU the layers are narrow, because the checks look
+at modules and at the batch, never at weights. `loss` says who weights the tokens: the model, as under a plain
+`Trainer`, or the caller, as `TreeSFTTrainer` does. On a GPU the device is idle when a call starts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.common import Row, make_parser, progress, report
+from benchmarks.flops import shape_config
+from benchmarks.shapes import QUICK, SHAPES, build
+from hf_prefix_tree import prepare_model
+from hf_prefix_tree.batch import GUARD, concatenate_trees
+from hf_prefix_tree.model import check_call
+
+CALLS, QUICK_CALLS, WARMUP = 200, 5, 20
+COLUMNS = ["shape", "tokens", "layers", "loss", "median_us", "low_us", "high_us", "calls"]
+
+
+def make_model(quick: bool, device: torch.device) -> torch.nn.Module:
+    config = shape_config("0.6b" if device.type == "cuda" else "quick")
+    if not quick:
+        config.num_hidden_layers = shape_config("0.6b").num_hidden_layers
+        config.layer_types = ["full_attention"] * config.num_hidden_layers
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="prefix_tree")
+    return prepare_model(model).train()
+
+
+def time_checks(
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], is_weighted: bool, calls: int, device: torch.device
+) -> Row:
+    times = []
+    for _ in range(WARMUP + calls):
+        kwargs = dict(batch)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        check_call(model, kwargs, is_weighted)
+        times.append(1e6 * (time.perf_counter() - start))
+    times = times[WARMUP:]
+    return {"median_us": statistics.median(times), "low_us": min(times), "high_us": max(times), "calls": calls}
+
+
+def main(argv: Sequence[str] | None = None) -> list[Row]:
+    args = make_parser(__doc__, SHAPES, defaults=["caterpillar-8k"]).parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() and not args.quick else "cpu")
+    model = make_model(args.quick, device)
+    rows: list[Row] = []
+    for shape in args.only:
+        batch = concatenate_trees([build((QUICK if args.quick else SHAPES)[shape])], pad_token_id=0)
+        batch = {name: value.to(device) for name, value in batch.items() if name != GUARD}
+        for loss in ("model", "caller"):
+            row = {"shape": shape, "tokens": batch["input_ids"].numel(), "layers": model.config.num_hidden_layers}
+            timing = time_checks(model, batch, loss == "caller", QUICK_CALLS if args.quick else CALLS, device)
+            progress(rows, {**row, "loss": loss, **timing})
+    return report(rows, COLUMNS, device, args)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

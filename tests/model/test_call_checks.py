@@ -1,0 +1,396 @@
+"""What a call with a tree refuses because its numbers would be wrong: weights that get lost, inputs that the tree
+path would ignore, losses that are not the weighted cross-entropy."""
+
+import functools
+import logging
+import types
+
+import numpy as np
+import pytest
+import torch
+from models import CONFIGS, branch_runs, make_model, random_forest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+from transformers.integrations.neftune import neftune_post_forward_hook
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from trl.trainer.utils import add_fused_lm_head
+
+from hf_prefix_tree import PrefixTree, prepare_model, refusals, tree_log_probs, unprepare_model
+from hf_prefix_tree.batch import WEIGHTED_BY_CALLER, concatenate_trees
+from hf_prefix_tree.conformance.build import build_model
+from hf_prefix_tree.model import follow_trees
+from hf_prefix_tree.support import base_causal_lm
+from hf_prefix_tree.tree import Branch, fold
+
+
+def batch(seed=0, **kwargs):
+    return concatenate_trees(random_forest(seed, **kwargs), pad_token_id=0)
+
+
+def prepared(name="qwen3", **kwargs):
+    return prepare_model(make_model(name, dtype=torch.float32, **kwargs))
+
+
+@pytest.fixture(scope="module")
+def plain_model():
+    """For tests that change nothing about it."""
+    return prepared()
+
+
+def assert_exact(model, seed=0, **kwargs):
+    """A tree call still gives the loss of independent branches."""
+    trees = random_forest(seed)
+    with torch.no_grad():
+        expected = branch_runs(base_causal_lm(model), trees)[0].item()
+    row = concatenate_trees(trees, pad_token_id=0)
+    assert model(**row, **kwargs).loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+# ---- a forward that returns no logits ----
+
+
+def keep(hidden, logits_to_keep):
+    return hidden[:, logits_to_keep] if isinstance(logits_to_keep, torch.Tensor) else hidden
+
+
+def forward_without_logits(
+    self, input_ids=None, labels=None, shift_labels=None, logits_to_keep=0, return_dict=None, **kwargs
+):
+    """As Liger's: in training the loss comes from a kernel that takes hidden states, and there are no logits."""
+    hidden = self.model(input_ids=input_ids, **kwargs).last_hidden_state
+    logits, loss = self.lm_head(keep(hidden, logits_to_keep)), None
+    if labels is not None or shift_labels is not None:
+        if shift_labels is None:
+            shift_labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten())
+        logits = None if self.training else logits
+    return (loss, logits) if return_dict is False else CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+def wrapped(model, wrapper):
+    if wrapper == "peft":
+        return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    return torch.compile(model, backend="eager") if wrapper == "compiled" else model
+
+
+@pytest.mark.parametrize("wrapper", ["none", "peft", "compiled"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_loss_without_logits_is_refused(wrapper, is_first):
+    model = make_model("qwen3", dtype=torch.float32)
+    if not is_first:
+        prepare_model(model)
+    model.forward = types.MethodType(forward_without_logits, model)
+    if is_first:
+        prepare_model(model)
+    called = wrapped(model, wrapper).train()
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM returned no logits.*`TreeSFTTrainer`.*use_liger_kernel"):
+        called(**batch())
+    if wrapper == "none":
+        with pytest.raises(ValueError, match="computes its loss by itself"):
+            called(**batch(), return_dict=False)
+        assert_exact(model.eval())  # where the model does give logits
+
+
+def test_log_probs_of_a_fused_head_are_refused_unless_the_caller_weights_them():
+    model = make_model("qwen3", dtype=torch.float32)
+    add_fused_lm_head(model)
+    prepare_model(model)
+    trees = random_forest(0)
+    row = concatenate_trees(trees, pad_token_id=0)
+    for mode in (model.train, model.eval):
+        mode()
+        with pytest.raises(ValueError, match=r"returned no logits.*`TreeSFTTrainer` in place of `SFTTrainer`"):
+            model(**row, fused_lm_head=True)
+    log_probs = model(**row, fused_lm_head=True, **{WEIGHTED_BY_CALLER: True}).log_probs
+    weights = row["loss_weights"].view(torch.float64)[0, row["labels"][0] != -100]
+    assert (-(log_probs[0] * weights).sum() / weights.sum()).item() == pytest.approx(
+        branch_runs(model, trees)[0].item(), rel=1e-5
+    )
+
+
+# ---- the divisor ----
+
+
+@pytest.mark.parametrize(
+    "count", [7, True, np.int64(7), np.int32(7), *(torch.tensor(7, dtype=getattr(torch, name)) for name in
+    ("int64", "int32", "float32", "bfloat16"))], ids=repr,
+)  # fmt: skip
+def test_a_count_of_labels_is_no_divisor(count, plain_model):
+    with pytest.raises(ValueError, match=r"`num_items_in_batch` is .*counts labels.*`prepare_model\(model\)` before"):
+        plain_model(**batch(), num_items_in_batch=count)
+
+
+@pytest.mark.parametrize("kind", [float, np.float64, lambda x: torch.tensor(x, dtype=torch.float64)])
+def test_summed_weights_are_a_divisor(kind, plain_model):
+    model, trees = plain_model, random_forest(0)
+    row = concatenate_trees(trees, pad_token_id=0)
+    total = sum(branch.weights[1:].sum() / len(tree.branches()) for tree in trees for branch in tree.branches())
+    got = model(**row, num_items_in_batch=kind(total / 3)).loss.item()
+    assert got == pytest.approx(branch_runs(model, trees)[0].item() * 3, rel=1e-5)
+
+
+# ---- labels ----
+
+
+def test_a_training_call_without_labels_is_refused_where_it_has_weights(caplog):
+    refusals._warn_of_logits_without_labels.cache_clear()
+    model, row = prepared(), batch()
+    expected = model.eval()(**row).loss
+    del row["labels"]
+    with caplog.at_level(logging.WARNING, logger="hf_prefix_tree"):
+        with torch.no_grad():
+            logits = model(**row).logits
+            model.train()(**row)
+        model.eval()(**row)
+    assert caplog.text.count("Leave out `loss_weights` where only logits are wanted") == 1
+    with pytest.raises(ValueError, match=r"`loss_weights` but no `labels`.*`label_smoothing_factor`"):
+        model.train()(**row)
+    with pytest.raises(ValueError, match=r"`loss_weights` but no `labels`"):
+        model(**row, labels=None)
+    weights = row.pop("loss_weights").view(torch.float64)[0]
+    assert torch.equal(model(**row).logits, logits)  # who leaves both out takes care of both
+    index = weights.nonzero()[:, 0]
+    index = index[row["prefix_tree"][0, 2, index] >= 0]
+    before = row["prefix_tree"][0, 2, index].long()
+    nll = torch.nn.functional.cross_entropy(logits[0, before], row["input_ids"][0, index], reduction="none")
+    assert ((nll * weights[index]).sum() / weights[index].sum()).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["labels", "attention_mask", "position_ids", "input_ids"])
+def test_inputs_that_were_cast_are_refused(name, plain_model):
+    row = batch()
+    with pytest.raises(ValueError, match=rf"`{name}` must hold integers, got torch.float32"):
+        plain_model(**{**row, name: row[name].float()})
+
+
+# ---- positions and masks ----
+
+
+def two_trees():
+    """Of 4 and of 2 tokens, and 2 of padding."""
+    trees = [[[5, 6, 7], [5, 6, 8]], [[9, 10]]]
+    trees = [fold([Branch(ids, [0] + [1] * (len(ids) - 1)) for ids in tree]) for tree in trees]
+    return concatenate_trees(trees, pad_token_id=0, pad_to_multiple_of=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("attention_mask", [1, 1, 0, 1, 1, 1, 0, 0]),  # inside a tree
+        ("attention_mask", [0, 1, 1, 1, 1, 1, 0, 0]),  # the first token of a row
+        ("attention_mask", [1, 1, 1, 1, 0, 1, 0, 0]),  # a later root
+        ("attention_mask", [1, 1, 1, 1, 0, 0, 0, 0]),  # a whole tree
+        ("attention_mask", [0, 0, 0, 0, 0, 0, 0, 0]),
+        ("position_ids", [0, 1, 2, 3, 4, 5, 6, 7]),
+        ("position_ids", [0, 1, 2, 2, 1, 2, 0, 0]),
+        ("position_ids", [1, 2, 3, 3, 1, 2, 1, 1]),
+    ],
+)
+@pytest.mark.parametrize("alone", [True, False])
+def test_overwritten_inputs_are_refused(name, values, alone, plain_model):
+    model, row = plain_model.train(alone), two_trees()
+    model(**row)
+    row[name] = torch.tensor([values])
+    if alone:
+        del row[{"attention_mask": "position_ids", "position_ids": "attention_mask"}[name]]
+    with pytest.raises(ValueError, match=r"`position_ids` must be the depth.*something overwrote them"):
+        model(**row)
+
+
+def test_what_says_the_same_as_the_tree_is_taken(plain_model):
+    model, row = plain_model, two_trees()
+    expected = model(**row).loss
+    padding = row["attention_mask"] == 0
+    for change in (
+        {"attention_mask": None},
+        {"position_ids": None},
+        {"attention_mask": None, "position_ids": None},
+        {"attention_mask": torch.ones_like(padding).long()},
+        {"attention_mask": ~padding},
+        {"position_ids": row["position_ids"].masked_fill(padding, 1)},  # as Transformers does
+    ):
+        assert torch.equal(model(**{**row, **change}).loss, expected)
+    assert_exact(model)
+
+
+def test_overwritten_inputs_are_refused_in_a_compiled_model():
+    called, row = torch.compile(prepared(), backend="eager"), two_trees()
+    called(**row)
+    changes = {"position_ids": [*range(8)], "attention_mask": [1, 1, 1, 1, 0, 1, 0, 0]}  # a hidden root
+    for name, values in [*changes.items(), ("attention_mask", [1, 1, 1, 1, 0, 0, 0, 0])]:
+        with pytest.raises(RuntimeError, match="something overwrote them"):
+            called(**{**row, name: torch.tensor([values])})
+
+
+# ---- noise ----
+
+
+def noisy_forward(orig_embed, alpha):
+    def neftune_forward(x):
+        embedded = orig_embed(x)
+        size = alpha / (embedded.size(1) * embedded.size(2)) ** 0.5
+        return embedded + torch.zeros_like(embedded).uniform_(-size, size)
+
+    return neftune_forward
+
+
+@pytest.mark.parametrize("kind", ["hook", "own hook", "forward"])
+@pytest.mark.parametrize("wrapper", ["none", "peft"])
+def test_neftune_is_refused_in_training(kind, wrapper):
+    model = prepared()
+    called = wrapped(model, wrapper)
+    embeddings = model.get_input_embeddings()
+    if kind == "forward":  # as its authors switch it on
+        original = embeddings.forward
+        embeddings.forward = noisy_forward(original, 5.0)
+    else:
+        embeddings.neftune_noise_alpha = 5.0
+        hook = neftune_post_forward_hook if kind == "hook" else lambda m, a, out: neftune_post_forward_hook(m, a, out)
+        handle = embeddings.register_forward_hook(hook)
+    with pytest.raises(ValueError, match=r"NEFTune.*scales its noise by the length of the row"):
+        called.train()(**batch())
+    with pytest.raises(ValueError, match="NEFTune"), torch.no_grad():
+        called(**{key: x for key, x in batch().items() if key not in ("labels", "loss_weights")})
+    if kind == "forward":
+        del embeddings.forward
+    else:
+        assert_exact(called.eval())  # no noise outside training
+        embeddings.neftune_noise_alpha = 0
+        assert_exact(called.train())
+        handle.remove()
+    called.enable_input_require_grads()  # another hook on the embeddings
+    assert_exact(called.train())
+
+
+# ---- losses that are not the weighted cross-entropy ----
+
+
+def with_z_loss(logits, labels, vocab_size, **kwargs):
+    return ForCausalLMLoss(logits, labels, vocab_size, **kwargs) + 1e-2 * logits.logsumexp(-1).square().mean()
+
+
+def replace_loss(model, how):
+    if how == "smoothing":
+        model.loss_function = functools.partial(ForCausalLMLoss, label_smoothing=0.1)
+    elif how == "of another":
+        model.loss_function = functools.partial(with_z_loss, vocab_size=97)
+    else:
+        model.loss_function = with_z_loss
+
+
+@pytest.mark.parametrize("how", ["function", "smoothing", "of another"])
+@pytest.mark.parametrize("wrapper", ["none", "peft"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_loss_function_of_its_own_is_refused(how, wrapper, is_first):
+    model = make_model("qwen3", dtype=torch.float32)
+    if is_first:
+        replace_loss(model, how)
+    prepare_model(model)
+    if not is_first:
+        replace_loss(model, how)
+    called = wrapped(model, wrapper)
+    for mode in (called.train, called.eval):
+        mode()
+        with pytest.raises(
+            ValueError, match=r"`model.loss_function` is .*weighted cross-entropy of a tree would take"
+        ):
+            called(**batch())
+    ids = torch.arange(3, 20)[None]
+    assert called(ids, labels=ids).loss.item() == model.loss_function(called(ids).logits, ids, vocab_size=97).item()
+    log_probs = tree_log_probs(called, [ids[0], ids[0, :9]], min_reuse=0)  # has nothing to do with the loss
+    expected = called(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+    torch.testing.assert_close(log_probs[0][1:], expected, rtol=1e-4, atol=1e-4)
+    unprepare_model(model)
+    assert called(ids, labels=ids).loss.item() == model.loss_function(called(ids).logits, ids, vocab_size=97).item()
+    assert model.loss_function is not ForCausalLMLoss
+
+
+def test_a_loss_function_of_the_class_is_refused(monkeypatch):
+    model = prepared()
+    monkeypatch.setattr(type(model), "loss_function", property(lambda self: with_z_loss))
+    with pytest.raises(ValueError, match=r"`model.loss_function` is with_z_loss"):
+        model(**batch())
+
+
+class ZLoss(Qwen3ForCausalLM):
+    """Adds a term to the loss, of `loss_function` or of its own."""
+
+    calls_loss_function, only_in_training = True, False
+
+    def forward(self, input_ids=None, labels=None, shift_labels=None, logits_to_keep=0, **kwargs):
+        logits = self.lm_head(keep(self.model(input_ids=input_ids, **kwargs).last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None:
+            if self.calls_loss_function:
+                loss = self.loss_function(logits, labels, self.config.vocab_size, shift_labels=shift_labels)
+            else:
+                loss = ForCausalLMLoss(logits, labels, self.config.vocab_size, shift_labels=shift_labels)
+            if self.training or not self.only_in_training:
+                loss = loss + 1e-4 * logits.logsumexp(-1).square().mean()
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize("calls_loss_function", [True, False])
+@pytest.mark.parametrize("only_in_training", [True, False])
+@pytest.mark.parametrize("trainer", ["stock", "ours"])
+def test_a_term_in_the_forward_is_refused(calls_loss_function, only_in_training, trainer):
+    model = ZLoss._from_config(CONFIGS["qwen3"], dtype=torch.float32, attn_implementation="prefix_tree")
+    model.calls_loss_function, model.only_in_training = calls_loss_function, only_in_training
+    (prepare_model if trainer == "stock" else follow_trees)(model)
+    with pytest.raises(ValueError, match=r"ZLoss returns the loss .*cross-entropy of its logits is .*another term"):
+        model.train()(**batch())
+    model(**{key: x for key, x in batch().items() if key not in ("labels", "loss_weights")})  # logits are right
+
+
+@pytest.mark.parametrize("name", ["bamba", "qwen3_moe"])
+def test_the_z_loss_of_a_config_is_refused_and_a_router_loss_is_not(name):
+    model = build_model(name)
+    if name == "bamba":
+        model.config.z_loss_coefficient = model.z_loss_coefficient = 1e-3
+        with pytest.raises(ValueError, match=r"BambaForCausalLM returns the loss.*`z_loss_coefficient`"):
+            prepare_model(model)(**batch())
+        model.z_loss_coefficient = 0.0
+        unprepare_model(model)
+    else:
+        model.config.output_router_logits = True
+    assert prepare_model(model)(**batch()).loss > 0
+
+
+def test_the_self_check_sees_a_term_once_weights_are_there():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIGS["qwen3"])
+    prepare_model(model)
+    source = make_model("qwen3", dtype=torch.float32)
+    model.to_empty(device="cpu").load_state_dict(source.state_dict())
+    model.model.rotary_emb = source.model.rotary_emb
+    model.forward = types.MethodType(ZLoss.forward, model)
+    model.calls_loss_function, model.only_in_training = True, False
+    with pytest.raises(ValueError, match="another term"):
+        model.train()(**batch())
+
+
+# ---- the router's auxiliary loss ----
+
+
+@pytest.mark.parametrize("by", ["config", "call"])
+def test_the_router_loss_of_shared_tokens_is_pointed_out_once(by, caplog):
+    refusals._warn_of_router_loss.cache_clear()
+    model, row = prepared("qwen3_moe"), batch()
+    with caplog.at_level(logging.WARNING, logger="hf_prefix_tree"):
+        model(**row)
+        model(**{key: x for key, x in row.items() if key not in ("labels", "loss_weights")}, output_router_logits=True)
+        model.config.router_aux_loss_coef = 0.0
+        model(**row, output_router_logits=True)
+        assert "router" not in caplog.text
+        model.config.router_aux_loss_coef = 0.01
+        kwargs = {"output_router_logits": True} if by == "call" else {}
+        model.config.output_router_logits = by == "config"
+        for _ in range(2):
+            model(**row, **kwargs)
+    assert caplog.text.count("auxiliary loss of the router counts a token that branches share once") == 1
+
+
+def test_a_batch_of_nemo_rows_passes_all_checks():
+    tree = PrefixTree.from_node_paths([5, 6, 7, 11, 12, 21], [3, 2, 1], [[0, 1], [0, 2]], weights=[0, 0, 0, 1, 1, 1])
+    assert prepared().train()(**concatenate_trees([tree], pad_token_id=0)).loss > 0

@@ -1,0 +1,208 @@
+"""Trainers that are not this package's, on prepared models and batches of trees: equal to independent branches, or
+refused in one sentence."""
+
+import types
+
+import pytest
+import torch
+from models import branch_runs, gradients, relative_error
+from runs import config, make_model, make_trees, tokenizer, tree_dataset
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainingArguments
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from trl import SFTConfig, SFTTrainer
+
+from hf_prefix_tree import DataCollatorForPrefixTree, TreeLossMixin, prepare_model, tree_log_probs
+from hf_prefix_tree.model import follow_trees
+
+
+class Trees(Dataset):
+    def __init__(self, trees):
+        self.trees = trees
+
+    def __len__(self):
+        return len(self.trees)
+
+    def __getitem__(self, index):
+        return self.trees[index]
+
+
+class KeepsGradients:
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        self.gradients = gradients(self.model)
+        return loss
+
+
+class PlainTrainer(KeepsGradients, Trainer):
+    pass
+
+
+class MixedTrainer(KeepsGradients, TreeLossMixin, Trainer):
+    pass
+
+
+def make_trainer(folder, model, trees, trainer_class=PlainTrainer, compute_loss_func=None, **kwargs):
+    options = {"per_device_train_batch_size": len(trees), "remove_unused_columns": False, "learning_rate": 0.0}
+    options = {**options, **kwargs}
+    args = TrainingArguments(
+        str(folder), max_steps=1, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
+        logging_steps=1, max_grad_norm=0.0, **options,
+    )  # fmt: skip
+    return trainer_class(
+        model=model,
+        args=args,
+        train_dataset=Trees(trees),
+        eval_dataset=Trees(trees),
+        data_collator=DataCollatorForPrefixTree(pad_token_id=0),
+        compute_loss_func=compute_loss_func,
+    )
+
+
+def assert_equals_branches(trainer, trees):
+    """One step of all trees: its loss and its gradients are those of independent branches."""
+    trainer.train()
+    reference = make_model()
+    reference.load_state_dict(trainer.model.state_dict())
+    loss, _ = branch_runs(reference, trees)
+    loss.backward()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert relative_error(trainer.gradients, gradients(reference)) < 1e-4
+
+
+# ---- the order of Trainer and `prepare_model` ----
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_model_that_was_prepared_first_trains_exactly(tmp_path, steps):
+    trees = make_trees(4)
+    model = prepare_model(make_model())
+    if steps == 1:
+        trainer = make_trainer(tmp_path, model, trees)
+    else:  # the mean of equal micro-batches
+        trainer = make_trainer(
+            tmp_path, model, [trees[0]] * 2, per_device_train_batch_size=1, gradient_accumulation_steps=2
+        )
+        trees = trees[:1]
+    assert_equals_branches(trainer, trees)
+
+
+def by_log_probs(model):
+    tree_log_probs(model, [torch.tensor([5, 6, 7]), torch.tensor([5, 6, 8])], min_reuse=0)
+
+
+def by_mixin(model):
+    class Other(TreeLossMixin, Trainer):
+        pass
+
+    args = TrainingArguments("unused", use_cpu=True, report_to="none", remove_unused_columns=False)
+    Other(model=model, args=args, data_collator=DataCollatorForPrefixTree(pad_token_id=0))
+
+
+@pytest.mark.parametrize("prepare", [prepare_model, follow_trees, by_log_probs, by_mixin])
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_trainer_that_counts_labels_is_refused(tmp_path, prepare, evaluates):
+    model, trees = make_model(), make_trees(2)
+    if prepare is prepare_model:  # after the Trainer
+        trainer = make_trainer(tmp_path, model, trees)
+        prepare(model)
+    else:
+        prepare(model)
+        trainer = make_trainer(tmp_path, model, trees)
+    with pytest.raises(ValueError, match=r"`num_items_in_batch` is .*call `prepare_model\(model\)` before making"):
+        trainer.evaluate() if evaluates else trainer.train()
+    prepare_model(model)
+    assert_equals_branches(make_trainer(tmp_path, model, trees), trees)
+
+
+# ---- labels that Trainer takes out ----
+
+
+class OwnLoss(PlainTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = torch.nn.functional.cross_entropy(outputs.logits[0, :-1], labels[0, 1:])
+        return (loss, outputs) if return_outputs else loss
+
+
+def loss_of_outputs(outputs, labels, num_items_in_batch=None):
+    return torch.nn.functional.cross_entropy(outputs.logits[0, :-1], labels[0, 1:])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"label_smoothing_factor": 0.1}, {"compute_loss_func": loss_of_outputs}, {"trainer_class": OwnLoss}],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_loss_of_logits_and_labels_is_refused(tmp_path, options, is_first):
+    model, trees = make_model(), make_trees(2)
+    if is_first:
+        prepare_model(model)
+    trainer = make_trainer(tmp_path, model, trees, **options)
+    prepare_model(model)
+    with pytest.raises(ValueError, match=r"`loss_weights` but no `labels`.*leave out `label_smoothing_factor`"):
+        trainer.train()
+
+
+# ---- NEFTune ----
+
+
+def test_neftune_is_refused(tmp_path):
+    model, trees = prepare_model(make_model()), make_trees(2)
+    with pytest.raises(ValueError, match=r"NEFTune \(`neftune_noise_alpha=5.0`\) scales its noise by the length"):
+        make_trainer(tmp_path, model, trees, neftune_noise_alpha=5.0).train()
+
+
+def test_neftune_without_noise_is_exact(tmp_path):
+    trees = make_trees(2)
+    assert_equals_branches(make_trainer(tmp_path, prepare_model(make_model()), trees, neftune_noise_alpha=0.0), trees)
+
+
+# ---- heads that return no logits ----
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_stock_sft_trainer_is_refused(tmp_path, evaluates):
+    trees = make_trees(4)
+    args = config(
+        tmp_path, SFTConfig, per_device_train_batch_size=4, learning_rate=0.0, remove_unused_columns=False,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )  # fmt: skip
+    trainer = SFTTrainer(
+        model=prepare_model(make_model()),
+        args=args,
+        train_dataset=tree_dataset(trees),
+        eval_dataset=tree_dataset(trees),
+        data_collator=DataCollatorForPrefixTree(pad_token_id=0),
+        processing_class=tokenizer(),
+    )
+    with pytest.raises(ValueError, match=r"returned no logits.*use `TreeSFTTrainer` in place of `SFTTrainer`"):
+        trainer.evaluate() if evaluates else trainer.train()
+
+
+def liger_forward(self, input_ids=None, labels=None, shift_labels=None, num_items_in_batch=None, **kwargs):
+    """As Liger's: in training a kernel takes hidden states and labels, and there are no logits."""
+    logits = self.lm_head(self.model(input_ids=input_ids, **kwargs).last_hidden_state)
+    if not self.training:
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits, labels, self.config.vocab_size, num_items_in_batch, shift_labels=shift_labels
+            )
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = torch.nn.functional.cross_entropy(logits[0], shift_labels[0], reduction=reduction)
+    return CausalLMOutputWithPast(loss=loss if num_items_in_batch is None else loss / num_items_in_batch)
+
+
+@pytest.mark.parametrize("trainer_class", [PlainTrainer, MixedTrainer])
+def test_a_fused_loss_is_refused(tmp_path, trainer_class):
+    model, trees = prepare_model(make_model()), make_trees(2)
+    trainer = make_trainer(tmp_path, model, trees, trainer_class)
+    model.forward = types.MethodType(liger_forward, model)
+    with pytest.raises(ValueError, match=r"returned no logits, as fused heads do.*`use_liger_kernel=False`"):
+        trainer.train()
+    del model.forward
+    assert_equals_branches(make_trainer(tmp_path, model, trees, trainer_class), trees)
