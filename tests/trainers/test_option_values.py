@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
+from models import VOCAB
 from policy_runs import assert_same_training, reward, rollouts, run
 from preference_runs import Run, assert_equal_runs, check, pairs, unpaired
 from runs import distance, make_model, make_trees, tree_dataset, weights
@@ -29,7 +31,7 @@ def both(folder, algorithm, rollout=None, classes=(None, None), **options):
             folder,
             algorithm,
             kind,
-            rollout_func=None if rollout is None else rollouts(**rollout),
+            rollout_func=None if rollout is None else rollout(),
             trainer_class=trainer_class,
             **options,
         )
@@ -47,7 +49,7 @@ def test_grpo(tmp_path):
         **{"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"},
         **{"generation_batch_size": 16, "pad_to_multiple_of": 8, "gradient_checkpointing": True},
     }
-    stock, tree = both(tmp_path, "grpo", {"deep": True}, max_steps=4, learning_rate=3e-3, **options)
+    stock, tree = both(tmp_path, "grpo", lambda: rollouts(deep=True), max_steps=4, learning_rate=3e-3, **options)
     assert sum(tree.tokens.trained) < 0.85 * sum(stock.tokens.trained)
     assert any(entry["clip_ratio/high_mean"] > 0 for entry in stock.logs)
     unsynchronised = run(
@@ -64,15 +66,26 @@ def test_grpo(tmp_path):
 
 def test_an_entropy_bonus_that_adapts(tmp_path):
     options = {"entropy_coef": 0.1, "entropy_target": 10.0, "entropy_coef_delta": 0.05, "entropy_coef_max": 0.18}
-    stock, _ = both(tmp_path, "grpo", {}, use_adaptive_entropy=True, max_steps=3, learning_rate=1e-2, **options)
+    stock, _ = both(tmp_path, "grpo", rollouts, use_adaptive_entropy=True, max_steps=3, learning_rate=1e-2, **options)
     assert [entry["entropy_coef"] for entry in stock.logs] == pytest.approx([0.15, 0.18, 0.18])
+
+
+def sampled_elsewhere():
+    """Rollouts whose log-probs are near those of the model, which guesses."""
+    generate = rollouts(length=8)
+
+    def with_log_probs(prompts, trainer):
+        output = generate(prompts, trainer)
+        return output | {"logprobs": [[-math.log(VOCAB)] * len(ids) for ids in output["completion_ids"]]}
+
+    return with_log_probs
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_cap": 1e12},
-        {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_min": 0.02},
+        {"vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_cap": 3.0},
+        {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_min": 0.5},
     ],
     ids=lambda options: options["vllm_importance_sampling_mode"],
 )
@@ -89,7 +102,9 @@ def test_log_probs_of_vllm(tmp_path, options):
                 self.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
 
         classes.append(Sampled)
-    stock, tree = both(tmp_path, "grpo", {}, classes, max_steps=3, learning_rate=3e-3, **options)
+    options |= {"prompt_lengths": (3, 6), "max_steps": 3, "learning_rate": 3e-3}  # the groups in two forwards
+    stock, tree = both(tmp_path, "grpo", sampled_elsewhere, classes, **options)
+    assert len(tree.tokens.trained) == len(stock.tokens.trained) == 6
     ratios = [entry["sampling/importance_sampling_ratio/mean"] for entry in stock.logs]
     assert all(0 < ratio != 1 for ratio in ratios)
     assert sum(tree.tokens.trained) < 0.85 * sum(stock.tokens.trained)
@@ -183,6 +198,7 @@ class TreeTrainer(TreeLossMixin, Trainer):
     """The step-wide normaliser on a plain Trainer."""
 
 
+@pytest.mark.slow
 def test_a_compiled_model_under_the_mixin(tmp_path):
     ends = []
     for options in ({}, {"torch_compile": True, "torch_compile_backend": "eager"}):
