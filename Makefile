@@ -36,7 +36,7 @@ test-wheel-lowest: requirements-dev.txt requirements-lowest.txt
 test-wheel test-wheel-lowest:
 	rm -rf build/$@ && mkdir -p build/$@
 	TORCH="$(TORCH)" PROJECT="$$(echo dist/*.whl)" $(PYTHON) scripts/create_venv.py build/$@/venv $^
-	cp -r tests benchmarks examples notebooks docs mkdocs.yml scripts pyproject.toml README.md build/$@
+	cp -r tests benchmarks examples notebooks docs mkdocs.yml scripts pyproject.toml requirements-*.txt README.md build/$@
 	cd build/$@ && venv/bin/python $(PYTEST)
 
 .venv/.ready: requirements-dev.txt

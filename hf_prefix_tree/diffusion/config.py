@@ -8,27 +8,10 @@ from typing import Any
 
 from trl import SFTConfig
 
+from hf_prefix_tree.trainers.options import refuse_options
+
 OBJECTIVES = ("mdlm", "block", "hybrid")
 CORRUPTIONS = ("uniform", "blockwise", "random", "all_masked")
-
-# Inherited options that are refused: the values that pass, and why.
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "packing": ((False,), "samples of a row would see each other"),
-    "eval_packing": ((None, False), "samples of a row would see each other"),
-    "padding_free": ((False,), "samples of a row would see each other"),
-    "assistant_only_loss": ((False,), "every assistant turn is supervised already, and nothing else"),
-    "completion_only_loss": ((None, True), "completions are supervised and prompts are not"),
-    "loss_type": (("nll",), "the loss is that of the `objective`"),
-    "label_smoothing_factor": ((0.0,), "the loss is that of the `objective`"),
-    "neftune_noise_alpha": ((None, 0), "the noise of diffusion is in the tokens"),
-    "use_liger_kernel": ((False,), "Liger replaces the model's forward"),
-    "average_tokens_across_devices": ((True,), "the loss is normalised over all ranks"),
-    "truncation_mode": (("keep_start",), "a response is cut at its end"),
-    "batch_eval_metrics": ((False,), "no logits are kept"),
-    "include_for_metrics": (([], None), "no logits are kept"),
-    "torch_compile": ((False,), "compiling the whole model is not tested"),
-    "pad_token": ((None,), "set `processing_class.pad_token`"),
-}
 
 
 @dataclass
@@ -36,10 +19,7 @@ class DiffusionSFTConfig(SFTConfig):
     r"""
     Configuration of [`DiffusionSFTTrainer`]: `SFTConfig` with these parameters on top.
 
-    Options of `SFTConfig` without meaning here raise `ValueError`: `packing`, `eval_packing`, `padding_free`,
-    `assistant_only_loss`, `completion_only_loss`, `loss_type="dft"`, `label_smoothing_factor`, `neftune_noise_alpha`,
-    `use_liger_kernel`, `average_tokens_across_devices=False`, `truncation_mode="keep_end"`, `batch_eval_metrics`,
-    `include_for_metrics`, `torch_compile`, `pad_token`.
+    Options of `SFTConfig` without meaning here raise `ValueError` (`docs/options.md` lists them).
 
     Args:
         objective (`str`, *optional*, defaults to `"mdlm"`):
@@ -108,10 +88,7 @@ class DiffusionSFTConfig(SFTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, (allowed, reason) in _REFUSED.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(f"`{name}={value!r}` is not supported: {reason}. Leave it at {allowed[0]!r}.")
+        refuse_options(self)
         for name in ("objective", "corruption", "attn_backend"):
             choices = self.__dataclass_fields__[name].metadata["choices"]
             if getattr(self, name) not in choices:

@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from hf_prefix_tree.trainers.options import refuse_options
+
 
 @dataclass
 class Eagle3Config(TrainingArguments):
@@ -77,6 +79,7 @@ class Eagle3Config(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        refuse_options(self)
         for name in ("ttt_steps", "seq_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
@@ -88,8 +91,3 @@ class Eagle3Config(TrainingArguments):
             choices = self.__dataclass_fields__[name].metadata["choices"]
             if getattr(self, name) not in choices:
                 raise ValueError(f"`{name}` must be one of {choices}, got {getattr(self, name)!r}.")
-        if self.label_smoothing_factor or self.neftune_noise_alpha or self.use_liger_kernel:
-            raise ValueError(
-                "`label_smoothing_factor`, `neftune_noise_alpha` and `use_liger_kernel` have no meaning for a draft: "
-                "leave them out."
-            )

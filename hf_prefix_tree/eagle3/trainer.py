@@ -107,8 +107,6 @@ class Eagle3Trainer(Trainer):
                 raise ValueError(f"`{name}` is not supported: the loss and its metrics are the draft's own.")
         if args.n_gpu > 1:
             raise ValueError("`nn.DataParallel` is not supported: start one process per GPU with `accelerate launch`.")
-        if not args.average_tokens_across_devices:
-            raise ValueError("`average_tokens_across_devices=False` would weigh ranks, not slots: set it to `True`.")
         if data_collator is None:
             data_collator = DataCollatorForEagle3(
                 padding_token(processing_class), length=args.packed_sequence_size or args.seq_length

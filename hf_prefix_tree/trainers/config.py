@@ -9,30 +9,8 @@ from typing import Any
 import numpy as np
 from trl import SFTConfig
 
-# Inherited options that are refused: the value that passes, and what to do instead.
-REFUSED: dict[str, tuple[Any, str]] = {
-    "packing": (False, "trees are packed by `per_device_train_batch_size`: all trees of a batch become one row"),
-    "eval_packing": (None, "trees are packed by `per_device_eval_batch_size`"),
-    "padding_free": (False, "rows of trees hold next to no padding"),
-    "assistant_only_loss": (False, "every assistant turn is supervised already, and nothing else"),
-    "completion_only_loss": (
-        None,
-        "completions are supervised and prompts are not; pass `branches` for other weights",
-    ),
-    "loss_type": (
-        "nll",
-        "the loss of shared tokens is weighted, which is defined for the negative log-likelihood only",
-    ),
-    "label_smoothing_factor": (0.0, "label smoothing needs the full logits"),
-    "neftune_noise_alpha": (None, "a shared token draws one noise for all its branches"),
-    "use_liger_kernel": (False, "Liger replaces the model's forward"),
-    "average_tokens_across_devices": (True, "the loss is normalised over all ranks"),
-    "truncation_mode": ("keep_start", "branches share their start"),
-    "batch_eval_metrics": (False, "it needs `compute_metrics`, which sees logits of rows, not of branches"),
-    "include_for_metrics": ([], "it needs `compute_metrics`, which sees logits of rows, not of branches"),
-    "torch_compile": (False, "compiling the whole model is not tested on trees; use `compile_layers=True`"),
-    "pad_token": (None, "set `processing_class.pad_token`"),
-}
+from hf_prefix_tree.trainers.options import refuse_options
+
 # Options of our own that have `choices`.
 CHOICES = ("weighting", "reasoning", "overlong", "on_error", "overflow", "selection_metric", "mode", "attn_backend")
 
@@ -49,11 +27,9 @@ class TreeSFTConfig(SFTConfig):
     r"""
     Configuration of [`TreeSFTTrainer`]: `SFTConfig` with these parameters on top.
 
-    Options of `SFTConfig` that cannot be exact on trees raise `ValueError`: `packing`, `eval_packing`, `padding_free`,
-    `assistant_only_loss`, `completion_only_loss`, `loss_type="dft"`, `label_smoothing_factor`, `neftune_noise_alpha`,
-    `use_liger_kernel`, `average_tokens_across_devices=False`, `truncation_mode="keep_end"`, `batch_eval_metrics`,
-    `include_for_metrics`, `torch_compile`, `pad_token`. So do options of the preparation (all from `reasoning` to
-    `max_examples` below, `max_length` and `shuffle_dataset`) under `dataset_kwargs={"skip_prepare_dataset": True}`.
+    Options of `SFTConfig` that cannot be exact on trees raise `ValueError` (`docs/options.md` lists them). So do those
+    of the preparation (all from `reasoning` to `max_examples` below, `max_length` and `shuffle_dataset`) under
+    `dataset_kwargs={"skip_prepare_dataset": True}`.
 
     Args:
         weighting (`str`, *optional*, defaults to `"tree"`):
@@ -214,12 +190,7 @@ class TreeSFTConfig(SFTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, (allowed, remedy) in REFUSED.items():
-            value = getattr(self, name)
-            if value != allowed and not (name in ("neftune_noise_alpha", "include_for_metrics") and not value):
-                raise ValueError(
-                    f"`{name}={value!r}` is not supported on prefix trees: {remedy}. Leave it at {allowed!r}."
-                )
+        refuse_options(self)
         for name in CHOICES:
             choices = self.__dataclass_fields__[name].metadata["choices"]
             if getattr(self, name) not in choices and not (name == "selection_metric" and not self.selection_metric):

@@ -15,6 +15,7 @@ import torch
 from hf_prefix_tree.model import ensure_verified
 from hf_prefix_tree.trainers.engines import refuse_engines
 from hf_prefix_tree.trainers.folded import MIN_REUSE, fold_shared_prefixes
+from hf_prefix_tree.trainers.options import refuse_options
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer  # what the mixin is put before
@@ -33,7 +34,8 @@ class FoldedForwardMixin(_Trainer):
     [`~hf_prefix_tree.trainers.folded.fold_shared_prefixes`].
 
     Raises:
-        `ValueError`: where the architecture cannot be exact on trees, and under the engines of [`refuse_engines`].
+        `ValueError`: where the architecture cannot be exact on trees, and under what [`refuse_engines`] and
+            [`refuse_options`] refuse.
     """
 
     min_reuse: float = MIN_REUSE
@@ -42,6 +44,7 @@ class FoldedForwardMixin(_Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         refuse_engines(self.accelerator)
+        refuse_options(self.args)
         if self.args.torch_compile:
             logger.warning(
                 "Rows are not folded under `torch_compile=True`, which compiles the whole model. Leave it at `False`, "

@@ -25,8 +25,8 @@ from hf_prefix_tree.flops import cost_per_count
 from hf_prefix_tree.loss import safe_divisor
 from hf_prefix_tree.model import ensure_verified, follow_trees
 from hf_prefix_tree.trainers.balance import RowCounts, row_costs
-from hf_prefix_tree.trainers.config import REFUSED
 from hf_prefix_tree.trainers.engines import earlier_gradients_aside, keep_output_dtype, refuse_engines
+from hf_prefix_tree.trainers.options import refuse_options
 from hf_prefix_tree.trainers.padding import fill_uneven_steps
 from hf_prefix_tree.trainers.sampling import BY_LENGTH, STRATEGIES, StepSampler, linked_rows, split_tree_ids
 
@@ -88,17 +88,10 @@ class TreeLossMixin(_Trainer):
             )
         if self.args.n_gpu > 1:
             raise ValueError("`nn.DataParallel` is not supported: start one process per GPU with `accelerate launch`.")
-        if not self.args.average_tokens_across_devices:
-            raise ValueError("`average_tokens_across_devices=False` would weigh ranks, not tokens: set it to `True`.")
 
     def _refuse_options(self) -> None:
         """What `Trainer` would do to rows instead of branches; `TreeSFTConfig` refuses more of it, and earlier."""
-        for name in ("label_smoothing_factor", "neftune_noise_alpha", "loss_type"):
-            passes = REFUSED[name][0]
-            if (value := getattr(self.args, name, passes)) and value != passes:
-                raise ValueError(
-                    f"`{name}={value!r}` is not supported on prefix trees: {REFUSED[name][1]}. Leave it out."
-                )
+        refuse_options(self.args)
         if self.compute_loss_func is not None:
             raise ValueError(
                 "`compute_loss_func` is not supported on prefix trees: it would see rows, not branches. Leave it out."

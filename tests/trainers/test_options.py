@@ -1,4 +1,4 @@
-"""Every inherited option of `SFTConfig` is honoured, refused or irrelevant; this table holds which."""
+"""Options and arguments of `TreeSFTTrainer`: choices, limits, and what goes with what."""
 
 import contextlib
 import dataclasses
@@ -14,82 +14,7 @@ from runs import config, make_model, make_trees, tokenizer, tree_dataset
 from trl import SFTConfig
 
 from hf_prefix_tree import DataCollatorForPrefixTree, TreeSFTConfig, TreeSFTTrainer, prepare_trees
-from hf_prefix_tree.trainers.config import PREPARATION, REFUSED
-
-# What has no meaning for trees: they are prepared by our own code, or the option belongs to what is refused.
-IRRELEVANT = {
-    "dataset_text_field",  # plain text has no shared prefixes
-    "packing_strategy",  # belongs to packing
-    "liger_kernel_config",  # belongs to use_liger_kernel
-    "torch_compile_backend",
-    "torch_compile_mode",  # belong to torch_compile
-    "eval_do_concat_batches",
-    "eval_use_gather_object",
-    "eval_accumulation_steps",  # predictions are not kept
-    "prediction_loss_only",  # without compute_metrics evaluation keeps losses only
-    "label_names",
-    "use_cache",  # forced off on the tree path
-    "length_column_name",
-}
-# What the inherited code does, on rows of trees: optimisation, precision, logging, saving, distribution, loading.
-HONOURED = {
-    *("output_dir", "per_device_train_batch_size", "num_train_epochs", "max_steps", "learning_rate"),
-    *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args", "weight_decay"),
-    *("adam_beta1", "adam_beta2", "adam_epsilon", "optim_target_modules", "gradient_accumulation_steps"),
-    *("max_grad_norm", "bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "tf32", "activation_checkpointing"),
-    *("activation_checkpointing_kwargs", "gradient_checkpointing", "gradient_checkpointing_kwargs"),
-    *("torch_empty_cache_steps", "auto_find_batch_size", "logging_strategy", "logging_steps", "logging_first_step"),
-    *("log_on_each_node", "logging_nan_inf_filter", "include_num_input_tokens_seen", "log_level"),
-    *("log_level_replica", "disable_tqdm", "report_to", "run_name", "project", "trackio_space_id"),
-    *("trackio_bucket_id", "trackio_static_space_id", "eval_strategy", "eval_steps", "eval_delay"),
-    *("per_device_eval_batch_size", "eval_on_start", "save_only_model", "save_strategy", "save_steps"),
-    *("save_on_each_node", "save_total_limit", "enable_jit_checkpoint", "push_to_hub", "hub_token"),
-    *("hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
-    *("load_best_model_at_end", "metric_for_best_model", "greater_is_better", "ignore_data_skip"),
-    *("restore_callback_states_from_checkpoint", "full_determinism", "seed", "data_seed", "use_cpu"),
-    *("accelerator_config", "parallelism_config", "dataloader_drop_last", "dataloader_num_workers"),
-    *("dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
-    *("dataloader_multiprocessing_context", "dataloader_in_order", "remove_unused_columns"),
-    *("train_sampling_strategy", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
-    *("ddp_static_graph", "ddp_backend", "ddp_timeout", "fsdp", "fsdp_config", "deepspeed", "debug"),
-    *("skip_memory_metrics", "do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank"),
-    *("model_init_kwargs", "trust_remote_code", "router_aux_loss_coef", "chat_template_path", "dataset_kwargs"),
-    *("dataset_num_proc", "eos_token", "max_length", "shuffle_dataset", "pad_to_multiple_of"),
-    *("activation_offloading",),
-}
-# One value of each refused option that does not pass.
-REFUSED_VALUES = {
-    "packing": True,
-    "eval_packing": True,
-    "padding_free": True,
-    "assistant_only_loss": True,
-    "completion_only_loss": True,
-    "loss_type": "dft",
-    "label_smoothing_factor": 0.1,
-    "neftune_noise_alpha": 5.0,
-    "use_liger_kernel": True,
-    "average_tokens_across_devices": False,
-    "truncation_mode": "keep_end",
-    "batch_eval_metrics": True,
-    "include_for_metrics": ["loss"],
-    "torch_compile": True,
-    "pad_token": "<eos>",
-}
-
-
-def test_the_table_holds_every_inherited_option():
-    known = {*HONOURED, *IRRELEVANT, *REFUSED_VALUES}
-    assert len(known) == len(HONOURED) + len(IRRELEVANT) + len(REFUSED_VALUES)
-    inherited = {field.name for field in dataclasses.fields(SFTConfig)}
-    assert inherited - known == set(), "new options of SFTConfig: honour, refuse or ignore them, and say so here"
-    assert set(REFUSED) == set(REFUSED_VALUES)
-
-
-@pytest.mark.parametrize("name", REFUSED_VALUES)
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_refused_options_raise_with_a_remedy(tmp_path, name):
-    with pytest.raises(ValueError, match=rf"`{name}=.*is not supported on prefix trees: .+ Leave it at"):
-        TreeSFTConfig(str(tmp_path), use_cpu=True, bf16=False, **{name: REFUSED_VALUES[name]})
+from hf_prefix_tree.trainers.config import PREPARATION
 
 
 @pytest.mark.parametrize("name", ["weighting", "reasoning", "overlong", "on_error", "attn_backend"])
