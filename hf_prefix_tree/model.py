@@ -26,6 +26,7 @@ from hf_prefix_tree.attention.interface import IMPLEMENTATION, WAY_OUT
 from hf_prefix_tree.attention.positions import Handle, place_by_depth
 from hf_prefix_tree.batch import DEPTH, GUARD, WEIGHTED_BY_CALLER, check_batch, gather_supervised
 from hf_prefix_tree.compilation import compile_decoder_layers
+from hf_prefix_tree.fingerprint import CodeWatch
 from hf_prefix_tree.images import place_images
 from hf_prefix_tree.loss import weighted_token_loss
 from hf_prefix_tree.recurrent.hooks import follow_branches, followed_functions
@@ -42,6 +43,7 @@ from hf_prefix_tree.refusals import (
 )
 from hf_prefix_tree.support import backbone_of, base_causal_lm, check_support, refuse_adapters, rope_limit
 from hf_prefix_tree.verify import verify_images, verify_loss, verify_tree_forward, weights_are_whole
+from hf_prefix_tree.verify_adapters import verify_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,10 @@ class _State:
     previous_loss: Callable | None
     previous_flag: dict[str, Any] | None = None  # `accepts_loss_kwargs` of the model, where it was changed
     handles: list[Handle] = field(default_factory=list)
-    verified_on: set[str] = field(default_factory=set)
+    verified: dict[tuple, set[str]] = field(default_factory=dict)  # device types, by the code that was checked on them
+    verified_on: set[str] = field(default_factory=set)  # the entry of the code that runs now
+    watch: CodeWatch | None = None
+    kept: list[Any] = field(default_factory=list)  # what the ids in the keys of `verified` belong to
     verifying: bool = False
     router_config: Any = None  # the config that switches a router's auxiliary loss on, where there is a router
     rope_limit: int | None = None
@@ -65,6 +70,10 @@ class _State:
     recurrent: set[str] = field(default_factory=set)
     image_refusal: str | None = None
     loss_refusal: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy has functions of its own and is checked again
+        unchecked: dict[str, Any] = {"verified": {}, "verified_on": set(), "watch": None, "kept": []}
+        return {**self.__dict__, **unchecked}
 
 
 def prepare_model(
@@ -76,7 +85,7 @@ def prepare_model(
     Afterwards `model(**batch)` with a batch of [`DataCollatorForPrefixTree`] returns exact logits, and with `labels`
     the loss `sum(w * nll) / sum(w)`; `outputs.logits` is then `[1, M, vocab]`, one row for each of the M supervised
     tokens. Without `prefix_tree` in the call the model does what it does under its default attention. Calling it again
-    changes `attn_backend` and may compile, no more; [`unprepare_model`] undoes it.
+    changes `attn_backend`, may compile and checks what was patched since, no more; [`unprepare_model`] undoes it.
 
     A stock `Trainer` then takes the mean of its micro-batches' losses (`model.accepts_loss_kwargs = False`), with
     trees and without: before it trains on anything else, call [`unprepare_model`]. A model that one of this package's
@@ -84,7 +93,8 @@ def prepare_model(
     made, so prepare the model before: calls that count labels instead of weights are refused.
 
     The model is checked against independent runs of the branches: at once where its weights are whole and on the
-    device they train on, otherwise at the first training step.
+    device they train on, otherwise at the first training step. Code that is patched later (a `forward`, a hook, a
+    function of the modeling file, an adapter) is checked at the next call with a tree.
 
     A batch also holds `inputs_embeds`, which a prepared model takes out. A model that was not prepared raises on it
     ("You must specify exactly one of input_ids or inputs_embeds") instead of reading the row as one sequence.
@@ -142,15 +152,28 @@ def follow_trees(
         raise ValueError(f"`attn_backend` must be one of {ATTN_BACKENDS}, got {attn_backend!r}.")
     base = base_causal_lm(model)
     state = getattr(base, _STATE, None)
-    if state is not None:
-        set_implementations(base, with_tree_attention(base))
-        if state.attn_backend != attn_backend:
-            state.attn_backend = attn_backend
-            state.verified_on.clear()
+    is_new = state is None
+    if state is None:
+        state = _install(base, attn_backend)
+    set_implementations(base, with_tree_attention(base))
+    if state.attn_backend != attn_backend:
+        state.attn_backend = attn_backend
+        _forget_checks(state)
+    try:
         if compile_layers and (added := compile_decoder_layers(base)):
             state.handles += added
-            state.verified_on.clear()
-        return model
+            _forget_checks(state)
+        is_to_check = not _is_verified(base, state) and (is_new or _has_changed(state))
+        if is_to_check and weights_are_whole(base) and not (base.device.type == "cpu" and torch.cuda.is_available()):
+            _verify(base, state, model)  # what will be called: some adapters go around the hooks
+    except BaseException:
+        if is_new:
+            unprepare_model(model)
+        raise
+    return model
+
+
+def _install(base: PreTrainedModel, attn_backend: str) -> _State:
     check_support(base)
     text_config = base.config.get_text_config()
     state = _State(
@@ -162,7 +185,6 @@ def follow_trees(
         has_sinks=any("sink" in name for name, _ in base.named_parameters()),
         recurrent=followed_functions(base),
     )
-    set_implementations(base, with_tree_attention(base))
     setattr(base, _STATE, state)
     base.loss_function = functools.partial(_tree_aware_loss, base.loss_function)
     backbone = backbone_of(base)
@@ -175,15 +197,7 @@ def follow_trees(
         *place_by_depth(base),
         *follow_branches(base),
     ]
-    try:
-        if compile_layers:
-            state.handles += compile_decoder_layers(base)
-        if weights_are_whole(base) and not (base.device.type == "cpu" and torch.cuda.is_available()):
-            _verify(base, state, model)  # what will be called: some adapters go around the hooks
-    except BaseException:
-        unprepare_model(model)
-        raise
-    return model
+    return state
 
 
 def unprepare_model(model: torch.nn.Module) -> torch.nn.Module:
@@ -218,8 +232,8 @@ def is_prepared(model: torch.nn.Module) -> bool:
 
 def ensure_verified(model: torch.nn.Module, forward: Callable) -> None:
     """
-    Checks a prepared model that was not yet checked on its device; every rank must call it, since sharded weights are
-    gathered for it.
+    Checks a prepared model whose code, on its device, was not yet checked; cheap where it was. Every rank must call
+    it, since sharded weights are gathered for it; then all ranks decide together.
 
     Args:
         model (`PreTrainedModel` or `PeftModel`): The prepared model.
@@ -227,14 +241,43 @@ def ensure_verified(model: torch.nn.Module, forward: Callable) -> None:
     """
     base = base_causal_lm(model)
     state = getattr(base, _STATE)
-    if base.device.type not in state.verified_on:
+    is_new = not _is_verified(base, state)
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        if weights_are_whole(base):
+            forward = model  # without the wrapper's collectives, because other ranks may have nothing to check
+        else:
+            flag = torch.tensor(int(is_new), device=base.device)
+            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+            is_new = bool(flag)
+    if is_new:
         _verify(base, state, forward)
+
+
+def _is_verified(base: PreTrainedModel, state: _State) -> bool:
+    """Whether the code that the model runs now was checked on its device."""
+    if state.watch is None or not state.watch.unchanged():
+        state.watch = CodeWatch(base)
+        state.kept += state.watch.kept
+        state.verified_on = state.verified.setdefault(state.watch.key, set())
+    return base.device.type in state.verified_on
+
+
+def _has_changed(state: _State) -> bool:
+    """Whether other code was checked than the one that runs now."""
+    return not state.verified_on and any(state.verified.values())
+
+
+def _forget_checks(state: _State) -> None:
+    state.verified.clear()
+    state.watch = None
 
 
 def _verify(base: PreTrainedModel, state: _State, forward: Callable | None = None) -> None:
     state.verifying = True
     try:
-        verify_tree_forward(base, forward or base)
+        assert state.watch is not None  # made by `_is_verified`
+        verify_tree_forward(base, forward or base, state.watch.unknown)
+        verify_adapters(base, forward or base)
         state.image_refusal = verify_images(base, forward or base)
         state.loss_refusal = verify_loss(base, forward or base)
     finally:
@@ -270,8 +313,8 @@ def check_call(module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: boo
     refuse_missing_labels(kwargs, trains)
     if module.training:
         refuse_noisy_embeddings(module)
-    if trains and not state.verifying and tree.device.type not in state.verified_on and weights_are_whole(module):
-        _verify(module, state)
+    if not state.verifying and not _is_verified(module, state):
+        _verify_call(module, state)
     refuse_other_inputs(module, kwargs, state.image_refusal)
     if kwargs.get("labels") is not None and not state.verifying:
         if state.router_config is not None:
@@ -291,6 +334,19 @@ def _refuse_other_losses(module: PreTrainedModel, state: _State) -> None:
         )
     if state.loss_refusal is not None:
         raise ValueError(state.loss_refusal)
+
+
+def _verify_call(module: PreTrainedModel, state: _State) -> None:
+    """What a call of a model checks by itself, without the other ranks."""
+    trains = module.training and torch.is_grad_enabled()
+    if weights_are_whole(module):
+        if trains or _has_changed(state):
+            _verify(module, state)
+    elif _has_changed(state):
+        raise ValueError(
+            f"Code of {type(module).__name__} was patched after its check, and one rank cannot check sharded weights: "
+            "patch it before `prepare_model`, or use a trainer of this package, which checks it on all ranks."
+        )
 
 
 def _enter(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:

@@ -261,4 +261,6 @@ def _dropouts(module: torch.nn.Module) -> list[float]:
     """The rates that a module drops with, by itself (layers among them) or as a module for that."""
     if isinstance(module, torch.nn.Dropout):
         return [module.p]
-    return [rate for name, rate in vars(module).items() if "drop" in name and isinstance(rate, float)]
+    named = [x for name, x in vars(module).items() if "drop" in name]
+    rates = [rate for x in named for rate in (x.values() if isinstance(x, dict) else [x])]  # by adapter in PEFT
+    return [rate for rate in rates if isinstance(rate, float)]

@@ -7,25 +7,29 @@ every window that only the model's own code reads. Three numbers are compared, e
 of the root mean square over the vocabulary: the tree's error against the branches; the model's own spread (a branch
 alone against the same branch right-padded); and, as a control that must be large, the error of a plain causal run over
 the same row. Four short forwards without gradients.
+
+Code that is from no known package may mix tokens in its own way over distances that no short forest has. A run whose
+attention mixes nothing shows whether it does.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
-from hf_prefix_tree.attention.defaults import default_implementation
+from hf_prefix_tree.attention.defaults import default_implementation, uses_attention_interface
 from hf_prefix_tree.attention.interface import IMPLEMENTATION, WAY_OUT
 from hf_prefix_tree.batch import BLOCK_SIZE, IGNORE_INDEX, concatenate_trees
 from hf_prefix_tree.images import fold_images, image_model
+from hf_prefix_tree.recurrent.hooks import has_convolution
 from hf_prefix_tree.support import checked_length, position_limit
 from hf_prefix_tree.tree import Branch, PrefixTree, fold
 
@@ -33,8 +37,10 @@ logger = logging.getLogger(__name__)
 
 CHECKED_TOKENS = 6  # the last ones of each branch: what a fork, a window or a neighbour would disturb
 SECOND_TREE = 12  # its tokens; the control is of more than them
+FAR = 1024  # tokens of a row that unknown code is tested on
+_VALUES = "prefix_tree_values"  # the attention that mixes nothing
 # Rounding that no model is blamed for, relative to the logits: a few units of the dtype over some tens of layers.
-_ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
 def weights_are_whole(model: PreTrainedModel) -> bool:
@@ -47,18 +53,58 @@ def weights_are_whole(model: PreTrainedModel) -> bool:
     )
 
 
-def verify_tree_forward(model: PreTrainedModel, forward: Callable) -> None:
+def verify_tree_forward(model: PreTrainedModel, forward: Callable, unknown: Sequence[str] = ()) -> None:
     """
     Compares the tree path of a prepared model with independent runs of the branches.
 
     Args:
         model (`PreTrainedModel`): The prepared causal LM; its training flags, buffers and random state are restored.
         forward (`Callable`): What is called, `model` itself or its wrapper under FSDP or DDP.
+        unknown (`Sequence[str]`, *optional*): Functions that the model runs and that are from no known package. What
+            they do to tokens far apart is checked as well.
 
     Raises:
         `ValueError`: if the tree path does not give the branches' logits.
     """
-    _verify(model, forward, _forest(model))
+    config = model.config.get_text_config()
+    longest = checked_length(config)
+    if unknown:
+        mixes_by_itself = not uses_attention_interface(config.__class__) or any(map(has_convolution, model.modules()))
+        if mixes_by_itself:
+            longest = min(max(longest, FAR), position_limit(config))
+        else:
+            _refuse_bypass(model, forward, unknown)
+    _verify(model, forward, make_forest(model, longest))
+
+
+def _refuse_bypass(model: PreTrainedModel, forward: Callable, unknown: Sequence[str]) -> None:
+    """Raises where a token's logits depend on other tokens although attention hands each token its own value."""
+    length = min(FAR, position_limit(model.config.get_text_config()))
+    ids = np.random.default_rng(0).integers(0, _vocab_size(model), size=(2, length))
+    ids[1, length // 2 :] = ids[0, length // 2 :]
+    rows = torch.from_numpy(ids).to(model.device)[:, None]
+    keep = torch.arange(length // 2, length, device=model.device)
+    with undisturbed(model), torch.no_grad(), coarsest_dtype(model) as dtypes:
+        first, second = (plain_logits(model, forward, row, keep, {}, attention=_VALUES) for row in rows)
+    error, scale = distance(first, second), distance(first, torch.zeros_like(first))
+    if not error <= rounding_of({first.dtype, *dtypes}) * scale / 10:
+        names = ", ".join(dict.fromkeys(unknown))
+        raise ValueError(
+            f"{type(model).__name__} lets tokens depend on earlier ones around Transformers' attention interface "
+            f"(error {error:.1e} of {scale:.1e}), in code that is not Transformers' own and cannot follow a tree: "
+            f"{names}. Have it call the function of `ALL_ATTENTION_FUNCTIONS`, or train on unfolded branches with a "
+            "stock trainer."
+        )
+
+
+def _own_values(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """An attention that mixes nothing."""
+    return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_VALUES, _own_values)
 
 
 def verify_images(model: PreTrainedModel, forward: Callable) -> str | None:
@@ -125,7 +171,7 @@ def verify_loss(model: PreTrainedModel, forward: Callable) -> str | None:
 
 
 @dataclass
-class _Forest:
+class Forest:
     """What is compared: the trees of a row with their images, and the images of each branch."""
 
     trees: list[PrefixTree]
@@ -133,13 +179,13 @@ class _Forest:
     branch_images: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
 
-def _verify(model: PreTrainedModel, forward: Callable, forest: _Forest) -> None:
+def _verify(model: PreTrainedModel, forward: Callable, forest: Forest) -> None:
     trees, device = forest.trees, model.device
     # two blocks at least: the kernels that will train are the ones to check
     row = concatenate_trees(trees, pad_token_id=0, pad_to_multiple_of=2 * BLOCK_SIZE)
     row = {key: value.to(device) for key, value in row.items()}
     images = {key: value.to(device) for key, value in forest.images.items()}
-    positions = _checked_positions(trees)
+    positions = checked_positions(trees)
     where = torch.from_numpy(np.unique(np.concatenate(positions))).to(device)  # row order: that of the gathered logits
     labels = torch.full_like(row["labels"], IGNORE_INDEX)
     labels[0, where] = row["input_ids"][0, where]
@@ -148,9 +194,9 @@ def _verify(model: PreTrainedModel, forward: Callable, forest: _Forest) -> None:
     limit, tokens = position_limit(model.config.get_text_config()), sum(map(len, trees))
     first = max(tokens - limit, 0)
     seen = where[predecessors[where] >= first]
-    with _undisturbed(model), torch.no_grad(), _coarsest_dtype(model) as dtypes:
-        causal = _plain_logits(model, forward, row["input_ids"][:, first:tokens], predecessors[seen] - first, images)
-        logits = _tree_logits(model, forward, {**row, **images, "labels": labels})
+    with undisturbed(model), torch.no_grad(), coarsest_dtype(model) as dtypes:
+        causal = plain_logits(model, forward, row["input_ids"][:, first:tokens], predecessors[seen] - first, images)
+        logits = tree_logits(model, forward, {**row, **images, "labels": labels})
         found = dict(zip(where.tolist(), logits, strict=True))
         found_causal = dict(zip(seen.tolist(), causal, strict=True))
         error = control = spread = scale = 0.0
@@ -159,21 +205,18 @@ def _verify(model: PreTrainedModel, forward: Callable, forest: _Forest) -> None:
             ids = torch.from_numpy(branch.input_ids.copy()).to(device)[None]
             own = {key: value.to(device) for key, value in forest.branch_images[i].items()} if images else {}
             keep = torch.arange(ids.shape[1] - len(checked) - 1, ids.shape[1] - 1, device=device)
-            alone = _plain_logits(model, forward, ids, keep, own)
+            alone = plain_logits(model, forward, ids, keep, own)
             padded = torch.nn.functional.pad(ids, (0, min(5, limit - ids.shape[1])))
-            padded_logits = _plain_logits(model, forward, padded, keep, own, length=ids.shape[1])
-            tree_logits = torch.stack([found[position] for position in checked])
-            error = max(error, _distance(tree_logits, alone))
+            padded_logits = plain_logits(model, forward, padded, keep, own, length=ids.shape[1])
+            error = max(error, distance(torch.stack([found[position] for position in checked]), alone))
             mixed = [found_causal.get(position, logit) for position, logit in zip(checked, alone, strict=True)]
-            control = max(control, _distance(torch.stack(mixed), alone))
-            spread = max(spread, _distance(padded_logits, alone))
-            scale = max(scale, _distance(alone, torch.zeros_like(alone)))
+            control = max(control, distance(torch.stack(mixed), alone))
+            spread = max(spread, distance(padded_logits, alone))
+            scale = max(scale, distance(alone, torch.zeros_like(alone)))
     numbers = f"error {error:.1e}, own spread {spread:.1e}, causal control {control:.1e}, logits {scale:.1e}"
     logger.info("Tree path of %s on %s: %s.", type(model).__name__, device.type, numbers)
-    # autocast computes in 16 bits and may return float32
-    dtype = max({logits.dtype, *dtypes}, key=lambda dtype: _ROUNDING.get(dtype, 0.0))
-    rounding = _ROUNDING.get(dtype, 0.0) * scale
-    if dtype in (torch.float32, torch.float64) and spread > 4 * rounding:
+    rounding = rounding_of({logits.dtype, *dtypes}) * scale  # autocast computes in 16 bits and may return float32
+    if rounding <= ROUNDING[torch.float32] * scale and spread > 4 * rounding:
         raise ValueError(
             f"{type(model).__name__} gives a branch other logits when it is padded on the right ({numbers}): its "
             f"results depend on more than the tokens of the branch. {WAY_OUT}"
@@ -192,7 +235,12 @@ def _verify(model: PreTrainedModel, forward: Callable, forest: _Forest) -> None:
         )
 
 
-def _tree_logits(model: PreTrainedModel, forward: Callable, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def rounding_of(dtypes: set[torch.dtype]) -> float:
+    """What the coarsest of these dtypes rounds away of logits, relative to them."""
+    return max(ROUNDING.get(dtype, 0.0) for dtype in dtypes)
+
+
+def tree_logits(model: PreTrainedModel, forward: Callable, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     try:
         logits = forward(**batch).logits
     except (ValueError, torch.OutOfMemoryError):
@@ -211,9 +259,8 @@ def _tree_logits(model: PreTrainedModel, forward: Callable, batch: dict[str, tor
     return logits[0]
 
 
-def _forest(model: PreTrainedModel) -> _Forest:
+def make_forest(model: PreTrainedModel, longest: int) -> Forest:
     config = model.config.get_text_config()
-    longest = checked_length(config)
     if longest <= SECOND_TREE:
         raise ValueError(
             f"{type(model).__name__} has {longest} positions, and the self-check needs more than {SECOND_TREE}. "
@@ -225,10 +272,10 @@ def _forest(model: PreTrainedModel) -> _Forest:
     trunk, fork = ids[:longest], 2 * longest // 3
     sibling = np.concatenate([trunk[:fork], ids[longest : longest + longest - fork]])
     paths = [[trunk, sibling, trunk[: longest - 4]], [ids[2 * longest : 2 * longest + SECOND_TREE]]]
-    return _Forest([fold([Branch(path, np.ones(len(path))) for path in tree]) for tree in paths])
+    return Forest([fold([Branch(path, np.ones(len(path))) for path in tree]) for tree in paths])
 
 
-def _forest_with_images(model: PreTrainedModel, flat: bool) -> _Forest:
+def _forest_with_images(model: PreTrainedModel, flat: bool) -> Forest:
     config: Any = model.config
     vision, token = config.vision_config, config.image_token_id
     merge = getattr(vision, "spatial_merge_size", 1)
@@ -254,7 +301,7 @@ def _forest_with_images(model: PreTrainedModel, flat: bool) -> _Forest:
         branches.append(branch)
     tree, images = fold_images(branches, image_token_id=token)
     own_images = [{name: x for name, x in branch.items() if isinstance(x, torch.Tensor)} for branch in branches]
-    return _Forest([tree], images, own_images)
+    return Forest([tree], images, own_images)
 
 
 def _vocab_size(model: PreTrainedModel) -> int:
@@ -264,7 +311,7 @@ def _vocab_size(model: PreTrainedModel) -> int:
     return min(getattr(weight, "ds_shape", weight.shape)[0] for weight in weights)  # ZeRO-3 leaves them empty
 
 
-def _checked_positions(trees: list[PrefixTree]) -> list[np.ndarray]:
+def checked_positions(trees: list[PrefixTree]) -> list[np.ndarray]:
     """For each branch of the row, the positions in the row of its last tokens."""
     positions, start = [], 0
     for tree in trees:
@@ -273,13 +320,14 @@ def _checked_positions(trees: list[PrefixTree]) -> list[np.ndarray]:
     return positions
 
 
-def _plain_logits(
+def plain_logits(
     model: PreTrainedModel,
     forward: Callable,
     input_ids: torch.Tensor,
     keep: torch.Tensor,
     images: dict[str, torch.Tensor],
     length: int | None = None,
+    attention: str | None = None,
 ) -> torch.Tensor:
     mask = torch.ones_like(input_ids)
     if length is not None:
@@ -287,20 +335,20 @@ def _plain_logits(
     kwargs = {"input_ids": input_ids, "attention_mask": mask, "use_cache": False, **images}
     if images:
         kwargs["mm_token_type_ids"] = (input_ids == model.config.image_token_id).long()
-    with _stock_attention(model):
+    with _other_attention(model, attention):
         if "logits_to_keep" in inspect.signature(type(model).forward).parameters:
             return forward(**kwargs, logits_to_keep=keep).logits[0]
         return forward(**kwargs).logits[0, keep]
 
 
 @contextmanager
-def _stock_attention(model: PreTrainedModel) -> Iterator[None]:
-    """The model under its default attention by name: some ask for the name, and leave things out under another."""
+def _other_attention(model: PreTrainedModel, name: str | None) -> Iterator[None]:
+    """The model under another attention by name, or its default: some leave things out under ours."""
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     configs = {id(part.config): part.config for part in parts if part.config._attn_implementation == IMPLEMENTATION}
     try:
         for config in configs.values():
-            config._attn_implementation_internal = default_implementation(config.__class__)
+            config._attn_implementation_internal = name or default_implementation(config.__class__)
         yield
     finally:
         for config in configs.values():
@@ -308,7 +356,7 @@ def _stock_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def _coarsest_dtype(model: torch.nn.Module) -> Iterator[set[torch.dtype]]:
+def coarsest_dtype(model: torch.nn.Module) -> Iterator[set[torch.dtype]]:
     """The dtypes in which the linear layers answer."""
     found: set[torch.dtype] = set()
 
@@ -324,12 +372,12 @@ def _coarsest_dtype(model: torch.nn.Module) -> Iterator[set[torch.dtype]]:
             handle.remove()
 
 
-def _distance(left: torch.Tensor, right: torch.Tensor) -> float:
+def distance(left: torch.Tensor, right: torch.Tensor) -> float:
     return (left.double() - right.double()).square().mean(dim=-1).sqrt().max().item()
 
 
 @contextmanager
-def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
+def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     training = {module: module.training for module in model.modules()}
     buffers = {buffer: buffer.clone() for buffer in model.buffers()}
     # Vision-language models keep the offset that images give to the positions of the next call.

@@ -1,0 +1,184 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Which code a model runs: a fingerprint that tells whether something was patched since the model was checked.
+
+[`CodeWatch.unchanged`] compares lists of references, in about 25 microseconds for 400 modules, so that every call can
+afford it. Only after a difference is the key built, which leaves out what does not change the numbers: the wrappers of
+the libraries that trainers put around a model (mixed precision, FSDP, checkpointing, offloading).
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import types
+from collections.abc import Iterator
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_prefix_tree.attention.interface import IMPLEMENTATION, prefix_tree_attention, prefix_tree_mask
+
+# Packages whose modules keep tokens apart, or mix them as the conformance table has it. Other code is tested.
+_KNOWN = {
+    *("torch", "transformers", "peft", "trl", "accelerate", "deepspeed", "bitsandbytes", "torchao"),
+    *("hf_prefix_tree", "builtins", "functools"),
+}
+# Fields of a config that change no number of a call with a tree; trainers toggle some of them.
+_IRRELEVANT_FIELDS = {
+    *("use_cache", "return_dict", "output_hidden_states", "output_attentions", "dtype", "torch_dtype"),
+    *("pad_token_id", "bos_token_id", "eos_token_id", "architectures", "id2label", "label2id", "problem_type"),
+}
+_forward = operator.attrgetter("forward")
+
+
+class CodeWatch:
+    """
+    The code that a model's calls run: forwards of modules and of their classes, hooks, functions of the modeling
+    files, adapters and the config.
+
+    Args:
+        model (`PreTrainedModel`): A causal LM.
+
+    Attributes:
+        key (`tuple`): Equal for equal code; hashable.
+        kept (`list`): The objects whose ids the key holds. While they live, the key means what it says.
+        unknown (`list[str]`): The functions that come from none of the known packages, by name.
+
+    Raises:
+        `ValueError`: where something else was registered under our name for attention.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        attention, mask = ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION], ALL_MASK_ATTENTION_FUNCTIONS[IMPLEMENTATION]
+        if attention is not prefix_tree_attention or mask is not prefix_tree_mask:
+            raise ValueError(
+                f"Something else was registered as attention implementation {IMPLEMENTATION!r}: give it another name."
+            )
+        modules = dict(model.named_modules())
+        parents = [module for module in modules.values() if module._modules]
+        self._attributes = [vars(module) for module in modules.values()]
+        self._hooks = [hooks for m in modules.values() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+        self._parents, self._children = parents, [parent._modules for parent in parents]
+        self._classes: list[Any] = list(dict.fromkeys(map(type, modules.values())))
+        called = _functions_called(self._classes)
+        self._files, self._names = [file for file, _ in called], [name for _, name in called]
+        configs = {
+            id(part.config): vars(part.config) for part in modules.values() if isinstance(part, PreTrainedModel)
+        }
+        fields = [
+            (x, name) for x in configs.values() for name in x if name[0] != "_" and name not in _IRRELEVANT_FIELDS
+        ]
+        self._configs, self._fields = [config for config, _ in fields], [name for _, name in fields]
+        self._tuners = [vars(m) for m in modules.values() if hasattr(m, "adapter_layer_names")]
+        self._references, self._hook_functions = self._look(), self._look_at_hooks()
+        self.kept: list[Any] = []
+        self.unknown: list[str] = []
+        self.key = self._make_key(model, modules)
+
+    def unchanged(self) -> bool:
+        """Whether the model still runs the same code, as far as references tell."""
+        found = self._look()
+        if found == self._references:
+            return True
+        if found[1:] != self._references[1:] or self._look_at_hooks() != self._hook_functions:
+            return False
+        self._references = found
+        return True
+
+    def _look(self) -> tuple[list[Any], ...]:
+        get: Any = dict.get
+        return (
+            [*map(tuple, filter(None, self._hooks))],
+            [*map(get, self._attributes, repeat("forward"))],
+            [*chain.from_iterable(map(dict.values, self._children))],
+            [*map(type, self._parents)],
+            [*map(_forward, self._classes)],
+            [*map(get, self._files, self._names)],
+            [*map(get, self._configs, self._fields)],
+            [*map(get, self._tuners, repeat("_active_adapter"))],
+            [ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION], ALL_MASK_ATTENTION_FUNCTIONS[IMPLEMENTATION]],
+        )
+
+    def _look_at_hooks(self) -> list[tuple[int, Any]]:
+        """The code of unknown hooks, by place: hooks are often made anew for each step, from the same code."""
+        found = []
+        for place, hooks in enumerate(self._hooks):
+            functions = [function for hook in hooks.values() for function in _functions_of(hook)] if hooks else []
+            found += [(place, getattr(f, "__code__", f)) for f in functions if _package(f) not in _KNOWN]
+        return found
+
+    def _make_key(self, model: PreTrainedModel, modules: dict[str, Any]) -> tuple:
+        parts: list[Any] = []
+        for name, module in modules.items():
+            of_class = [self._ids(code, True) for code in (type(module).forward, type(module).__call__)]
+            parts += [name, *of_class, self._ids(vars(module).get("forward"))]
+        parts += [(name, self._ids(file.get(name), True)) for file, name in zip(self._files, self._names, strict=True)]
+        parts += [(place, self._ids(code)) for place, code in self._hook_functions]
+        parts += [(name, repr(config.get(name))) for config, name in zip(self._configs, self._fields, strict=True)]
+        parts += [repr(attributes.get("_active_adapter")) for attributes in self._tuners]
+        parts += [(name, repr(config)) for name, config in getattr(model, "peft_config", {}).items()]
+        return tuple(part for part in parts if part != ())
+
+    def _ids(self, code: Any, known: bool = False) -> tuple[int, ...]:
+        """Identifies the functions of `code`; those of known packages only if asked."""
+        functions = [f for f in _functions_of(code) if known or _package(f) not in _KNOWN]
+        self.kept += functions
+        self.unknown += [_name(function) for function in functions if _package(function) not in _KNOWN]
+        return tuple(map(id, functions))
+
+
+def _functions_of(code: Any) -> Iterator[Any]:
+    """What a callable is made of: the function that it binds, and the ones that this wraps."""
+    pending, seen = [code], set()
+    while pending:
+        code = pending.pop()
+        if code is None or id(code) in seen:
+            continue
+        seen.add(id(code))
+        if isinstance(code, types.MethodType):
+            pending.append(code.__func__)
+        elif isinstance(code, functools.partial):
+            pending += [code.func, *(x for x in code.args if isinstance(x, types.FunctionType | types.MethodType))]
+        elif not isinstance(code, torch.nn.Module):
+            yield code
+        pending.append(getattr(code, "__wrapped__", None))
+
+
+def _package(function: Any) -> str:
+    if isinstance(function, types.CodeType):
+        return ""
+    # `functools.wraps` copies `__module__`, but not the globals
+    name = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
+    return (name or type(function).__module__).split(".")[0]
+
+
+def _name(function: Any) -> str:
+    if isinstance(function, types.CodeType):
+        return f"the hook `{function.co_qualname}`"
+    return f"`{getattr(function, '__qualname__', type(function).__qualname__)}`"
+
+
+def _functions_called(classes: list[Any]) -> list[tuple[dict[str, Any], str]]:
+    """The functions that the forwards of these classes look up in their files, and those that these look up there."""
+    found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+    pending = [function for c in classes for function in _functions_of(c.forward)]
+    while pending:
+        function = pending.pop()
+        file = getattr(function, "__globals__", None)
+        if file is None or _package(function) == "torch":
+            continue
+        for name in sorted(_names_in(function.__code__)):
+            value = file.get(name)
+            if isinstance(value, types.FunctionType) and (id(file), name) not in found:
+                found[id(file), name] = (file, name)
+                if value.__globals__ is file:
+                    pending.append(value)
+    return list(found.values())
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    return set(code.co_names).union(*(_names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)))

@@ -1,0 +1,159 @@
+"""Adapters of PEFT on trees: exact, or refused by name. What each of them gives is compared with its branches here."""
+
+import copy
+import re
+import warnings
+
+import peft
+import pytest
+import torch
+from models import branch_runs, gradients, make_model, random_forest, relative_error
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.config import MontecloraConfig, VeloraConfig
+
+import hf_prefix_tree.model as model_module
+from hf_prefix_tree import prepare_model
+from hf_prefix_tree.batch import concatenate_trees
+from hf_prefix_tree.double import keep_double
+
+TARGETS = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+EXACT = {
+    "lora": lambda: LoraConfig(r=4, **TARGETS),
+    "dora": lambda: LoraConfig(r=4, use_dora=True, **TARGETS),
+    "velora, random": lambda: LoraConfig(r=4, velora_config=VeloraConfig(num_groups=4, init_type="random"), **TARGETS),
+    "ia3": lambda: peft.IA3Config(feedforward_modules=["down_proj"], **{**TARGETS, "target_modules": ["down_proj"]}),
+    "oft": lambda: peft.OFTConfig(oft_block_size=4, **TARGETS),
+    "vera": lambda: peft.VeraConfig(**TARGETS),
+    "lokr": lambda: peft.LoKrConfig(r=4, **TARGETS),
+    "ln_tuning": lambda: peft.LNTuningConfig(**{**TARGETS, "target_modules": ["input_layernorm"]}),
+}
+AVERAGES, DRAWS = "computes something over all tokens of a call", "draws random numbers in each call"
+REFUSED = {
+    "lily": (lambda: peft.LilyConfig(**TARGETS), r"LilyConfig\) " + AVERAGES),
+    "pvera": (lambda: peft.PveraConfig(**TARGETS), r"PveraConfig\) " + DRAWS),
+    "velora": (
+        lambda: LoraConfig(r=4, velora_config=VeloraConfig(num_groups=4), **TARGETS),
+        r"LoraConfig\) with VeloraLinearVariant " + AVERAGES,
+    ),
+    "velora, once": (
+        lambda: LoraConfig(r=4, velora_config=VeloraConfig(num_groups=4, init_type="batch_average_once"), **TARGETS),
+        r"LoraConfig\) with VeloraLinearVariant " + AVERAGES,
+    ),
+    "monteclora": (
+        lambda: LoraConfig(r=4, monteclora_config=MontecloraConfig(), **TARGETS),
+        r"LoraConfig\) with MontecloraLinearVariant " + DRAWS,
+    ),
+}
+
+
+def adapted(config, dtype=torch.float32, randomize=False):
+    model = get_peft_model(make_model("llama", dtype=dtype), config)
+    if randomize:
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                p.data.add_(
+                    torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)), dtype=dtype) * 0.1
+                )
+    return model
+
+
+def errors(model, monkeypatch):
+    """Loss and gradients of a tree without any check of ours, against its branches, in training mode."""
+    monkeypatch.setattr(model_module, "_verify", lambda base, state, forward=None: state.verified_on.add("cpu"))
+    trees, alone = random_forest(3), copy.deepcopy(model.train())
+    prepare_model(model)
+    with keep_double():
+        loss = model(**concatenate_trees(trees, pad_token_id=0)).loss
+        loss.backward()
+        expected = branch_runs(alone, trees)[0]
+        expected.backward()
+    return abs(loss - expected).item(), relative_error(gradients(model), gradients(alone))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_adapters_pass_the_check_and_are_exact(name, monkeypatch):
+    prepare_model(adapted(EXACT[name]()))
+    loss, grads = errors(adapted(EXACT[name](), torch.float64, randomize=True), monkeypatch)
+    assert loss < 1e-10 and grads < 1e-9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", REFUSED)
+def test_adapters_that_look_at_the_call_are_refused(name, dtype):
+    config, message = REFUSED[name]
+    with pytest.raises(ValueError, match=f"PEFT adapter 'default' .*{message}"):
+        prepare_model(adapted(config(), dtype))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_not_exact(name, monkeypatch):
+    _, grads = errors(adapted(REFUSED[name][0](), torch.float64, randomize=True), monkeypatch)
+    assert grads > 1e-3
+
+
+@pytest.mark.parametrize("name", [*EXACT, *REFUSED])
+def test_the_check_leaves_no_trace(name):
+    make = EXACT.get(name) or REFUSED[name][0]
+    model = adapted(make()).train()
+    model.base_model.model.model.layers[0].eval()
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = torch.full_like(p, 0.5)
+    before = copy.deepcopy(model.state_dict())
+    flags = [(module.training, getattr(module, "_disable_adapters", None)) for module in model.modules()]
+    trained = [p.requires_grad for p in model.parameters()]
+    versions = [p._version for p in model.parameters()]
+    initialized = copy.deepcopy([getattr(m, "lora_velora_initialized", None) for m in model.modules()])
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    try:
+        prepare_model(model)
+    except ValueError as error:
+        assert name in REFUSED, error
+    assert torch.equal(torch.rand(2), expected)
+    after = model.state_dict()
+    assert after.keys() == before.keys() and all(torch.equal(after[n], x) for n, x in before.items())
+    assert [(m.training, getattr(m, "_disable_adapters", None)) for m in model.modules()] == flags
+    assert [p.requires_grad for p in model.parameters()] == trained
+    assert [p._version for p in model.parameters()] == versions
+    assert [getattr(m, "lora_velora_initialized", None) for m in model.modules()] == initialized
+    assert all((p.grad == 0.5).all() if p.requires_grad else p.grad is None for p in model.parameters())
+
+
+def test_a_switched_off_adapter_is_checked_as_well():
+    model = adapted(REFUSED["lily"][0]())
+    with model.disable_adapter(), pytest.raises(ValueError, match="LilyConfig"):
+        prepare_model(model)
+
+
+def test_an_adapter_that_becomes_active_later_is_checked():
+    model = adapted(EXACT["lora"]())
+    prepare_model(model)
+    model.add_adapter("other", REFUSED["velora"][0]())
+    model.set_adapter("other")
+    row = concatenate_trees(random_forest(0), pad_token_id=0)
+    with pytest.raises(ValueError, match="VeloraLinearVariant"):
+        model(**row)
+    model.set_adapter("default")
+    assert model(**row).loss > 0
+
+
+def test_dropout_is_warned_of_and_no_reason_to_refuse():
+    for config, rates in (
+        (LoraConfig(lora_dropout=0.3, **TARGETS), r"\[0.3\]"),
+        (peft.LoHaConfig(r=4, module_dropout=0.2, rank_dropout=0.3, **TARGETS), r"\[0.2, 0.3\]"),
+    ):
+        with pytest.warns(UserWarning, match=rf"dropout \(p={rates}\)"):
+            prepare_model(adapted(config))
+
+
+def test_reentrant_checkpointing_is_no_obstacle():
+    model = adapted(EXACT["lora"]()).train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    prepare_model(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model(**concatenate_trees(random_forest(0), pad_token_id=0)).loss.backward()
+    assert any(re.search("lora_B", n) and p.grad is not None for n, p in model.named_parameters())

@@ -1,0 +1,193 @@
+"""Code that is patched after `prepare_model` is checked at the next call with a tree, before it computes anything."""
+
+import copy
+import pickle
+from types import MethodType
+
+import pytest
+import torch
+from models import VOCAB, make_model, random_forest
+from peft import LilyConfig, LoraConfig, get_peft_model
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+
+import hf_prefix_tree.model as model_module
+from hf_prefix_tree import prepare_model
+from hf_prefix_tree.batch import concatenate_trees
+from hf_prefix_tree.fingerprint import CodeWatch
+from hf_prefix_tree.model import ensure_verified
+
+WRONG = "attention interface|does not give the same logits"
+
+
+def batch():
+    return concatenate_trees(random_forest(0), pad_token_id=0)
+
+
+def causal(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+    """Attention that knows no mask."""
+    shape = (*hidden_states.shape[:2], -1, self.head_dim)
+    q, k, v = (p(hidden_states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+    q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+    output = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return self.o_proj(output.transpose(1, 2).reshape((*hidden_states.shape[:2], -1))), None
+
+
+class Causal(LlamaAttention):
+    forward = causal
+
+
+class Shifts(LlamaMLP):
+    def forward(self, x):
+        return super().forward(x) + x.roll(1, dims=1)
+
+
+def by_index(q, k, cos, sin, **kwargs):
+    """Rotates by the place in the row."""
+    places = torch.arange(q.shape[2]) * 0.3
+    return q * places.cos()[:, None] + q.flip(-1) * places.sin()[:, None], k * places.cos()[:, None]
+
+
+def patch_forwards(model, monkeypatch):
+    for layer in model.model.layers:
+        layer.self_attn.forward = MethodType(causal, layer.self_attn)
+
+
+def patch_class(model, monkeypatch):
+    monkeypatch.setattr(LlamaAttention, "forward", causal)
+
+
+def patch_class_of_instances(model, monkeypatch):
+    model.model.layers[0].self_attn.__class__ = Causal
+
+
+def patch_function_of_the_file(model, monkeypatch):
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", by_index)
+
+
+def patch_hook(model, monkeypatch):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output + output.roll(1, dims=1))
+
+
+def patch_pre_hook(model, monkeypatch):
+    model.model.layers[1].register_forward_pre_hook(lambda module, args: (args[0].roll(1, dims=1),))
+
+
+def patch_submodule(model, monkeypatch):
+    new = Shifts(model.config)
+    new.load_state_dict(model.model.layers[1].mlp.state_dict())
+    model.model.layers[1].mlp = new
+
+
+PATCHES = [function for name, function in list(globals().items()) if name.startswith("patch_")]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda f: f.__name__)
+def test_what_is_patched_later_is_refused(patch, training, monkeypatch):
+    model = prepare_model(make_model("llama", dtype=torch.float32)).train(training)
+    expected = model(**batch()).loss
+    patch(model, monkeypatch)
+    for again in (lambda: model(**batch()), lambda: prepare_model(model), lambda: ensure_verified(model, model)):
+        with pytest.raises(ValueError, match=WRONG):
+            again()
+    monkeypatch.undo()
+    if patch in (patch_class, patch_function_of_the_file):  # undone: the code that was checked
+        assert torch.equal(model(**batch()).loss, expected)
+
+
+def test_another_implementation_under_our_name_is_refused(monkeypatch):
+    model = prepare_model(make_model("llama", dtype=torch.float32))
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "prefix_tree", modeling_llama.eager_attention_forward)
+    with pytest.raises(ValueError, match="Something else was registered"):
+        model(**batch())
+
+
+def test_an_adapter_that_comes_later_is_checked():
+    model = prepare_model(make_model("llama", dtype=torch.float32))
+    lora = get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    assert lora(**batch()).loss > 0
+    model = prepare_model(make_model("llama", dtype=torch.float32))
+    lily = get_peft_model(model, LilyConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match=r"'default' \(LilyConfig\) computes something over all tokens"):
+        lily(**batch())
+
+
+def test_a_changed_window_is_checked(monkeypatch):
+    checks = count_checks(monkeypatch)
+    model = prepare_model(make_model("gemma3", dtype=torch.float32))
+    model.config.sliding_window = 9
+    model(**batch())
+    assert len(checks) == 2
+
+
+def count_checks(monkeypatch):
+    checks, verify = [], model_module._verify
+    monkeypatch.setattr(model_module, "_verify", lambda *args: (checks.append(1), verify(*args)))
+    return checks
+
+
+def test_what_toggles_in_training_costs_no_check(monkeypatch):
+    checks = count_checks(monkeypatch)
+    lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    model = get_peft_model(make_model("llama", dtype=torch.float32), lora)
+    prepare_model(model)
+    base = model.get_base_model()
+    for _ in range(2):
+        model.train()(**batch())
+        model.eval()(**batch())
+        with model.disable_adapter():
+            model(**batch())
+        base.config.use_cache = not base.config.use_cache
+        base.gradient_checkpointing_enable({"use_reentrant": False})
+        base.enable_input_require_grads()
+        model.train()(**batch()).loss.backward()
+        base.gradient_checkpointing_disable()
+        base.disable_input_require_grads()
+        handle = base.model.layers[0].register_forward_hook(lambda module, args, output: None)
+        model(**batch())
+        handle.remove()
+        prepare_model(model)
+        ensure_verified(model, model)
+    assert len(checks) == 2  # the hook is from a file that nobody knows
+
+
+def test_wrappers_of_known_packages_cost_no_check(monkeypatch):
+    from accelerate.utils import convert_outputs_to_fp32
+
+    checks = count_checks(monkeypatch)
+    model = prepare_model(make_model("llama", dtype=torch.float32))
+    expected = model(**batch()).loss
+    forward = torch.autocast("cpu", torch.bfloat16, enabled=False)(model.forward.__func__)
+    model.forward = MethodType(convert_outputs_to_fp32(forward), model)
+    assert torch.equal(model(**batch()).loss, expected)
+    assert len(checks) == 1
+
+
+def test_a_copy_is_checked_by_itself(monkeypatch):
+    model = prepare_model(make_model("llama", dtype=torch.float32))
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        patch_forwards(copied, monkeypatch)
+        with pytest.raises(ValueError, match=WRONG):
+            copied(**batch())
+    assert model(**batch()).loss > 0
+
+
+def test_sharded_weights_are_not_checked_by_one_rank(monkeypatch):
+    model = prepare_model(make_model("llama", dtype=torch.float32))
+    patch_forwards(model, monkeypatch)
+    monkeypatch.setattr(model_module, "weights_are_whole", lambda model: False)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM was patched after its check.*one rank cannot check"):
+        model(**batch())
+
+
+def test_the_fingerprint_tells_code_apart():
+    model = make_model("llama", dtype=torch.float32)
+    watch = CodeWatch(model)
+    assert watch.unchanged() and watch.key == CodeWatch(model).key and not watch.unknown
+    ids = torch.arange(3, 20)[None] % VOCAB
+    model(ids, labels=ids).loss.backward()
+    assert watch.unchanged()
+    model.model.layers[0].mlp.forward = MethodType(LlamaMLP.forward, model.model.layers[0].mlp)
+    assert not watch.unchanged()

@@ -1,0 +1,168 @@
+"""Code that mixes tokens around the attention interface, over distances that no short forest has."""
+
+import functools
+
+import pytest
+import torch
+from models import branch_runs, gradients, make_model, random_forest, relative_error
+from transformers import AttentionInterface
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+
+from hf_prefix_tree import prepare_model
+from hf_prefix_tree.batch import concatenate_trees
+from hf_prefix_tree.double import keep_double
+
+
+class _OwnAttention(LlamaAttention):
+    """Attention by hand: visible are the keys of the mask that are also `visible` by their place in the row."""
+
+    def visible(self, i, j):
+        return i - j < 32
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+        shape = (*hidden_states.shape[:2], -1, self.head_dim)
+        q, k, v = (p(hidden_states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+        i = torch.arange(hidden_states.shape[1])
+        mask = (i[:, None] >= i) & self.visible(i[:, None], i)
+        if attention_mask is not None:
+            mask = mask & (attention_mask if attention_mask.dtype == torch.bool else attention_mask > -1)
+        output = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=self.scaling, enable_gqa=True)
+        return self.o_proj(output.transpose(1, 2).reshape((*hidden_states.shape[:2], -1))), None
+
+
+class SpanInTheConfig(_OwnAttention):
+    def visible(self, i, j):
+        return i - j < self.config.attn_span
+
+
+class SpanInANestedDict(_OwnAttention):
+    def visible(self, i, j):
+        return i - j < self.config.locality["reach"]
+
+
+class SpanInTheCode(_OwnAttention):
+    def visible(self, i, j):
+        return i - j < 600
+
+
+class FarKeysOnly(_OwnAttention):
+    def visible(self, i, j):
+        return (i == j) | (i - j >= 300)
+
+
+class ExactButByItself(_OwnAttention):
+    """It is no less exact than the mask that it gets, which nobody can tell without reading it."""
+
+    def visible(self, i, j):
+        return i >= j
+
+
+class PoolsBlocks(LlamaMLP):
+    """Adds the mean of the blocks of 128 tokens that are complete before each token."""
+
+    def forward(self, x):
+        blocks = x[:, : x.shape[1] // 128 * 128].unflatten(1, (-1, 128)).mean(dim=2)
+        means = blocks.cumsum(dim=1).roll(1, dims=1)[:, : x.shape[1] // 128]
+        pooled = torch.zeros_like(x)
+        for b in range(1, means.shape[1]):
+            pooled[:, b * 128 : (b + 1) * 128] = means[:, b, None]
+        return super().forward(x) + pooled
+
+
+class LooksBack(LlamaMLP):
+    def forward(self, x):
+        return super().forward(x) + torch.nn.functional.pad(x, (0, 0, 200, 0))[:, : x.shape[1]]
+
+
+def replaced(make, attribute="self_attn"):
+    model = make_model("llama", dtype=torch.float32)
+    model.config.attn_span, model.config.locality = 100, {"reach": 200}
+    for i, layer in enumerate(model.model.layers):
+        new = make(model.config, i) if attribute == "self_attn" else make(model.config)
+        new.load_state_dict(getattr(layer, attribute).state_dict())
+        setattr(layer, attribute, new)
+    return model
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [SpanInTheConfig, SpanInANestedDict, SpanInTheCode, FarKeysOnly, ExactButByItself],
+    ids=lambda c: c.__name__,
+)
+def test_attention_of_ones_own_is_refused(kind):
+    with pytest.raises(ValueError, match=r"around Transformers' attention interface.*_OwnAttention.forward"):
+        prepare_model(replaced(kind))
+
+
+@pytest.mark.parametrize("kind", [PoolsBlocks, LooksBack], ids=lambda c: c.__name__)
+def test_modules_that_mix_tokens_far_apart_are_refused(kind):
+    with pytest.raises(ValueError, match=rf"around Transformers' attention interface.*{kind.__name__}.forward"):
+        prepare_model(replaced(kind, "mlp"))
+
+
+def test_attention_behind_a_copied_name_is_refused():
+    """`functools.wraps` makes a function look like what it replaces."""
+    model = make_model("llama", dtype=torch.float32)
+    for layer in model.model.layers:
+        own = functools.partial(SpanInTheCode.forward, layer.self_attn)
+        layer.self_attn.visible = lambda i, j: i - j < 600
+        layer.self_attn.forward = functools.wraps(layer.self_attn.forward)(
+            lambda *args, own=own, **kw: own(*args, **kw)
+        )
+    with pytest.raises(ValueError, match="around Transformers' attention interface"):
+        prepare_model(model)
+
+
+class OwnNorm(LlamaRMSNorm):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) * 1.5
+
+
+class AsksForAttention(LlamaAttention):
+    """Code of its own around attention by name."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        output, weights = super().forward(hidden_states * 0.5, *args, **kwargs)
+        return output * 2, weights
+
+
+def test_own_code_that_leaves_tokens_apart_is_exact():
+    model = make_model("llama")
+    for i, layer in enumerate(model.model.layers):
+        norm, attention = OwnNorm(32), AsksForAttention(model.config, i)
+        norm.load_state_dict(layer.input_layernorm.state_dict())
+        attention.load_state_dict(layer.self_attn.state_dict())
+        layer.input_layernorm, layer.self_attn = norm, attention
+    model.double()
+    trees = random_forest(3)
+    prepare_model(model)
+    with keep_double():
+        loss = model(**concatenate_trees(trees, pad_token_id=0)).loss
+        loss.backward()
+        found = gradients(model)
+        model.zero_grad()
+        expected = branch_runs(model, trees)[0]
+        expected.backward()
+    assert abs(loss - expected) < 1e-10
+    assert relative_error(found, gradients(model)) < 1e-10
+
+
+def test_known_code_is_not_tested(monkeypatch):
+    monkeypatch.setattr("hf_prefix_tree.verify._refuse_bypass", lambda *args: 1 / 0)
+    prepare_model(make_model("llama", dtype=torch.float32))
+    with pytest.raises(ZeroDivisionError):
+        prepare_model(replaced(AsksForAttention))
+
+
+def test_our_name_of_attention_is_ours():
+    original = AttentionInterface._global_mapping["prefix_tree"]
+    AttentionInterface.register("prefix_tree", modeling_llama.eager_attention_forward)
+    try:
+        with pytest.raises(
+            ValueError, match="Something else was registered as attention implementation 'prefix_tree'"
+        ):
+            prepare_model(make_model("llama", dtype=torch.float32))
+    finally:
+        AttentionInterface.register("prefix_tree", original)
