@@ -145,13 +145,13 @@ def verify_loss(model: PreTrainedModel, forward: Callable) -> str | None:
         `str`, *optional*: Why the weighted cross-entropy of a tree cannot take the place of this loss; `None` where it
         can. Log-probs and logits can be had in any case.
     """
-    ids = torch.from_numpy(_forest(model).trees[-1].input_ids.copy()).to(model.device)[None]
+    ids = torch.from_numpy(make_forest(model, SECOND_TREE + 1).trees[-1].input_ids.copy()).to(model.device)[None]
     labels = ids.clone()
     labels[:, : SECOND_TREE // 3] = IGNORE_INDEX
     kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, "use_cache": False}
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         kwargs["output_router_logits"] = False  # the router's loss comes on top of the weighted one
-    with _undisturbed(model), torch.no_grad(), _stock_attention(model):
+    with undisturbed(model), torch.no_grad(), _other_attention(model, None):
         model.training = True  # terms of the training loss; the layers stay as they are for evaluation
         output = forward(**kwargs)
     if output.logits is None or output.loss is None:
@@ -160,7 +160,7 @@ def verify_loss(model: PreTrainedModel, forward: Callable) -> str | None:
     cross_entropy = torch.nn.functional.cross_entropy
     # decoders of encoder-decoder models take labels that the data shifted
     expected = torch.stack([cross_entropy(logits[:-1], labels[0, 1:]), cross_entropy(logits, labels[0])])
-    rounding = 1e-5 if output.loss.dtype in (torch.float32, torch.float64) else _ROUNDING[output.loss.dtype]
+    rounding = 1e-5 if output.loss.dtype in (torch.float32, torch.float64) else ROUNDING[output.loss.dtype]
     if torch.isclose(expected, loss, rtol=rounding, atol=rounding).any():
         return None
     return (

@@ -4,7 +4,16 @@ import copy
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from hf_prefix_tree.tree import Branch, fold
 
@@ -29,6 +38,14 @@ CONFIGS = {
     "llama": LlamaConfig(**_SMALL),
     "qwen3": Qwen3Config(**_SMALL),
     "qwen3_moe": Qwen3MoeConfig(**_SMALL, **{k: v for k, v in _MOE.items() if k != "num_local_experts"}),
+    "mistral": MistralConfig(**_SMALL, sliding_window=WINDOW),
+    "gemma2": Gemma2Config(
+        **_SMALL,
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=5.0,  # reached by these weights
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     "gemma3": Gemma3TextConfig(
         **{**_SMALL, "num_hidden_layers": 3},
         sliding_window=WINDOW,
@@ -42,12 +59,14 @@ CONFIGS = {
 }
 
 
-def make_model(name, dtype=torch.float64, seed=0, amplify=3.0, **kwargs):
+def make_model(
+    name, dtype=torch.float64, seed=0, amplify=3.0, attn_implementation: str | None = "prefix_tree", **kwargs
+):
     """A tiny model; its weights are amplified, because errors hide behind small ones."""
     torch.manual_seed(seed)
     config = copy.deepcopy(CONFIGS[name])
     config._experts_implementation = "eager"  # grouped matmuls reject float64 on CPU
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="prefix_tree", **kwargs)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation, **kwargs)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "sinks" in parameter_name:

@@ -5,21 +5,12 @@ import copy
 import numpy as np
 import torch
 from datasets import Dataset
-from models import CONFIGS, VOCAB, random_branches
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from models import CONFIGS, random_branches
+from support.tokenizer import tokenizer
+from transformers import AutoModelForCausalLM
 
 from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer
 from hf_prefix_tree.tree import Branch, fold
-
-
-def tokenizer():
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
-    vocab = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{f"t{i}": i for i in range(3, VOCAB)}}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(vocab, unk_token="<pad>")), pad_token="<pad>", eos_token="<eos>"
-    )
 
 
 def make_model(name="qwen3", dtype=torch.float32, attn_implementation="sdpa"):
