@@ -14,17 +14,9 @@ from mapping_files import BROKEN, BROKEN_IN_ITSELF, CONFIG, DRAFT, VOCAB, loader
 from mapping_worker import build_and_break
 from processes import run_ranks
 
-from hf_prefix_tree.eagle3 import (
-    build_token_mapping,
-    d2t_from_ids,
-    ids_from_d2t,
-    load_or_build_token_mapping,
-    load_token_mapping,
-    save_token_mapping,
-    t2d_from_ids,
-)
+from hf_prefix_tree import build_token_mapping, load_or_build_token_mapping, load_token_mapping, save_token_mapping
 from hf_prefix_tree.eagle3.mapping_cache import data_fingerprint
-from hf_prefix_tree.eagle3.token_mapping import count_supervised
+from hf_prefix_tree.eagle3.token_mapping import count_supervised, d2t_from_ids, ids_from_d2t, t2d_from_ids
 
 SIZES = {"target_vocab_size": VOCAB, "draft_vocab_size": DRAFT}
 
