@@ -20,7 +20,7 @@ import torch
 
 from hf_prefix_tree.diffusion.attention import spans
 from hf_prefix_tree.diffusion.corruption import Noised
-from hf_prefix_tree.diffusion.loss import block_diffusion_terms, mdlm_terms, next_token_terms
+from hf_prefix_tree.diffusion.loss import block_diffusion_terms, hybrid_terms, mdlm_terms, next_token_terms, noisy_half
 
 
 @dataclass
@@ -113,24 +113,17 @@ def objective_row(
         }
         if objective == "block":
             terms = block_diffusion_terms(ids, supervised)
-            where, targets, loss_weights = _in_row(terms.where, length), terms.targets, terms.weights
+            where, targets, loss_weights = noisy_half(terms.where, length), terms.targets, terms.weights
             weight_of = torch.zeros(ids.numel(), dtype=torch.float64, device=ids.device)
             bound_weights = weight_of.index_copy(0, bound.where, bound.weights)[terms.where]
             is_next_token = torch.zeros_like(where, dtype=torch.bool)
         else:
             following = next_token_terms(ids, supervised)
-            where = torch.cat([_in_row(bound.where, length), _in_row(following.where, length) + length])
-            targets = torch.cat([bound.targets, following.targets])
-            loss_weights = torch.cat([alpha * bound.weights, following.weights])
+            where, targets, loss_weights = hybrid_terms(bound, following, length, alpha)
             bound_weights = torch.cat([bound.weights, torch.zeros_like(following.weights)])
             is_next_token = torch.arange(len(where), device=where.device) >= len(bound.where)
     inputs |= {"diffusion_layout": layout, "predict_positions": where}
     return ObjectiveRow(inputs, targets, loss_weights, bound_weights, is_next_token)
-
-
-def _in_row(where: torch.Tensor, length: int) -> torch.Tensor:
-    """Indices into the flattened `(B, L)` as indices into the flattened `(B, 2 L)`, first half."""
-    return where + where // length * length
 
 
 def as_labels(row: ObjectiveRow) -> dict[str, Any]:
