@@ -9,7 +9,7 @@ A Hub dataset or a JSON Lines file, in any form that `Eagle3Trainer` takes: conv
 python examples/eagle3_train.py \
     --model_name_or_path Qwen/Qwen3-8B \
     --dataset_name answers.jsonl \
-    --draft_vocab_size 32000 --selected_token_ids_path draft_vocabulary.pt \
+    --draft_vocab_size 32000 --selected_token_ids_path draft_vocabulary.safetensors \
     --packed_sequence_size 4096 --bf16 \
     --output_dir Qwen3-8B-EAGLE3 --export_engine vllm
 ```

@@ -142,7 +142,7 @@ def test_a_draft_is_made_for_the_target_and_only_the_draft_is_saved(tmp_path, ti
     config = {**TARGETS["llama"].to_dict(), "vocab_size": len(tiny_tokenizer)}
     target = type(make_target(dtype=torch.float32))(type(TARGETS["llama"]).from_dict(config))
     rows = [{"messages": row["messages"], "tools": row["tools"]} for row in generate_dialogues(3, 1)]
-    path = tmp_path / "map.pt"
+    path = tmp_path / "map.safetensors"
     options = {
         "tokenizer": tiny_tokenizer,
         "target": target,
