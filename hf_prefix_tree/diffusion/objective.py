@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -66,8 +65,8 @@ def objective_row(
     objective: str,
     block_size: int,
     *,
-    response_window: bool = False,
-    alpha: float = 1.0,
+    response_window: bool,
+    alpha: float,
 ) -> ObjectiveRow:
     """
     One micro-batch of an objective.
@@ -81,9 +80,9 @@ def objective_row(
             `"mdlm"`, `"block"` or `"hybrid"`.
         block_size (`int`):
             Tokens of a block.
-        response_window (`bool`, *optional*, defaults to `False`):
+        response_window (`bool`):
             Whether blocks begin with the first supervised token instead of the row.
-        alpha (`float`, *optional*, defaults to `1.0`):
+        alpha (`float`):
             Weight of the diffusion loss in `"hybrid"`.
 
     Returns:
@@ -124,9 +123,3 @@ def objective_row(
             is_next_token = torch.arange(len(where), device=where.device) >= len(bound.where)
     inputs |= {"diffusion_layout": layout, "predict_positions": where}
     return ObjectiveRow(inputs, targets, loss_weights, bound_weights, is_next_token)
-
-
-def as_labels(row: ObjectiveRow) -> dict[str, Any]:
-    """The keyword arguments with which TRL's fused head scores the predictions: their log-probs, `(1, M)`."""
-    labels = row.targets[None]
-    return {"labels": labels, "shift_labels": labels, "fused_lm_head": True}

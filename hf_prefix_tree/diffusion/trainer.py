@@ -22,7 +22,7 @@ from hf_prefix_tree.diffusion.data import COLUMNS, WithEmptyRows, prepare_diffus
 from hf_prefix_tree.diffusion.metrics import Sums, evaluation_metrics, micro_batch_sums, training_metrics
 from hf_prefix_tree.diffusion.model import prepare_diffusion_model
 from hf_prefix_tree.diffusion.noise import EVALUATION, PassCounter, bounds_nll, draw_noise, noise_kind
-from hf_prefix_tree.diffusion.objective import as_labels, objective_row, supervised_tokens
+from hf_prefix_tree.diffusion.objective import objective_row, supervised_tokens
 from hf_prefix_tree.diffusion.start import check_collator, default_collator, find_mask_token_id
 from hf_prefix_tree.loss import weighted_mean
 from hf_prefix_tree.trainers.arguments import check_arguments
@@ -216,7 +216,9 @@ class DiffusionSFTTrainer(SFTTrainer):
         model_inputs, is_empty = without_empty_mask(row.inputs)
         if self.aux_loss_enabled:
             model_inputs["output_router_logits"] = True
-        outputs = model(**model_inputs, **as_labels(row))
+        labels = row.targets[None]
+        # TRL's fused head scores the predictions: log-probs of shape `(1, M)`
+        outputs = model(**model_inputs, labels=labels, shift_labels=labels, fused_lm_head=True)
         nll = -outputs.log_probs[0].double()
         supervised = supervised_tokens(inputs).sum()
         sums = micro_batch_sums(row, nll.detach(), outputs.is_top1[0], supervised)

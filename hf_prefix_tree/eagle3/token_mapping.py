@@ -94,7 +94,7 @@ def draft_size(target_vocab_size: int, draft_vocab_size: int | None) -> int:
 
 
 def select_ids(
-    counts: torch.Tensor, draft_vocab_size: int, special_token_ids: Iterable[int | None] | None = None
+    counts: torch.Tensor, draft_vocab_size: int, special_token_ids: Iterable[int | None] | None
 ) -> torch.Tensor:
     """The ids of a draft vocabulary, ascending, for how often each token of the target is supervised (int64)."""
     special = [int(i) for i in special_token_ids or () if i is not None and 0 <= i < len(counts)]
