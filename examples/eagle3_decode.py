@@ -18,7 +18,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import TrlParser
 
-from hf_prefix_tree.eagle3 import Eagle3DraftModel, Eagle3Target, load_exported, speculative_generate
+from hf_prefix_tree import Eagle3DraftModel
+from hf_prefix_tree.eagle3.decoding import speculative_generate
+from hf_prefix_tree.eagle3.target import Eagle3Target
+from hf_prefix_tree.eagle3.validation import load_exported
 
 
 @dataclass

@@ -9,7 +9,7 @@ A Hub dataset or a JSON Lines file, in any form that `Eagle3Trainer` takes: conv
 python examples/eagle3_train.py \
     --model_name_or_path Qwen/Qwen3-8B \
     --dataset_name answers.jsonl \
-    --draft_vocab_size 32000 --selected_token_ids_path draft_vocabulary.pt \
+    --draft_vocab_size 32000 --selected_token_ids_path draft_vocabulary.safetensors \
     --packed_sequence_size 4096 --bf16 \
     --output_dir Qwen3-8B-EAGLE3 --export_engine vllm
 ```
@@ -33,17 +33,12 @@ from datasets import Dataset, load_dataset, load_from_disk
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import ModelConfig, ScriptArguments, TrlParser, get_quantization_config
 
-from hf_prefix_tree.eagle3 import (
-    Eagle3Config,
-    Eagle3DraftModel,
-    Eagle3Target,
-    Eagle3Trainer,
-    precompute_hidden_states,
-    validate_export,
-)
+from hf_prefix_tree import Eagle3Config, Eagle3DraftModel, Eagle3Trainer, export_for_serving
 from hf_prefix_tree.eagle3.data import padding_token, prepare_eagle3_rows
+from hf_prefix_tree.eagle3.precompute import precompute_hidden_states
 from hf_prefix_tree.eagle3.samples import SampleOptions
-from hf_prefix_tree.eagle3.target import TARGET_FILE
+from hf_prefix_tree.eagle3.target import TARGET_FILE, Eagle3Target
+from hf_prefix_tree.eagle3.validation import validate_export
 
 
 @dataclass
@@ -178,8 +173,12 @@ def main(arguments: Eagle3ScriptArguments, training_args: Eagle3Config, model_ar
     if arguments.export_engine is not None and trainer.is_world_process_zero():
         folder = str(Path(training_args.output_dir, "serving"))
         draft = Eagle3DraftModel.from_pretrained(training_args.output_dir)  # whole, where training had it sharded
-        draft.export_for_serving(
-            folder, arguments.export_engine, dtype=torch.bfloat16, target_name_or_path=model_args.model_name_or_path
+        export_for_serving(
+            draft,
+            folder,
+            arguments.export_engine,
+            dtype=torch.bfloat16,
+            target_name_or_path=model_args.model_name_or_path,
         )
         for problem in validate_export(folder):
             print(f"FAILED: {problem}")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # what tools see; at run time `__getattr__` loads the same na
     from hf_prefix_tree.baselines import per_branch as per_branch
     from hf_prefix_tree.collators.diffusion import DataCollatorForDiffusionLM as DataCollatorForDiffusionLM
     from hf_prefix_tree.collators.diffusion import DLLMCollator as DLLMCollator
+    from hf_prefix_tree.collators.eagle3 import DataCollatorForEagle3 as DataCollatorForEagle3
     from hf_prefix_tree.collators.prefix_tree import DataCollatorForPrefixTree as DataCollatorForPrefixTree
     from hf_prefix_tree.collators.rollouts import prefix_tree_collate_fn as prefix_tree_collate_fn
     from hf_prefix_tree.conversations import conversation_branches as conversation_branches
@@ -23,18 +24,17 @@ if TYPE_CHECKING:  # what tools see; at run time `__getattr__` loads the same na
     from hf_prefix_tree.diffusion.config import DiffusionSFTConfig as DiffusionSFTConfig
     from hf_prefix_tree.diffusion.generation import diffusion_generate as diffusion_generate
     from hf_prefix_tree.diffusion.trainer import DiffusionSFTTrainer as DiffusionSFTTrainer
-    from hf_prefix_tree.eagle3 import DataCollatorForEagle3 as DataCollatorForEagle3
-    from hf_prefix_tree.eagle3 import Eagle3Config as Eagle3Config
-    from hf_prefix_tree.eagle3 import Eagle3DraftConfig as Eagle3DraftConfig
-    from hf_prefix_tree.eagle3 import Eagle3DraftModel as Eagle3DraftModel
-    from hf_prefix_tree.eagle3 import Eagle3Trainer as Eagle3Trainer
-    from hf_prefix_tree.eagle3 import build_eagle3_dataloader as build_eagle3_dataloader
-    from hf_prefix_tree.eagle3 import build_token_mapping as build_token_mapping
-    from hf_prefix_tree.eagle3 import export_for_serving as export_for_serving
-    from hf_prefix_tree.eagle3 import load_or_build_token_mapping as load_or_build_token_mapping
-    from hf_prefix_tree.eagle3 import load_token_mapping as load_token_mapping
-    from hf_prefix_tree.eagle3 import pack_eagle3_dataset as pack_eagle3_dataset
-    from hf_prefix_tree.eagle3 import save_token_mapping as save_token_mapping
+    from hf_prefix_tree.eagle3.arguments import Eagle3Config as Eagle3Config
+    from hf_prefix_tree.eagle3.config import Eagle3DraftConfig as Eagle3DraftConfig
+    from hf_prefix_tree.eagle3.data import build_eagle3_dataloader as build_eagle3_dataloader
+    from hf_prefix_tree.eagle3.draft import Eagle3DraftModel as Eagle3DraftModel
+    from hf_prefix_tree.eagle3.export import export_for_serving as export_for_serving
+    from hf_prefix_tree.eagle3.mapping_cache import load_or_build_token_mapping as load_or_build_token_mapping
+    from hf_prefix_tree.eagle3.mapping_cache import load_token_mapping as load_token_mapping
+    from hf_prefix_tree.eagle3.mapping_cache import save_token_mapping as save_token_mapping
+    from hf_prefix_tree.eagle3.packing import pack_eagle3_dataset as pack_eagle3_dataset
+    from hf_prefix_tree.eagle3.token_mapping import build_token_mapping as build_token_mapping
+    from hf_prefix_tree.eagle3.trainer import Eagle3Trainer as Eagle3Trainer
     from hf_prefix_tree.images import fold_images as fold_images
     from hf_prefix_tree.model import prepare_model as prepare_model
     from hf_prefix_tree.model import unprepare_model as unprepare_model
@@ -81,18 +81,18 @@ _HOMES = {
     "DLLMCollator": "collators.diffusion",
     "split_tree": "splitting",
     "pack_rows": "packing",
-    "build_token_mapping": "eagle3",
-    "save_token_mapping": "eagle3",
-    "load_token_mapping": "eagle3",
-    "load_or_build_token_mapping": "eagle3",
-    "pack_eagle3_dataset": "eagle3",
-    "DataCollatorForEagle3": "eagle3",
-    "build_eagle3_dataloader": "eagle3",
-    "Eagle3DraftConfig": "eagle3",
-    "Eagle3DraftModel": "eagle3",
-    "Eagle3Config": "eagle3",
-    "Eagle3Trainer": "eagle3",
-    "export_for_serving": "eagle3",
+    "build_token_mapping": "eagle3.token_mapping",
+    "save_token_mapping": "eagle3.mapping_cache",
+    "load_token_mapping": "eagle3.mapping_cache",
+    "load_or_build_token_mapping": "eagle3.mapping_cache",
+    "pack_eagle3_dataset": "eagle3.packing",
+    "DataCollatorForEagle3": "collators.eagle3",
+    "build_eagle3_dataloader": "eagle3.data",
+    "Eagle3DraftConfig": "eagle3.config",
+    "Eagle3DraftModel": "eagle3.draft",
+    "Eagle3Config": "eagle3.arguments",
+    "Eagle3Trainer": "eagle3.trainer",
+    "export_for_serving": "eagle3.export",
     "DiffusionSFTConfig": "diffusion.config",
     "DiffusionSFTTrainer": "diffusion.trainer",
     "diffusion_generate": "diffusion.generation",

@@ -98,8 +98,8 @@ def inspect(
             title = f"The {top} trees with the highest pair ratio" if top is not None else "All trees"
             title += ", after splitting" if max_packed_tokens is not None else ""
             out.print(counts_table(title, "file", [(report["file"], report["top"]) for report in reports]))
-        print(f"\nThe tree with the highest pair ratio, {shown.stats().pair_ratio:.2f}:")
-        print(draw_tree(shown, loaded))
+        out.print(f"\nThe tree with the highest pair ratio, {shown.stats().pair_ratio:.2f}:")
+        out.print(draw_tree(shown, loaded))
 
 
 @app.command()

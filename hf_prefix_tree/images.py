@@ -153,7 +153,8 @@ def place_images(
     _check_images(model, tree, is_image, starts, grids)
     number = (np.cumsum(starts) - 1).reshape(starts.shape)  # of the image that starts here
     positions: npt.NDArray[np.int64] | None = None
-    for row, leaf in zip(*np.nonzero(_leaves(tree)), strict=True):
+    leaves = tree[:, SUBTREE_END] == np.arange(tree.shape[-1]) + 1
+    for row, leaf in zip(*np.nonzero(leaves), strict=True):
         path = np.flatnonzero(tree[row, SUBTREE_END, : leaf + 1] > leaf)
         if not is_image[row, path].any():
             continue
@@ -180,10 +181,6 @@ def place_images(
         "position_ids": torch.from_numpy(positions).to(device),
         "mm_token_type_ids": torch.from_numpy(is_image.astype(np.int64)).to(device),
     }
-
-
-def _leaves(tree: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-    return tree[:, SUBTREE_END] == np.arange(tree.shape[-1]) + 1
 
 
 def _check_images(

@@ -139,6 +139,11 @@ def node_starts(node_lengths: IntArray) -> Int64Array:
     return ends - node_lengths
 
 
+def ranges(starts: IntArray, lengths: IntArray) -> Int64Array:
+    """`start, ..., start + length - 1` of every range, one after another, int64."""
+    return np.repeat(starts - node_starts(lengths), lengths) + np.arange(lengths.sum(dtype=np.int64))
+
+
 def node_depths(node_lengths: IntArray, node_parents: IntArray) -> Int64Array:
     """Tokens above each node on its path (the depth of its first token), int64 `[M]`."""
     lengths = node_lengths.tolist()

@@ -49,8 +49,12 @@ def weighted_token_loss(
         reduction="none",
     )
     weights = weights.reshape(-1).to(logits.device)
-    divisor = weights.sum() if num_items_in_batch is None else num_items_in_batch
-    return (nll.double() * weights / safe_divisor(divisor, weights)).sum().to(dtype)
+    return weighted_mean(nll, weights, weights.sum() if num_items_in_batch is None else num_items_in_batch).to(dtype)
+
+
+def weighted_mean(nll: torch.Tensor, weights: torch.Tensor, divisor: torch.Tensor | float) -> torch.Tensor:
+    """`sum(weights * nll) / divisor` as a float64 scalar, for `nll` and float64 `weights` of shape `(M,)`."""
+    return (nll.double() * weights / safe_divisor(divisor, weights)).sum()
 
 
 def safe_divisor(divisor: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:

@@ -134,11 +134,11 @@ def _part(tree: PrefixTree, nodes: npt.NDArray[np.int64], own: npt.NDArray[np.bo
     order = layout.heavy_first_order(lengths, parents, layout.first_seen(ends, parents))
     rank = np.full(len(order) + 1, -1)
     rank[order] = np.arange(len(order))
-    moved = _ranges(layout.node_starts(lengths)[order], lengths[order])
-    tokens = _ranges(tree.node_starts[nodes], tree.node_lengths[nodes])[moved]
+    moved = layout.ranges(layout.node_starts(lengths)[order], lengths[order])
+    tokens = layout.ranges(tree.node_starts[nodes], tree.node_lengths[nodes])[moved]
     supervises = np.repeat(own[nodes], tree.node_lengths[nodes])[moved]
     first_runs = np.cumsum(tree.run_counts, dtype=np.int64) - tree.run_counts
-    runs = _ranges(first_runs[branches], tree.run_counts[branches])
+    runs = layout.ranges(first_runs[branches], tree.run_counts[branches])
     return PrefixTree(
         input_ids=tree.input_ids[tokens],
         node_lengths=lengths[order],
@@ -152,8 +152,3 @@ def _part(tree: PrefixTree, nodes: npt.NDArray[np.int64], own: npt.NDArray[np.bo
         run_lengths=tree.run_lengths[runs],
         run_values=tree.run_values[runs],
     )
-
-
-def _ranges(starts: layout.IntArray, lengths: layout.IntArray) -> npt.NDArray[np.int64]:
-    """`start, ..., start + length - 1` of every range, one after another."""
-    return np.repeat(starts - layout.node_starts(lengths), lengths) + np.arange(lengths.sum(dtype=np.int64))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -111,6 +111,7 @@ class DataCollatorForDiffusionLM:
     response_window: bool = False
     processing_class: Any = None
     return_tensors: str = "pt"
+    keeps_sample_index: ClassVar[bool] = True  # the noise of a training depends on it
 
     def __post_init__(self) -> None:
         _check_return_tensors(self.return_tensors)
@@ -215,6 +216,7 @@ class DLLMCollator(DataCollatorForDiffusionLM):
     """
 
     pad_token_id: int | None = 0
+    keeps_sample_index: ClassVar[bool] = False
 
     def __call__(self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         names = ("input_ids", "loss_mask", "attention_mask")

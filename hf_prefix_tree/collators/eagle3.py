@@ -76,8 +76,6 @@ class DataCollatorForEagle3:
             Round the length of padded documents up to a multiple of it.
         target_fingerprint (`str`, *optional*):
             Refuse precomputed hidden states of another target, see [`Eagle3Target`]. The trainer sets it.
-        return_tensors (`str`, *optional*, defaults to `"pt"`):
-            Only `"pt"`.
 
     Returns (`__call__`):
         `dict[str, torch.Tensor]`: `input_ids`, `loss_mask`, `attention_mask`, `position_ids`, `doc_remaining`, int64
@@ -109,11 +107,8 @@ class DataCollatorForEagle3:
     length: int | None = None
     pad_to_multiple_of: int = 1
     target_fingerprint: str | None = None
-    return_tensors: str = "pt"
 
     def __post_init__(self) -> None:
-        if self.return_tensors != "pt":
-            raise ValueError(f"`return_tensors` must be 'pt', got {self.return_tensors!r}: only PyTorch is supported.")
         if self.pad_to_multiple_of < 1:
             raise ValueError(f"`pad_to_multiple_of` must be at least 1, got {self.pad_to_multiple_of}.")
 

@@ -43,8 +43,6 @@ class DataCollatorForPrefixTree:
             How raw features are weighted, see [`fold`]. Trees keep the weighting that they were folded with.
         pad_to_multiple_of (`int`, *optional*, defaults to `128`):
             Rows are padded to a multiple of it. FlexAttention needs a multiple of 128.
-        return_tensors (`str`, *optional*, defaults to `"pt"`):
-            Only `"pt"`.
 
     Raises:
         `ValueError`: For an argument of another kind, and when called with a feature of another form, or of two.
@@ -69,11 +67,8 @@ class DataCollatorForPrefixTree:
     pad_token_id: int
     weighting: str = "tree"
     pad_to_multiple_of: int = BLOCK_SIZE
-    return_tensors: str = "pt"
 
     def __post_init__(self) -> None:
-        if self.return_tensors != "pt":
-            raise ValueError(f"`return_tensors` must be 'pt', got {self.return_tensors!r}: only PyTorch is supported.")
         if not isinstance(self.pad_token_id, (int, np.integer)) or isinstance(self.pad_token_id, bool):
             raise ValueError(
                 f"`pad_token_id` must be an int, got {self.pad_token_id!r}: pass `tokenizer.pad_token_id`, or "

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 OVERLONG = ("truncate", "drop", "raise")
 OVERFLOW = ("split", "drop", "raise")
 ON_ERROR = ("raise", "skip")
+# Rooms whose code decides what a dataset becomes: everything that this room imports.
+CODE = ("layout", "folding", "tree", "splitting", "packing", "conversations", "rollouts", "datasets")
 
 
 def prepare_trees(
@@ -222,7 +224,7 @@ def prepare_trees(
         empty_thinking_in_prompt=empty_thinking_in_prompt,
         max_length=max_length,
         overlong=overlong,
-        code=_code_state(),
+        code=code_state(),
     )
     plan = Plan(
         settings={
@@ -275,9 +277,13 @@ def _renamed(
     return dataset, [new.get(name, name) for name in columns if name not in hidden]
 
 
-def _code_state() -> str:
-    """A hash of this package's code: `datasets` would take a result of other code from its cache, by function name."""
+def code_state(package: Path = Path(__file__).parents[1]) -> str:
+    """
+    A hash of the code that preparation runs: `datasets` knows a function by its name, and would take the result of
+    other code from its cache.
+    """
     digest = hashlib.sha256(transformers.__version__.encode())
-    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(file.read_bytes())
+    for room in CODE:
+        for file in sorted((package / room).rglob("*.py")) or [package / f"{room}.py"]:
+            digest.update(file.read_bytes())
     return digest.hexdigest()

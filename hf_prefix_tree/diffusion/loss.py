@@ -4,8 +4,8 @@
 Each is `sum_t w_t * nll_t / N` with N the supervised tokens of the whole optimizer step. Diffusion predicts a token at
 its own position, next-token prediction at the position before.
 
-The core form takes logits of the M positions that carry loss: select those with [`mdlm_terms`],
-[`block_diffusion_terms`] or [`next_token_terms`] before the head, and pass the head's `(M, vocab)` to [`terms_loss`].
+The loss functions here take all logits. The trainer selects the M positions that carry loss before the head, with the
+same terms: [`mdlm_terms`], [`block_diffusion_terms`], [`next_token_terms`] and [`hybrid_terms`].
 """
 
 from __future__ import annotations
@@ -102,43 +102,29 @@ def next_token_terms(targets: torch.Tensor, loss_mask: torch.Tensor) -> LossTerm
     return LossTerms(own - 1, _checked(targets.flatten()[own]), torch.ones_like(own, dtype=torch.float64))
 
 
-def terms_loss(logits: torch.Tensor, terms: LossTerms, num_items_in_batch: torch.Tensor | float) -> torch.Tensor:
+def hybrid_terms(diffusion: LossTerms, next_token: LossTerms, length: int, alpha: float) -> LossTerms:
     """
-    `sum w * nll / N` of selected logits.
+    The terms of masked diffusion on x_t, times `alpha`, and those of next-token prediction on x_0.
 
     Args:
-        logits (`torch.Tensor` of shape `(M, vocab)`): Logits at `terms.where`.
-        terms ([`LossTerms`]): The terms.
-        num_items_in_batch (`torch.Tensor` or `float`): N, the supervised tokens of the whole optimizer step on all
-            ranks. Never clamped.
+        diffusion ([`LossTerms`]): Of [`mdlm_terms`].
+        next_token ([`LossTerms`]): Of [`next_token_terms`].
+        length (`int`): L, the tokens of a sample.
+        alpha (`float`): Weight of the diffusion part.
 
     Returns:
-        `torch.Tensor`: scalar, float64 for float64 logits and float32 otherwise. Without terms a differentiable zero.
-
-    Raises:
-        `ValueError`: If `logits` has another number of rows, or N is not positive although there are terms.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> terms = block_diffusion_terms(torch.tensor([[0, 1]]), torch.tensor([[1, 1]]))
-    >>> terms_loss(torch.zeros(2, 2), terms, num_items_in_batch=4)
-    tensor(0.3466)
-
-    ```
+        [`LossTerms`], diffusion first, at positions of the flattened `[x_t | x_0]` of shape `(B, 2 L)`.
     """
-    if logits.ndim != 2 or len(logits) != len(terms.where):
-        raise ValueError(
-            f"`logits` must have the shape ({len(terms.where)}, vocab), one row per term, got {tuple(logits.shape)}: "
-            "select the hidden states at `terms.where` before the head."
-        )
-    if len(terms.where) and not float(num_items_in_batch) > 0:
-        raise ValueError(
-            f"`num_items_in_batch` is {float(num_items_in_batch)} although {len(terms.where)} tokens carry loss: pass "
-            "the number of supervised tokens of the optimizer step."
-        )
-    return weighted_token_loss(logits, terms.targets, terms.weights, num_items_in_batch)
+    return LossTerms(
+        torch.cat([noisy_half(diffusion.where, length), noisy_half(next_token.where, length) + length]),
+        torch.cat([diffusion.targets, next_token.targets]),
+        torch.cat([alpha * diffusion.weights, next_token.weights]),
+    )
+
+
+def noisy_half(where: torch.Tensor, length: int) -> torch.Tensor:
+    """Positions in the flattened `(B, L)` as positions in x_t of the flattened `[x_t | x_0]`, `(B, 2 L)`."""
+    return where + where // length * length
 
 
 def mdlm_loss(
@@ -165,7 +151,7 @@ def mdlm_loss(
         `torch.Tensor`: scalar, float64 for float64 logits and float32 otherwise. Without terms a differentiable zero.
 
     Raises:
-        `ValueError`: See [`mdlm_terms`] and [`terms_loss`].
+        `ValueError`: See [`mdlm_terms`], or if N is not positive although there are terms.
 
     Example:
 
@@ -177,7 +163,7 @@ def mdlm_loss(
 
     ```
     """
-    return _full_loss(logits, mdlm_terms(targets, is_noised, p, loss_mask), loss_mask, num_items_in_batch)
+    return _full_loss([logits], mdlm_terms(targets, is_noised, p, loss_mask), loss_mask, num_items_in_batch)
 
 
 def block_diffusion_loss(
@@ -199,7 +185,7 @@ def block_diffusion_loss(
         `torch.Tensor`: scalar, as [`mdlm_loss`].
 
     Raises:
-        `ValueError`: See [`block_diffusion_terms`] and [`terms_loss`].
+        `ValueError`: See [`block_diffusion_terms`], or if N is not positive although there are terms.
 
     Example:
 
@@ -210,7 +196,7 @@ def block_diffusion_loss(
 
     ```
     """
-    return _full_loss(logits, block_diffusion_terms(targets, loss_mask), loss_mask, num_items_in_batch)
+    return _full_loss([logits], block_diffusion_terms(targets, loss_mask), loss_mask, num_items_in_batch)
 
 
 def hybrid_loss(
@@ -242,24 +228,33 @@ def hybrid_loss(
         `torch.Tensor`: scalar, as [`mdlm_loss`].
 
     Raises:
-        `ValueError`: See [`mdlm_terms`] and [`terms_loss`].
+        `ValueError`: See [`mdlm_terms`], or if N is not positive although there are terms.
     """
-    diffusion = mdlm_loss(logits, targets, is_noised, p, loss_mask, num_items_in_batch)
-    next_token = _full_loss(next_token_logits, next_token_terms(targets, loss_mask), loss_mask, num_items_in_batch)
-    return alpha * diffusion + next_token
+    diffusion, next_token = mdlm_terms(targets, is_noised, p, loss_mask), next_token_terms(targets, loss_mask)
+    terms = hybrid_terms(diffusion, next_token, targets.shape[1], alpha)
+    return _full_loss([logits, next_token_logits], terms, loss_mask, num_items_in_batch)
 
 
 def _full_loss(
-    logits: torch.Tensor,
+    parts: list[torch.Tensor],
     terms: LossTerms,
     loss_mask: torch.Tensor,
     num_items_in_batch: torch.Tensor | float | None,
 ) -> torch.Tensor:
-    if logits.ndim != 3 or logits.shape[:2] != loss_mask.shape:
-        raise ValueError(f"`logits` must have the shape {(*loss_mask.shape, 'vocab')}, got {tuple(logits.shape)}.")
+    """The loss of the logits of x_t, or of those of x_t and x_0."""
+    for logits in parts:
+        if logits.ndim != 3 or logits.shape[:2] != loss_mask.shape:
+            raise ValueError(f"`logits` must have the shape {(*loss_mask.shape, 'vocab')}, got {tuple(logits.shape)}.")
     if num_items_in_batch is None:
         num_items_in_batch = (loss_mask != 0).sum()
-    return terms_loss(logits.flatten(0, 1)[terms.where.to(logits.device)], terms, num_items_in_batch)
+    if len(terms.where) and not float(num_items_in_batch) > 0:
+        raise ValueError(
+            f"`num_items_in_batch` is {float(num_items_in_batch)} although {len(terms.where)} tokens carry loss: pass "
+            "the number of supervised tokens of the optimizer step."
+        )
+    logits = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    logits = logits.flatten(0, 1)[terms.where.to(logits.device)]
+    return weighted_token_loss(logits, terms.targets, terms.weights, num_items_in_batch)
 
 
 def _checked(targets: torch.Tensor) -> torch.Tensor:

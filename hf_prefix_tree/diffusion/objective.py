@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from hf_prefix_tree.diffusion.attention import spans
 from hf_prefix_tree.diffusion.corruption import Noised
-from hf_prefix_tree.diffusion.loss import block_diffusion_terms, mdlm_terms, next_token_terms
+from hf_prefix_tree.diffusion.loss import block_diffusion_terms, hybrid_terms, mdlm_terms, next_token_terms, noisy_half
 
 
 @dataclass
@@ -66,8 +65,8 @@ def objective_row(
     objective: str,
     block_size: int,
     *,
-    response_window: bool = False,
-    alpha: float = 1.0,
+    response_window: bool,
+    alpha: float,
 ) -> ObjectiveRow:
     """
     One micro-batch of an objective.
@@ -81,9 +80,9 @@ def objective_row(
             `"mdlm"`, `"block"` or `"hybrid"`.
         block_size (`int`):
             Tokens of a block.
-        response_window (`bool`, *optional*, defaults to `False`):
+        response_window (`bool`):
             Whether blocks begin with the first supervised token instead of the row.
-        alpha (`float`, *optional*, defaults to `1.0`):
+        alpha (`float`):
             Weight of the diffusion loss in `"hybrid"`.
 
     Returns:
@@ -113,27 +112,14 @@ def objective_row(
         }
         if objective == "block":
             terms = block_diffusion_terms(ids, supervised)
-            where, targets, loss_weights = _in_row(terms.where, length), terms.targets, terms.weights
+            where, targets, loss_weights = noisy_half(terms.where, length), terms.targets, terms.weights
             weight_of = torch.zeros(ids.numel(), dtype=torch.float64, device=ids.device)
             bound_weights = weight_of.index_copy(0, bound.where, bound.weights)[terms.where]
             is_next_token = torch.zeros_like(where, dtype=torch.bool)
         else:
             following = next_token_terms(ids, supervised)
-            where = torch.cat([_in_row(bound.where, length), _in_row(following.where, length) + length])
-            targets = torch.cat([bound.targets, following.targets])
-            loss_weights = torch.cat([alpha * bound.weights, following.weights])
+            where, targets, loss_weights = hybrid_terms(bound, following, length, alpha)
             bound_weights = torch.cat([bound.weights, torch.zeros_like(following.weights)])
             is_next_token = torch.arange(len(where), device=where.device) >= len(bound.where)
     inputs |= {"diffusion_layout": layout, "predict_positions": where}
     return ObjectiveRow(inputs, targets, loss_weights, bound_weights, is_next_token)
-
-
-def _in_row(where: torch.Tensor, length: int) -> torch.Tensor:
-    """Indices into the flattened `(B, L)` as indices into the flattened `(B, 2 L)`, first half."""
-    return where + where // length * length
-
-
-def as_labels(row: ObjectiveRow) -> dict[str, Any]:
-    """The keyword arguments with which TRL's fused head scores the predictions: their log-probs, `(1, M)`."""
-    labels = row.targets[None]
-    return {"labels": labels, "shift_labels": labels, "fused_lm_head": True}

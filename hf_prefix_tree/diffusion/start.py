@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from hf_prefix_tree.batch import BLOCK_SIZE
-from hf_prefix_tree.collators.diffusion import DataCollatorForDiffusionLM, DLLMCollator
+from hf_prefix_tree.collators.diffusion import DataCollatorForDiffusionLM
 from hf_prefix_tree.diffusion.config import DiffusionSFTConfig
 
 
@@ -26,7 +26,7 @@ def default_collator(args: DiffusionSFTConfig, tokenizer: Any) -> DataCollatorFo
 
 def check_collator(collator: object, args: DiffusionSFTConfig) -> None:
     """Raises `ValueError` for a collator that is none, or that has other blocks than `args`."""
-    if not isinstance(collator, DataCollatorForDiffusionLM) or isinstance(collator, DLLMCollator):
+    if not isinstance(collator, DataCollatorForDiffusionLM) or not collator.keeps_sample_index:
         raise ValueError(f"`data_collator` must be a `DataCollatorForDiffusionLM`, got `{type(collator).__name__}`.")
     for name in ("block_size", "response_window"):
         if getattr(collator, name) != getattr(args, name):

@@ -23,9 +23,9 @@ from hf_prefix_tree.diffusion.data import COLUMNS, WithEmptyRows, prepare_diffus
 from hf_prefix_tree.diffusion.metrics import Sums, evaluation_metrics, micro_batch_sums, training_metrics
 from hf_prefix_tree.diffusion.model import prepare_diffusion_model
 from hf_prefix_tree.diffusion.noise import EVALUATION, PassCounter, bounds_nll, draw_noise, noise_kind
-from hf_prefix_tree.diffusion.objective import as_labels, objective_row, supervised_tokens
+from hf_prefix_tree.diffusion.objective import objective_row, supervised_tokens
 from hf_prefix_tree.diffusion.start import check_collator, default_collator, find_mask_token_id
-from hf_prefix_tree.loss import safe_divisor
+from hf_prefix_tree.loss import weighted_mean
 from hf_prefix_tree.trainers.arguments import check_arguments
 from hf_prefix_tree.trainers.engines import keep_output_dtype, refuse_engines
 from hf_prefix_tree.trainers.mixin import without_empty_mask
@@ -227,17 +227,18 @@ class DiffusionSFTTrainer(SFTTrainer):
         model_inputs, is_empty = without_empty_mask(row.inputs)
         if self.aux_loss_enabled:
             model_inputs["output_router_logits"] = True
-        outputs = model(**model_inputs, **as_labels(row))
+        labels = row.targets[None]
+        # TRL's fused head scores the predictions: log-probs of shape `(1, M)`
+        outputs = model(**model_inputs, labels=labels, shift_labels=labels, fused_lm_head=True)
         nll = -outputs.log_probs[0].double()
-        loss_sum = (nll * row.loss_weights).sum()
         supervised = supervised_tokens(inputs).sum()
         sums = micro_batch_sums(row, nll.detach(), outputs.is_top1[0], supervised)
         self._add("train" if is_training else "eval", sums)
-        count, steps = supervised, 1
+        count, ranks, steps = supervised, 1, 1
         if is_training and num_items_in_batch is not None:
             count, steps = num_items_in_batch, self.current_gradient_accumulation_steps
-            loss_sum = loss_sum * self.accelerator.num_processes  # DDP and FSDP average over the ranks
-        loss = loss_sum / safe_divisor(count, nll)
+            ranks = self.accelerator.num_processes  # DDP and FSDP average over them
+        loss = weighted_mean(nll, row.loss_weights, count) * ranks
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss * ~is_empty / steps
         return (loss, outputs) if return_outputs else loss

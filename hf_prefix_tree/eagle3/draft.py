@@ -266,9 +266,3 @@ class Eagle3DraftModel(PreTrainedModel):
             drafted.append(choice[0, 0])
             tokens = torch.cat([tokens[:, 1:], choice], dim=1)  # only the last slot matters from here on
         return torch.stack(drafted)
-
-    def export_for_serving(self, path: str, engine: str, **kwargs: Any) -> None:
-        """Write a folder that an engine loads, see [`~hf_prefix_tree.eagle3.export_for_serving`]."""
-        from hf_prefix_tree.eagle3.export import export_for_serving
-
-        export_for_serving(self, path, engine, **kwargs)

@@ -18,22 +18,19 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
 
 from hf_prefix_tree.eagle3.config import Eagle3DraftConfig
-from hf_prefix_tree.eagle3.token_mapping import ids_from_d2t
-
-if TYPE_CHECKING:
-    from hf_prefix_tree.eagle3.draft import Eagle3DraftModel
+from hf_prefix_tree.eagle3.draft import Eagle3DraftModel
 
 ENGINES = ("vllm", "sglang", "speculators")
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 PORTABLE_LAYER, SPECULATORS_LAYER = "midlayer.", "layers.0."
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
-_LAYER_KEYS = (
+LAYER_KEYS = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -121,50 +118,6 @@ def export_for_serving(
     (folder / CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
 
 
-def load_exported(path: str | os.PathLike[str]) -> Eagle3DraftModel:
-    """
-    The draft in an exported folder, of any of the formats, for example to train it further.
-
-    Args:
-        path (`str` or `os.PathLike`): The folder.
-
-    Raises:
-        `ValueError`: If [`~hf_prefix_tree.eagle3.validate_export`] finds anything wrong with it.
-    """
-    from safetensors.torch import load_file
-
-    from hf_prefix_tree.eagle3.draft import Eagle3DraftModel
-    from hf_prefix_tree.eagle3.validation import validate_export
-
-    problems = validate_export(path)
-    if problems:
-        raise ValueError(f"`path` ({os.fspath(path)}) holds no whole draft: " + " ".join(problems))
-    found = json.loads(Path(path, CONFIG).read_text())
-    is_speculators = "speculators_model_type" in found
-    layer = found["transformer_layer_config"] if is_speculators else found
-    values = {name: layer[name] for name in _LAYER_KEYS if name in layer}
-    values["rope_parameters"] = {"rope_type": "default", **(layer.get("rope_scaling") or {})}
-    values["rope_parameters"].setdefault("rope_theta", layer["rope_theta"])
-    config = Eagle3DraftConfig(
-        **values,
-        draft_vocab_size=found["draft_vocab_size"],
-        target_hidden_size=found.get("target_hidden_size"),
-        aux_layer_ids=aux_layer_ids(found),
-        target_name_or_path=found.get("speculators_config", {}).get("verifier", {}).get("name_or_path"),
-    )
-    tensors = {
-        PORTABLE_LAYER + name.removeprefix(SPECULATORS_LAYER) if name.startswith(SPECULATORS_LAYER) else name: tensor
-        for name, tensor in load_file(str(Path(path, WEIGHTS))).items()
-    }
-    draft = Eagle3DraftModel(config).to(tensors["fc.weight"].dtype)
-    if "d2t" in tensors:
-        draft.set_draft_vocabulary(ids_from_d2t(tensors["d2t"].long()))
-    for name in ("d2t", "t2d"):
-        tensors.pop(name, None)
-    draft.load_state_dict({**{n: t for n, t in draft.state_dict().items() if n in ("d2t", "t2d")}, **tensors})
-    return draft
-
-
 def aux_layer_ids(config: dict[str, Any]) -> list[int] | None:
     """The layers whose outputs are fused, from the config of an exported folder; `None` where it names none."""
     nested = (config.get("eagle_config") or {}).get(AUX_KEY)
@@ -179,7 +132,7 @@ def _layer_config(config: Eagle3DraftConfig, dtype: torch.dtype) -> dict[str, An
     rope = dict(config.rope_parameters)
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     return {
-        **{name: getattr(config, name) for name in _LAYER_KEYS},
+        **{name: getattr(config, name) for name in LAYER_KEYS},
         "model_type": "llama",
         "tie_word_embeddings": False,
         "use_cache": True,

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hf_prefix_tree.batch import IGNORE_INDEX
 from hf_prefix_tree.collators.eagle3 import Document, real_tokens
 from hf_prefix_tree.datasets.rows import RowOptions, row_branches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-IGNORE_INDEX = -100
 _MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-logger = logging.getLogger(__name__)
+from hf_prefix_tree.batch import IGNORE_INDEX
 
-IGNORE_INDEX = -100
+logger = logging.getLogger(__name__)
 
 
 def build_token_mapping(
@@ -73,45 +73,30 @@ def build_token_mapping(
         return torch.arange(target_vocab_size), torch.ones(target_vocab_size, dtype=torch.bool)
     counts = _summed_over_ranks(count_supervised(dataloader, target_vocab_size))
     ids = select_ids(counts, size, special_token_ids)
-    covered, total = int(counts[ids].sum()), int(counts.sum())
+    total = int(counts.sum())
     if total == 0:
         logger.warning("The data supervises no token of the target vocabulary: the draft vocabulary is arbitrary.")
     elif _rank() == 0:
-        logger.info(
-            "Draft vocabulary: %d of %d tokens cover %.2f%% of %d supervised tokens.",
-            size,
-            target_vocab_size,
-            100 * covered / total,
-            total,
-        )
+        what, share = (size, len(counts)), 100 * int(counts[ids].sum()) / total
+        logger.info("Draft vocabulary: %d of %d tokens cover %.2f%% of %d supervised tokens.", *what, share, total)
     return ids, t2d_from_ids(ids, target_vocab_size)
 
 
 def draft_size(target_vocab_size: int, draft_vocab_size: int | None) -> int:
     """Number of ids in the draft vocabulary: `draft_vocab_size`, or the target's size where that is `None` or less."""
-    for name, value in (("target_vocab_size", target_vocab_size), ("draft_vocab_size", draft_vocab_size)):
+    sizes = {"target_vocab_size": target_vocab_size, "draft_vocab_size": draft_vocab_size}
+    for name, value in sizes.items():
         if value is None and name == "draft_vocab_size":
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            remedy = " or `None` for the whole target vocabulary" if name == "draft_vocab_size" else ""
-            raise ValueError(f"`{name}` must be a positive integer, got {value!r}: pass one{remedy}.")
+            raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
     return target_vocab_size if draft_vocab_size is None else min(draft_vocab_size, target_vocab_size)
 
 
 def select_ids(
-    counts: torch.Tensor, draft_vocab_size: int, special_token_ids: Iterable[int | None] | None = None
+    counts: torch.Tensor, draft_vocab_size: int, special_token_ids: Iterable[int | None] | None
 ) -> torch.Tensor:
-    """
-    The draft vocabulary for given counts.
-
-    Args:
-        counts (`torch.Tensor` of shape `(target_vocab_size,)`, int64): How often each token is supervised.
-        draft_vocab_size (`int`): Number of ids, at most the target's.
-        special_token_ids (iterable of `int`, *optional*): See [`build_token_mapping`].
-
-    Returns:
-        `torch.Tensor` of shape `(draft_vocab_size,)`, int64: the ids, ascending.
-    """
+    """The ids of a draft vocabulary, ascending, for how often each token of the target is supervised (int64)."""
     special = [int(i) for i in special_token_ids or () if i is not None and 0 <= i < len(counts)]
     # Unused ids have count 0 and are already in ascending order: a stable sort puts them last and keeps that order.
     by_count = torch.argsort(counts, descending=True, stable=True).tolist()
@@ -120,13 +105,7 @@ def select_ids(
 
 
 def count_supervised(dataloader: Iterable[Mapping[str, Any]], target_vocab_size: int) -> torch.Tensor:
-    """
-    How often the batches of this rank supervise each token, int64 of shape `(target_vocab_size,)`.
-
-    Args:
-        dataloader (iterable of `Mapping`): See [`build_token_mapping`].
-        target_vocab_size (`int`): Size of the target's vocabulary.
-    """
+    """How often the batches of this rank supervise each token, int64 of shape `(target_vocab_size,)`."""
     from transformers.utils import logging as transformers_logging
 
     counts = torch.zeros(target_vocab_size, dtype=torch.int64)
@@ -167,13 +146,7 @@ def ids_from_d2t(d2t: torch.Tensor) -> torch.Tensor:
 
 
 def t2d_from_ids(ids: torch.Tensor, target_vocab_size: int) -> torch.Tensor:
-    """
-    Engines' `t2d`: which target tokens are in the draft vocabulary, bool of shape `(target_vocab_size,)`.
-
-    Args:
-        ids (`torch.Tensor` of shape `(draft_vocab_size,)`, int64): The draft vocabulary.
-        target_vocab_size (`int`): Size of the target's vocabulary.
-    """
+    """Engines' `t2d`: which target tokens are in the draft vocabulary, bool of shape `(target_vocab_size,)`."""
     mask = torch.zeros(target_vocab_size, dtype=torch.bool, device=ids.device)
     mask[ids] = True
     return mask
@@ -237,8 +210,7 @@ def _rank() -> int:
 
 
 def _summed_over_ranks(counts: torch.Tensor) -> torch.Tensor:
-    if not is_distributed():
-        return counts
-    total = counts.to(collective_device())
-    dist.all_reduce(total)
-    return total.cpu()
+    if is_distributed():
+        counts = counts.to(collective_device())
+        dist.all_reduce(counts)
+    return counts.cpu()

@@ -70,7 +70,7 @@ class Eagle3Trainer(Trainer):
     ```python
     >>> from datasets import load_dataset
     >>> from transformers import AutoTokenizer
-    >>> from hf_prefix_tree.eagle3 import Eagle3Config, Eagle3Trainer
+    >>> from hf_prefix_tree import Eagle3Config, Eagle3Trainer, export_for_serving
 
     >>> trainer = Eagle3Trainer(
     ...     target_model="Qwen/Qwen3-8B",
@@ -79,7 +79,7 @@ class Eagle3Trainer(Trainer):
     ...     processing_class=AutoTokenizer.from_pretrained("Qwen/Qwen3-8B"),
     ... )  # doctest: +SKIP
     >>> trainer.train()  # doctest: +SKIP
-    >>> trainer.model.export_for_serving("draft-serving", engine="vllm")  # doctest: +SKIP
+    >>> export_for_serving(trainer.model, "draft-serving", engine="vllm")  # doctest: +SKIP
 
     ```
     """

@@ -1,7 +1,8 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""[`validate_export`]: what a serving engine would skip in silence, guess or misread in a folder with a draft.
+"""[`validate_export`] finds what a serving engine would skip in silence, guess or misread in a folder with a draft;
+[`load_exported`] reads the draft.
 
-Reads `config.json`, and of the weights only names, shapes and the two vocabulary maps.
+Validation reads `config.json`, and of the weights only names, shapes and the two vocabulary maps.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from typing import Any
 
 import torch
 
+from hf_prefix_tree.eagle3.config import Eagle3DraftConfig
+from hf_prefix_tree.eagle3.draft import Eagle3DraftModel
 from hf_prefix_tree.eagle3.export import (
     AUX_KEY,
     CONFIG,
+    LAYER_KEYS,
     PORTABLE_LAYER,
     SPECULATORS_LAYER,
     WEIGHTS,
@@ -62,6 +66,47 @@ def validate_export(path: str | os.PathLike[str]) -> list[str]:
         prefix = SPECULATORS_LAYER if is_speculators else PORTABLE_LAYER
         problems += _tensor_problems(folder / WEIGHTS, config, layer, prefix)
     return problems
+
+
+def load_exported(path: str | os.PathLike[str]) -> Eagle3DraftModel:
+    """
+    The draft in an exported folder, of any of the formats, for example to train it further.
+
+    Args:
+        path (`str` or `os.PathLike`): The folder.
+
+    Raises:
+        `ValueError`: If [`validate_export`] finds anything wrong with it.
+    """
+    from safetensors.torch import load_file
+
+    problems = validate_export(path)
+    if problems:
+        raise ValueError(f"`path` ({os.fspath(path)}) holds no whole draft: " + " ".join(problems))
+    found = json.loads(Path(path, CONFIG).read_text())
+    is_speculators = "speculators_model_type" in found
+    layer = found["transformer_layer_config"] if is_speculators else found
+    values = {name: layer[name] for name in LAYER_KEYS if name in layer}
+    values["rope_parameters"] = {"rope_type": "default", **(layer.get("rope_scaling") or {})}
+    values["rope_parameters"].setdefault("rope_theta", layer["rope_theta"])
+    config = Eagle3DraftConfig(
+        **values,
+        draft_vocab_size=found["draft_vocab_size"],
+        target_hidden_size=found.get("target_hidden_size"),
+        aux_layer_ids=aux_layer_ids(found),
+        target_name_or_path=found.get("speculators_config", {}).get("verifier", {}).get("name_or_path"),
+    )
+    tensors = {
+        PORTABLE_LAYER + name.removeprefix(SPECULATORS_LAYER) if name.startswith(SPECULATORS_LAYER) else name: tensor
+        for name, tensor in load_file(str(Path(path, WEIGHTS))).items()
+    }
+    draft = Eagle3DraftModel(config).to(tensors["fc.weight"].dtype)
+    if "d2t" in tensors:
+        draft.set_draft_vocabulary(ids_from_d2t(tensors["d2t"].long()))
+    for name in ("d2t", "t2d"):
+        tensors.pop(name, None)
+    draft.load_state_dict({**{n: t for n, t in draft.state_dict().items() if n in ("d2t", "t2d")}, **tensors})
+    return draft
 
 
 def _portable_problems(config: dict[str, Any]) -> list[str]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from hf_prefix_tree.attention.context import TreeContext
-from hf_prefix_tree.layout import Int64Array
+from hf_prefix_tree.layout import Int64Array, ranges
 
 SHORTEST_ROW = 64  # tokens; segments up to it share a padded batch: the chunk size of most scans
 
@@ -148,9 +148,3 @@ def segments_of(context: TreeContext) -> Segments:
     segments = context.segments
     assert isinstance(segments, Segments)
     return segments
-
-
-def ranges(starts: Int64Array, lengths: Int64Array) -> Int64Array:
-    """The integers of `[start, start + length)` for each pair, one after another."""
-    ends = np.cumsum(lengths)
-    return np.arange(lengths.sum()) + np.repeat(starts - (ends - lengths), lengths)

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Tables of counts, and one tree as text."""
+"""Tables of counts, and one tree, to print."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
 
 from hf_prefix_tree.tree import PrefixTree
 
@@ -40,7 +42,7 @@ _COLUMNS = {
     "mean_pair_ratio": "mean pair ratio",
     "max_pair_ratio": "max",
 }
-_DEEPEST_INDENT = 20
+_DEEPEST_INDENT = 12  # levels; deeper nodes are drawn at this one
 
 
 def console() -> Console:
@@ -79,9 +81,9 @@ def _cell(value: float) -> str:
     return f"{value:.2f}" if isinstance(value, float) else f"{value:,}"
 
 
-def draw_tree(tree: PrefixTree, tokenizer: PreTrainedTokenizerBase | None = None, max_nodes: int = 40) -> str:
+def draw_tree(tree: PrefixTree, tokenizer: PreTrainedTokenizerBase | None = None, max_nodes: int = 40) -> Tree:
     """
-    A tree as text: a line for each node, indented by its level, with its tokens, the branches through it and g.
+    A tree to print: a line for each node, with its tokens, the branches through it and g.
 
     Args:
         tree ([`PrefixTree`]):
@@ -89,41 +91,46 @@ def draw_tree(tree: PrefixTree, tokenizer: PreTrainedTokenizerBase | None = None
         tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
             Adds how each node's text starts.
         max_nodes (`int`, *optional*, defaults to 40):
-            Nodes drawn; how many are left out is said below.
+            Nodes drawn; the last line says how many are left out.
+
+    Returns:
+        [`rich.tree.Tree`]
 
     Example:
 
     ```python
     >>> from hf_prefix_tree import Branch, fold
 
-    >>> print(draw_tree(fold([Branch([5, 6, 7], [0, 1, 1]), Branch([5, 6, 8, 9], [0, 1, 1, 1])])))
+    >>> console().print(draw_tree(fold([Branch([5, 6, 7], [0, 1, 1]), Branch([5, 6, 8, 9], [0, 1, 1, 1])])))
     2 tokens, 2 branches, g 0-2
-      2 tokens, 1 branch, g 1
-      1 token, 1 branch, g 1
+    ├── 2 tokens, 1 branch, g 1
+    └── 1 token, 1 branch, g 1
 
     ```
     """
     parents = tree.node_parents.tolist()
     through = _branches_through(tree)
+    drawn = Tree("", hide_root=True, highlight=False)
     levels: list[int] = []
-    lines = []
+    places: list[Tree] = []  # where the children of each node are drawn
     for node, parent in enumerate(parents[:max_nodes]):
-        levels.append(levels[parent] + 1 if parent >= 0 else 0)
+        level, place = (levels[parent] + 1, places[parent]) if parent >= 0 else (0, drawn)
         start = int(tree.node_starts[node])
         length = int(tree.node_lengths[node])
         g = tree.branch_count[start : start + length]
         low, high = int(g.min()), int(g.max())
-        deep = f"(level {levels[-1]}) " if levels[-1] > _DEEPEST_INDENT else ""
-        line = "  " * min(levels[-1], _DEEPEST_INDENT) + deep
+        line = f"(level {level}) " if level > _DEEPEST_INDENT else ""
         line += f"{_number(length, 'token')}, {_number(int(through[node]), 'branch')}, "
         line += f"g {low}" if low == high else f"g {low}-{high}"
         if tokenizer is not None:
             text = tokenizer.decode(tree.input_ids[start : start + min(length, 16)].tolist())
             line += f"  {text[:32]!r}" + ("..." if length > 16 or len(text) > 32 else "")
-        lines.append(line)
+        own = place.add(Text(line))
+        levels.append(level)
+        places.append(own if level < _DEEPEST_INDENT else place)
     if len(parents) > max_nodes:
-        lines.append(f"... and {_number(len(parents) - max_nodes, 'more node')}")
-    return "\n".join(lines)
+        drawn.add(f"... and {_number(len(parents) - max_nodes, 'more node')}")
+    return drawn
 
 
 def _number(count: int, noun: str) -> str:

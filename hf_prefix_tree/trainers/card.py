@@ -23,7 +23,6 @@ Sequences that share prefixes were folded into trees, and each shared token comp
 | tokens computed | {tree_tokens:,.0f} |
 | token ratio | {ratio:.2f} |
 """
-_SPEEDUP = "| forward, against root-to-leaf paths one by one, measured in the third step | {:.2f}x faster |\n"
 
 
 def tree_section(log_history: Sequence[Mapping[str, Any]], weighting: str) -> str:
@@ -51,7 +50,7 @@ def tree_section(log_history: Sequence[Mapping[str, Any]], weighting: str) -> st
     if not tree_tokens:
         return ""
     branch_tokens = sum(entry["tree/tokens"] * entry["tree/token_ratio"] for entry in windows)
-    section = _SECTION.format(
+    return _SECTION.format(
         version=__version__,
         weighting=weighting,
         branches=sum(entry["tree/branches"] for entry in windows),
@@ -59,8 +58,6 @@ def tree_section(log_history: Sequence[Mapping[str, Any]], weighting: str) -> st
         tree_tokens=tree_tokens,
         ratio=branch_tokens / tree_tokens,
     )
-    measured = [entry["tree/speedup"] for entry in log_history if "tree/speedup" in entry]
-    return section + _SPEEDUP.format(measured[-1]) if measured else section
 
 
 def add_section(card: Path, section: str) -> None:

@@ -72,11 +72,6 @@ class TreeSFTConfig(SFTConfig):
             computed branch by branch, each branch's backward before the next one's forward.
         attn_backend (`str`, *optional*, defaults to `"auto"`):
             See [`prepare_model`].
-        measure_speedup (`bool`, *optional*, defaults to `False`):
-            Measures in the third optimizer step (or the first after a resumption) how much faster the forward of a row
-            is than those of its root-to-leaf paths one by one, in this model, on this hardware. Logged as
-            `tree/speedup`, and written into the model card. Costs those forwards twice, once to compile what they
-            need.
         compile_layers (`bool`, *optional*, defaults to `False`):
             Compiles each decoder layer by itself, see [`prepare_model`]. Works with gradient checkpointing, PEFT and
             FSDP2; refused with DeepSpeed.
@@ -180,10 +175,6 @@ class TreeSFTConfig(SFTConfig):
         default="auto",
         metadata={"help": "Attention of the tree path.", "choices": ["auto", "flex", "flash", "sdpa"]},
     )
-    measure_speedup: bool = field(
-        default=False,
-        metadata={"help": "Whether the third step measures how much faster a row is than its paths one by one."},
-    )
     compile_layers: bool = field(
         default=False, metadata={"help": "Whether each decoder layer is compiled, with the tree attention inside."}
     )
@@ -213,10 +204,6 @@ class TreeSFTConfig(SFTConfig):
                         f"`{name}={getattr(self, name)}` would put several rows of `max_packed_tokens="
                         f"{self.max_packed_tokens}` into one. Set `{name}=1`: a packed row is a batch by itself."
                     )
-        if self.measure_speedup and self.mode != "tree":
-            raise ValueError(
-                f"`measure_speedup=True` measures rows of trees, but `mode={self.mode!r}`: set `mode='tree'`."
-            )
         for name in ("chat_template_kwargs", "column_names"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, dict):

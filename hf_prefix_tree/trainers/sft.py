@@ -8,7 +8,6 @@ offloading, metrics, saving. Overridden are what a dataset becomes, the columns 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,10 +29,7 @@ from hf_prefix_tree.trainers.card import add_section, tree_section
 from hf_prefix_tree.trainers.config import TreeSFTConfig
 from hf_prefix_tree.trainers.grouped import BranchCollator, branch_batches
 from hf_prefix_tree.trainers.mixin import TreeLossMixin
-from hf_prefix_tree.trainers.speedup import seconds_of_forwards
 from hf_prefix_tree.tree import PrefixTree
-
-logger = logging.getLogger(__name__)
 
 
 class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
@@ -120,7 +116,6 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
         # `SFTTrainer` prepares the training dataset first; the same object may be an evaluation dataset as well
         self._to_select_from: Any = train_dataset
         self._prepared: weakref.WeakSet = weakref.WeakSet()
-        self._has_measured = False
         super().__init__(
             model=model,
             args=args,
@@ -201,8 +196,6 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
     def training_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if self.args.measure_speedup and not self._has_measured and self.state.global_step >= 2:
-            self._measure_speedup(model, inputs)
         if "branch_lengths" not in inputs:
             return super().training_step(model, inputs, num_items_in_batch)
         own = torch.tensor([inputs["branch_lengths"].numel()], device=self.args.device)
@@ -218,26 +211,6 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
                 losses.append(super().training_step(model, row, num_items_in_batch))
         self.current_gradient_accumulation_steps = steps
         return torch.stack(losses).sum()
-
-    def _measure_speedup(self, model: torch.nn.Module, inputs: dict[str, Any]) -> None:
-        self._has_measured = True
-
-        def most(number: int) -> int:
-            return int(self.accelerator.gather(torch.tensor([number], device=self.args.device)).max())
-
-        def collate(trees: list[PrefixTree]) -> dict[str, torch.Tensor]:
-            return self._prepare_inputs(self.data_collator(trees))
-
-        seconds = seconds_of_forwards(model, self._prepare_inputs(inputs), collate, most)
-        folded, one_by_one = self.accelerator.gather(seconds[None]).sum(dim=0).tolist()
-        self._metrics["train"]["tree/speedup"].append(one_by_one / folded)
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        self._has_measured = False
-        result = super().train(*args, **kwargs)
-        if self.args.measure_speedup and not self._has_measured:
-            logger.warning("`measure_speedup=True` measured nothing: it takes place in the third step.")
-        return result
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)

@@ -16,7 +16,7 @@ from hf_prefix_tree import cli, fold, prepare_model
 from hf_prefix_tree.batch import concatenate_trees
 from hf_prefix_tree.flops import activation_bytes, step_flops
 from hf_prefix_tree.report.plot import sampled_mask
-from hf_prefix_tree.report.text import draw_tree
+from hf_prefix_tree.report.text import console, draw_tree
 from hf_prefix_tree.tree import Branch
 
 
@@ -133,18 +133,18 @@ def test_draws_the_tree_that_shares_most(run, tmp_path):
     assert text.endswith(
         "The tree with the highest pair ratio, 1.23:\n"
         "2 tokens, 2 branches, g 0-2\n"
-        "  2 tokens, 1 branch, g 1\n"
-        "  1 token, 1 branch, g 1\n"
+        "├── 2 tokens, 1 branch, g 1\n"
+        "└── 1 token, 1 branch, g 1\n"
     )
 
 
-def test_drawing_is_cut_and_deep_levels_are_named():
+def test_drawing_is_cut_and_deep_levels_are_named(capsys):
     tree = fold([branch(*[7] * n, 8) for n in range(30)])
-    lines = draw_tree(tree, max_nodes=25).splitlines()
+    console().print(draw_tree(tree, max_nodes=25))
+    lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 26 and lines[-1] == "... and 33 more nodes"
-    assert lines[20].startswith("  " * 20 + "1 token") and lines[22].startswith(
-        "  " * 20 + "(level 22) 1 token, 7 branches"
-    )
+    assert lines[12][4 * 11 :] == "├── 1 token, 17 branches, g 17"
+    assert lines[22][4 * 11 :] == "├── (level 22) 1 token, 7 branches, g 7"
 
 
 def test_sampled_mask_is_the_mask():

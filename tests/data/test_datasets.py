@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict, Features, IterableDataset, List, Value, load_dataset, load_from_disk
 
 from hf_prefix_tree.conversations import conversation_branches
-from hf_prefix_tree.datasets import prepare_trees
+from hf_prefix_tree.datasets import pipeline, prepare_trees
 from hf_prefix_tree.demo.dialogues import generate_dialogues
 from hf_prefix_tree.rollouts import rollout_branches
 from hf_prefix_tree.splitting import split_tree
@@ -395,6 +398,32 @@ def test_a_cached_result_is_reported_again(tmp_path, tiny_tokenizer, caplog):
         assert "1 rows skipped; 1 trees left out" in caplog.text
         assert trees(first) == trees(second)
         assert prepare(weighting="once", **options).cache_files != second.cache_files
+
+
+def test_the_cache_depends_on_the_code_that_preparation_runs_and_on_no_other(tmp_path):
+    package = tmp_path / "hf_prefix_tree"
+    shutil.copytree(Path(pipeline.__file__).parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))
+    before = pipeline.code_state(package)
+    assert before == pipeline.code_state()
+    for file in sorted(package.rglob("*.py")):
+        text = file.read_text()
+        file.write_text(text + "# edited")
+        runs = file.relative_to(package).parts[0].removesuffix(".py") in pipeline.CODE
+        assert (pipeline.code_state(package) != before) == runs, file
+        file.write_text(text)
+
+
+def test_preparation_imports_no_code_that_the_cache_does_not_depend_on():
+    package = Path(pipeline.__file__).parents[1]
+    files = [file for room in pipeline.CODE for file in (*package.glob(f"{room}/*.py"), *package.glob(f"{room}.py"))]
+    found = set()
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            assert not isinstance(node, ast.ImportFrom) or not node.level, file  # a relative import is not seen here
+            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == package.name:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                found |= {name.split(".")[1] for name in names}
+    assert found == set(pipeline.CODE)
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------

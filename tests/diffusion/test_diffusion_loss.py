@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from hf_prefix_tree.diffusion.corruption import corrupt_uniform
 from hf_prefix_tree.diffusion.draws import noise_seeds
@@ -18,8 +19,8 @@ from hf_prefix_tree.diffusion.loss import (
     mdlm_loss,
     mdlm_terms,
     next_token_terms,
-    terms_loss,
 )
+from hf_prefix_tree.loss import weighted_mean
 
 LN4 = math.log(4)
 ZERO = torch.zeros(1, 4, 4)
@@ -118,7 +119,7 @@ def test_low_precision_logits_are_scored_in_float32(dtype: torch.dtype):
 
 
 def test_selected_positions_before_the_head_give_the_same_loss_and_gradients():
-    """What a trainer does: hidden states at `where`, then the head on those alone."""
+    """As the trainer does: hidden states at `where`, then the head on those alone."""
     case = random_case()
     targets, loss_mask = case["targets"], case["loss_mask"]
     generator = torch.Generator().manual_seed(2)
@@ -137,7 +138,8 @@ def test_selected_positions_before_the_head_give_the_same_loss_and_gradients():
         ),
     ):
         assert 0 < len(terms.where) < targets.numel()
-        loss = terms_loss(hidden.flatten(0, 1)[terms.where] @ head, terms, 20)
+        nll = cross_entropy(hidden.flatten(0, 1)[terms.where] @ head, terms.targets, reduction="none")
+        loss = weighted_mean(nll, terms.weights, 20)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-13)
         got = torch.autograd.grad(loss, (hidden, head))
         wanted = torch.autograd.grad(expected, (hidden, head), retain_graph=True)
@@ -241,10 +243,14 @@ def test_refused(change: dict[str, Any], message: str):
         mdlm_loss(**{**good, **change})
 
 
+def test_both_logits_of_the_hybrid_loss_have_the_shape_of_the_sample():
+    """Their lengths may not make up for each other."""
+    for noisy, clean in ((3, 5), (5, 3)):
+        with pytest.raises(ValueError, match="`logits`"):
+            hybrid_loss(torch.zeros(1, noisy, 4), torch.zeros(1, clean, 4), TARGETS, NOISE, HALF, MASK, alpha=1.0)
+
+
 def test_refused_terms():
-    terms = block_diffusion_terms(TARGETS, MASK)
-    with pytest.raises(ValueError, match=r"`logits` must have the shape \(3, vocab\), one row per term, got \(4, 4\)"):
-        terms_loss(torch.zeros(4, 4), terms, 3)
     shifted = torch.tensor([[0, 1, -100, 3]])
     for select in (block_diffusion_terms, next_token_terms):
         with pytest.raises(ValueError, match="`targets` is negative"):

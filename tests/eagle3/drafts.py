@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3Config
 
-from hf_prefix_tree.eagle3 import DataCollatorForEagle3, Eagle3DraftConfig, Eagle3DraftModel, pack_eagle3_dataset
+from hf_prefix_tree import DataCollatorForEagle3, Eagle3DraftConfig, Eagle3DraftModel, pack_eagle3_dataset
 
 VOCAB, DRAFT_VOCAB, AUX = 61, 24, [0, 1, 2]
 

@@ -3,13 +3,7 @@
 import torch
 from drafts import AUX, TARGETS, VOCAB, make_target, random_documents
 
-from hf_prefix_tree.eagle3 import (
-    DataCollatorForEagle3,
-    Eagle3Config,
-    Eagle3DraftConfig,
-    Eagle3DraftModel,
-    Eagle3Trainer,
-)
+from hf_prefix_tree import DataCollatorForEagle3, Eagle3Config, Eagle3DraftConfig, Eagle3DraftModel, Eagle3Trainer
 
 BY_LENGTH = ("group_by_length", "batch_rebalance")  # sampling strategies that need the length of every row
 OPTIONS = {

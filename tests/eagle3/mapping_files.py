@@ -1,15 +1,17 @@
 """The data of the mapping tests, and cache files that are broken in as many ways as a file can be."""
 
-import hashlib
 import json
 import os
 import pickle
 
 import torch
+from datasets.fingerprint import Hasher
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.utils.data import DataLoader, DistributedSampler
 
+from hf_prefix_tree import save_token_mapping
 from hf_prefix_tree.collators.eagle3 import DataCollatorForEagle3
-from hf_prefix_tree.eagle3 import save_token_mapping
 
 VOCAB, DRAFT = 50, 12
 CONFIG = {"target_vocab_size": VOCAB, "draft_vocab_size": DRAFT, "special_token_ids": [49, 3]}
@@ -41,22 +43,20 @@ def loader(rows, rank=None, ranks=1, batch_size=2, shuffle=False):
     return DataLoader(rows, batch_size, shuffle, sampler=sampler, collate_fn=DataCollatorForEagle3(pad_token_id=0))
 
 
-def save(path, **changes):
-    """A file that would be right, but for the changes."""
+def save(path, ids=None, **changes):
+    """A file that would be right, but for the ids or for changes of its metadata."""
     save_token_mapping(path, torch.arange(DRAFT), VOCAB, "other")
-    if changes:
-        data = {**torch.load(path, weights_only=True), **changes}
-        if isinstance(data["selected_token_ids"], torch.Tensor) and data["checksum"] is not None:
-            data["checksum"] = hashlib.sha256(data["selected_token_ids"].numpy().tobytes()).hexdigest()
-        torch.save({name: value for name, value in data.items() if value is not None}, path)
-
-
-CONTENT = {"target_vocab_size": VOCAB, "fingerprint": "other", "checksum": ""}
+    with safe_open(path, framework="pt") as file:
+        metadata, right = file.metadata(), file.get_tensor("selected_token_ids").clone()
+    if ids is not None:
+        metadata["checksum"] = Hasher.hash_bytes(ids.numpy().tobytes())
+    metadata = {name: value for name, value in {**metadata, **changes}.items() if value is not None}
+    save_file({"selected_token_ids": right if ids is None else ids}, path, metadata)
 
 
 def _truncated(path):
     save(path)
-    path.write_bytes(path.read_bytes()[:-200])
+    path.write_bytes(path.read_bytes()[:-20])
 
 
 def _flipped(path):
@@ -75,28 +75,23 @@ BROKEN = {
     "truncated": _truncated,
     "flipped": _flipped,
     "code": lambda path: path.write_bytes(pickle.dumps({"selected_token_ids": Boom(str(path) + ".ran")})),
-    "code_in_torch_file": lambda path: save(path, extra=Boom(str(path) + ".ran")),
+    "code_in_torch_file": lambda path: torch.save({"selected_token_ids": Boom(str(path) + ".ran")}, path),
     "folder": lambda path: path.mkdir(),
     "pipe": lambda path: os.mkfifo(path),
     "dangling_link": lambda path: path.symlink_to(str(path) + ".nowhere"),
-    "bare_tensor": lambda path: torch.save(torch.arange(DRAFT), path),
-    "without_ids": lambda path: save(path, selected_token_ids=None),
-    "list_of_ids": lambda path: save(path, selected_token_ids=list(range(DRAFT))),
-    "other_target": lambda path: save(path, target_vocab_size=VOCAB + 1),
-    "tensor_as_target": lambda path: save(
-        path, target_vocab_size=torch.arange(2)
-    ),  # no truth value: rank 0 may not raise
-    "without_values": lambda path: torch.save(
-        {**CONTENT, "selected_token_ids": torch.arange(DRAFT, device="meta")}, path
-    ),
-    "too_few": lambda path: save(path, selected_token_ids=torch.arange(DRAFT - 1)),
-    "two_dimensional": lambda path: save(path, selected_token_ids=torch.arange(DRAFT)[None]),
-    "float": lambda path: save(path, selected_token_ids=torch.arange(DRAFT).double()),
-    "bool": lambda path: save(path, selected_token_ids=torch.ones(DRAFT, dtype=torch.bool)),
-    "negative": lambda path: save(path, selected_token_ids=torch.arange(DRAFT) - 1),
-    "out_of_range": lambda path: save(path, selected_token_ids=torch.arange(VOCAB - DRAFT + 1, VOCAB + 1)),
-    "repeated": lambda path: save(path, selected_token_ids=torch.tensor([0, 0, *range(2, DRAFT)])),
-    "unordered": lambda path: save(path, selected_token_ids=torch.arange(DRAFT).flip(0)),
+    "without_metadata": lambda path: save_file({"selected_token_ids": torch.arange(DRAFT)}, path),
+    "without_ids": lambda path: save_file({"ids": torch.arange(DRAFT)}, path),
+    "other_target": lambda path: save(path, target_vocab_size=str(VOCAB + 1)),
+    "text_as_target": lambda path: save(path, target_vocab_size="large"),
+    "too_few": lambda path: save(path, torch.arange(DRAFT - 1)),
+    "two_dimensional": lambda path: save(path, torch.arange(DRAFT)[None]),
+    "scalar": lambda path: save(path, torch.tensor(3)),
+    "float": lambda path: save(path, torch.arange(DRAFT).double()),
+    "bool": lambda path: save(path, torch.ones(DRAFT, dtype=torch.bool)),
+    "negative": lambda path: save(path, torch.arange(DRAFT) - 1),
+    "out_of_range": lambda path: save(path, torch.arange(VOCAB - DRAFT + 1, VOCAB + 1)),
+    "repeated": lambda path: save(path, torch.tensor([0, 0, *range(2, DRAFT)])),
+    "unordered": lambda path: save(path, torch.arange(DRAFT).flip(0)),
     "stale": save,
     "without_fingerprint": lambda path: save(path, fingerprint=None),
     "without_checksum": lambda path: save(path, checksum=None),

@@ -11,17 +11,10 @@ from drafts import AUX
 from eagle3_runs import OPTIONS
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from hf_prefix_tree import DataCollatorForEagle3, Eagle3Config, Eagle3DraftConfig, Eagle3DraftModel, Eagle3Trainer
 from hf_prefix_tree.demo.dialogues import generate_dialogues
-from hf_prefix_tree.eagle3 import (
-    DataCollatorForEagle3,
-    Eagle3Config,
-    Eagle3DraftConfig,
-    Eagle3DraftModel,
-    Eagle3Target,
-    Eagle3Trainer,
-    load_exported,
-    validate_export,
-)
+from hf_prefix_tree.eagle3.target import Eagle3Target
+from hf_prefix_tree.eagle3.validation import load_exported, validate_export
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 VOCAB = 48

@@ -7,7 +7,8 @@ import torch
 from drafts import AUX, DRAFT_VOCAB, VOCAB, collated, make_draft, random_documents, random_states
 from safetensors.torch import load_file, save_file
 
-from hf_prefix_tree.eagle3 import export_for_serving, load_exported, validate_export
+from hf_prefix_tree import export_for_serving
+from hf_prefix_tree.eagle3.validation import load_exported, validate_export
 
 LAYER = [
     "self_attn.q_proj",
@@ -26,7 +27,7 @@ OUTSIDE = ["embed_tokens.weight", "fc.weight", "norm.weight", "lm_head.weight"]
 
 def exported(folder, engine, vocab=DRAFT_VOCAB, **kwargs):
     draft = make_draft(torch.float32, draft_vocab_size=vocab)
-    draft.export_for_serving(folder, engine, target_name_or_path="org/target", **kwargs)
+    export_for_serving(draft, folder, engine, target_name_or_path="org/target", **kwargs)
     return draft, json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
 
 
@@ -105,7 +106,7 @@ def test_round_trip(tmp_path, engine, vocab):
 
 def test_scaled_rope_is_written_in_both_forms(tmp_path):
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 9000.0}
-    make_draft(torch.float32, rope_parameters=rope).export_for_serving(tmp_path, "vllm")
+    export_for_serving(make_draft(torch.float32, rope_parameters=rope), tmp_path, "vllm")
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["rope_theta"] == 9000.0 and config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
     assert load_exported(tmp_path).config.rope_parameters == rope
@@ -114,12 +115,12 @@ def test_scaled_rope_is_written_in_both_forms(tmp_path):
 def test_what_can_not_be_exported(tmp_path):
     draft = make_draft(torch.float32)
     with pytest.raises(ValueError, match="`engine` must be one of"):
-        draft.export_for_serving(tmp_path, "tgi")
+        export_for_serving(draft, tmp_path, "tgi")
     with pytest.raises(ValueError, match="`target_name_or_path` is needed"):
-        draft.export_for_serving(tmp_path, "speculators")
+        export_for_serving(draft, tmp_path, "speculators")
     draft.config.aux_layer_ids = None
     with pytest.raises(ValueError, match="engines would guess the layers"):
-        draft.export_for_serving(tmp_path, "vllm")
+        export_for_serving(draft, tmp_path, "vllm")
     assert not list(tmp_path.iterdir())
 
 

@@ -14,17 +14,9 @@ from mapping_files import BROKEN, BROKEN_IN_ITSELF, CONFIG, DRAFT, VOCAB, loader
 from mapping_worker import build_and_break
 from processes import run_ranks
 
-from hf_prefix_tree.eagle3 import (
-    build_token_mapping,
-    d2t_from_ids,
-    ids_from_d2t,
-    load_or_build_token_mapping,
-    load_token_mapping,
-    save_token_mapping,
-    t2d_from_ids,
-)
+from hf_prefix_tree import build_token_mapping, load_or_build_token_mapping, load_token_mapping, save_token_mapping
 from hf_prefix_tree.eagle3.mapping_cache import data_fingerprint
-from hf_prefix_tree.eagle3.token_mapping import count_supervised
+from hf_prefix_tree.eagle3.token_mapping import count_supervised, d2t_from_ids, ids_from_d2t, t2d_from_ids
 
 SIZES = {"target_vocab_size": VOCAB, "draft_vocab_size": DRAFT}
 
@@ -91,7 +83,7 @@ def test_labels_say_what_is_supervised_where_there_is_no_loss_mask():
 
 @pytest.mark.parametrize("draft", [None, VOCAB, VOCAB + 1])
 def test_the_identity_reads_nothing(draft, tmp_path):
-    path = tmp_path / "map.pt"
+    path = tmp_path / "map.safetensors"
     ids, mask = load_or_build_token_mapping(
         Unreadable(), target_vocab_size=VOCAB, draft_vocab_size=draft, cache_path=path
     )
@@ -134,9 +126,9 @@ def test_neither_the_scan_nor_a_hit_moves_a_generator(tmp_path, has_own_generato
         )
 
     before = states()
-    load_or_build_token_mapping(data, cache_path=tmp_path / "map.pt", **CONFIG)
+    load_or_build_token_mapping(data, cache_path=tmp_path / "map.safetensors", **CONFIG)
     assert states() == before
-    load_or_build_token_mapping(data, cache_path=tmp_path / "map.pt", **CONFIG)
+    load_or_build_token_mapping(data, cache_path=tmp_path / "map.safetensors", **CONFIG)
     assert states() == before
     next(iter(data))
     assert states() != before  # reading it does move them, without the care
@@ -164,46 +156,58 @@ def test_d2t_and_t2d():
 
 
 def test_round_trip(tmp_path):
-    path = tmp_path / "new" / "map.pt"
+    path = tmp_path / "new" / "map.safetensors"
     built = build_token_mapping(loader(samples()), **CONFIG)
     save_token_mapping(path, built[0], VOCAB, "data")
     for fingerprint in (None, "data"):
         loaded = load_token_mapping(path, **SIZES, fingerprint=fingerprint)
         assert torch.equal(loaded[0], built[0]) and torch.equal(loaded[1], built[1])
     assert load_token_mapping(path, **SIZES, fingerprint="other data") is None
-    assert os.listdir(path.parent) == ["map.pt"]
+    assert os.listdir(path.parent) == ["map.safetensors"]
 
 
 def test_a_missing_file_is_none_without_a_warning(tmp_path, caplog):
-    assert load_token_mapping(tmp_path / "none.pt", **SIZES) is None
+    assert load_token_mapping(tmp_path / "none.safetensors", **SIZES) is None
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_a_file_has_the_permissions_that_the_umask_leaves(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        save_token_mapping(tmp_path / "map", torch.arange(DRAFT), VOCAB)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "map").stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def writes_half_and_fails(path, content):
+    with open(path, "wb") as file:
+        file.write(content[: len(content) // 2])
+    raise OSError("disk full")
+
+
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
-    path = tmp_path / "map.pt"
+    path = tmp_path / "map.safetensors"
     save_token_mapping(path, torch.arange(DRAFT), VOCAB)
     content = path.read_bytes()
 
-    def fails(data, file):
-        file.write(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(torch, "save", fails)
+    monkeypatch.setattr(Path, "write_bytes", writes_half_and_fails)
     with pytest.raises(OSError, match="disk full"):
         save_token_mapping(path, torch.arange(1, DRAFT + 1), VOCAB)
     assert path.read_bytes() == content
-    assert os.listdir(tmp_path) == ["map.pt"]
+    assert os.listdir(tmp_path) == ["map.safetensors"]
 
 
 def test_wrong_ids_are_not_saved(tmp_path):
     with pytest.raises(ValueError, match="not ascending"):
-        save_token_mapping(tmp_path / "map.pt", torch.tensor([3, 1]), VOCAB)
+        save_token_mapping(tmp_path / "map.safetensors", torch.tensor([3, 1]), VOCAB)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", BROKEN_IN_ITSELF)
 def test_broken_files_are_not_loaded(name, tmp_path, caplog):
-    path = tmp_path / "map.pt"
+    path = tmp_path / "map.safetensors"
     BROKEN[name](path)
     assert load_token_mapping(path, **SIZES) is None
     assert len(caplog.messages) == 1 and "is not used: " in caplog.messages[0]
@@ -212,7 +216,7 @@ def test_broken_files_are_not_loaded(name, tmp_path, caplog):
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_files_are_rebuilt(name, tmp_path, caplog):
-    path = tmp_path / "map.pt"
+    path = tmp_path / "map.safetensors"
     BROKEN[name](path)
     data = loader(samples())
     expected = build_token_mapping(data, **CONFIG)[0]
@@ -227,7 +231,7 @@ def test_broken_files_are_rebuilt(name, tmp_path, caplog):
 
 
 def test_a_file_of_other_data_tokenizer_or_specials_is_rebuilt(tmp_path, tiny_tokenizer, caplog):
-    path = tmp_path / "map.pt"
+    path = tmp_path / "map.safetensors"
     call = lambda data, **changes: load_or_build_token_mapping(data, **{**CONFIG, "cache_path": path, **changes})[0]  # noqa: E731
     rows = samples()
     first = call(loader(rows))
@@ -248,17 +252,17 @@ def test_a_dataset_is_known_by_its_fingerprint(tmp_path):
     from datasets import Dataset
 
     data = loader(Dataset.from_list(samples()))
-    first = load_or_build_token_mapping(data, cache_path=tmp_path / "map.pt", **CONFIG)[0]
+    first = load_or_build_token_mapping(data, cache_path=tmp_path / "map.safetensors", **CONFIG)[0]
     same, other = Dataset.from_list(samples()), Dataset.from_list(samples(seed=1))
     assert torch.equal(
-        load_or_build_token_mapping(Unreadable(same), cache_path=tmp_path / "map.pt", **CONFIG)[0], first
+        load_or_build_token_mapping(Unreadable(same), cache_path=tmp_path / "map.safetensors", **CONFIG)[0], first
     )
     with pytest.raises(AssertionError, match="the data was read"):
-        load_or_build_token_mapping(Unreadable(other), cache_path=tmp_path / "map.pt", **CONFIG)
+        load_or_build_token_mapping(Unreadable(other), cache_path=tmp_path / "map.safetensors", **CONFIG)
 
 
 def test_a_file_is_not_taken_for_data_that_can_not_be_told_from_other_data(tmp_path, caplog):
-    sizes = {"target_vocab_size": 9, "draft_vocab_size": 1, "cache_path": tmp_path / "map.pt"}
+    sizes = {"target_vocab_size": 9, "draft_vocab_size": 1, "cache_path": tmp_path / "map.safetensors"}
     streams = [[{"input_ids": [[token]], "loss_mask": [[1]]}] for token in (7, 5)]
     found = [load_or_build_token_mapping(iter(stream), **sizes)[0].tolist() for stream in streams]
     assert found == [[7], [5]]
@@ -279,11 +283,8 @@ def test_every_column_of_the_rows_is_part_of_what_they_are(name):
 
 
 def test_a_disk_that_is_full_costs_the_file_only(tmp_path, monkeypatch, caplog):
-    def fails(data, file):
-        raise RuntimeError("PytorchStreamWriter failed writing file")
-
-    monkeypatch.setattr(torch, "save", fails)
-    built = load_or_build_token_mapping(loader(samples()), cache_path=tmp_path / "map.pt", **CONFIG)[0]
+    monkeypatch.setattr(Path, "write_bytes", writes_half_and_fails)
+    built = load_or_build_token_mapping(loader(samples()), cache_path=tmp_path / "map.safetensors", **CONFIG)[0]
     assert torch.equal(built, build_token_mapping(loader(samples()), **CONFIG)[0])
     assert "could not be written" in caplog.messages[0] and os.listdir(tmp_path) == []
 
@@ -334,13 +335,13 @@ def test_counts_are_summed_over_nccl(tmp_path):
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
         assert token_mapping.collective_device().type == "cuda"
-        verdict = [(True, None)]
+        verdict = [(torch.arange(5), None)]
         dist.broadcast_object_list(verdict, src=0, device=token_mapping.collective_device())
         counts = torch.arange(5).to(token_mapping.collective_device())
         dist.all_reduce(counts)
         assert counts.tolist() == [0, 1, 2, 3, 4]
         data = loader(samples())
-        ids = mapping_cache.load_or_build_token_mapping(data, cache_path=tmp_path / "map.pt", **CONFIG)[0]
+        ids = mapping_cache.load_or_build_token_mapping(data, cache_path=tmp_path / "map.safetensors", **CONFIG)[0]
         assert ids.tolist() == transcription(data, VOCAB, DRAFT, CONFIG["special_token_ids"])
     finally:
         dist.destroy_process_group()

@@ -14,19 +14,20 @@ from processes import run_ranks
 from safetensors.torch import load_file
 from trainer_worker import train_and_evaluate
 
-from hf_prefix_tree.demo.dialogues import generate_dialogues
-from hf_prefix_tree.eagle3 import (
+from hf_prefix_tree import (
     DataCollatorForEagle3,
     Eagle3Config,
     Eagle3DraftModel,
-    Eagle3Target,
     Eagle3Trainer,
     build_token_mapping,
+    export_for_serving,
     load_token_mapping,
-    precompute_hidden_states,
-    validate_export,
 )
+from hf_prefix_tree.demo.dialogues import generate_dialogues
 from hf_prefix_tree.eagle3.loss import StepSums
+from hf_prefix_tree.eagle3.precompute import precompute_hidden_states
+from hf_prefix_tree.eagle3.target import Eagle3Target
+from hf_prefix_tree.eagle3.validation import validate_export
 
 
 def logs_of(trainer):
@@ -141,7 +142,7 @@ def test_a_draft_is_made_for_the_target_and_only_the_draft_is_saved(tmp_path, ti
     config = {**TARGETS["llama"].to_dict(), "vocab_size": len(tiny_tokenizer)}
     target = type(make_target(dtype=torch.float32))(type(TARGETS["llama"]).from_dict(config))
     rows = [{"messages": row["messages"], "tools": row["tools"]} for row in generate_dialogues(3, 1)]
-    path = tmp_path / "map.pt"
+    path = tmp_path / "map.safetensors"
     options = {
         "tokenizer": tiny_tokenizer,
         "target": target,
@@ -175,7 +176,7 @@ def test_a_draft_is_made_for_the_target_and_only_the_draft_is_saved(tmp_path, ti
     again = trainer_of(tmp_path, rows, draft=str(tmp_path / "out"), **{**options, "draft_vocab_size": None})
     assert isinstance(again.model, Eagle3DraftModel)
     assert all(torch.equal(saved[name], value) for name, value in again.model.state_dict().items())
-    trainer.model.export_for_serving(tmp_path / "served", "sglang")
+    export_for_serving(trainer.model, tmp_path / "served", "sglang")
     assert validate_export(tmp_path / "served") == []
 
 
