@@ -164,7 +164,6 @@ _TREE_SFT: dict[str, Option] = {
     "max_examples": Honoured("trainers/test_sft.py::test_only_the_training_dataset_is_selected_from"),
     "mode": Honoured("trainers/test_modes.py::test_grouped_trains_the_same"),
     "attn_backend": Honoured("model/test_backends.py::test_the_kernel_that_was_chosen_is_what_runs"),
-    "measure_speedup": Honoured("trainers/test_speedup.py::test_the_third_step_measures_once_and_changes_nothing"),
     "compile_layers": Honoured("trainers/test_engines.py::test_compiled_layers"),
 }
 
