@@ -186,7 +186,7 @@ def _install(base: PreTrainedModel, attn_backend: str) -> _State:
         recurrent=followed_functions(base),
     )
     setattr(base, _STATE, state)
-    base.loss_function = functools.partial(_tree_aware_loss, base.loss_function)
+    base._loss_function = functools.partial(_tree_aware_loss, base.loss_function)
     backbone = backbone_of(base)
     assert backbone is not None  # checked above
     state.handles = [
@@ -213,7 +213,7 @@ def unprepare_model(model: torch.nn.Module) -> torch.nn.Module:
         return model
     for handle in state.handles:
         handle.remove()
-    if getattr(base._loss_function, "func", None) is _tree_aware_loss:  # not one that replaced it
+    if getattr(base.__dict__.get("_loss_function"), "func", None) is _tree_aware_loss:  # not one that replaced it
         if state.previous_loss is None:
             del base._loss_function
         else:
@@ -326,11 +326,11 @@ def check_call(module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: boo
 
 def _refuse_other_losses(module: PreTrainedModel, state: _State) -> None:
     loss: Any = module.loss_function
-    if getattr(loss, "func", None) is not _tree_aware_loss or loss.args != (ForCausalLMLoss,):
-        loss = loss.args[0] if getattr(loss, "func", None) is _tree_aware_loss else loss
+    loss = loss.args[0] if getattr(loss, "func", None) is _tree_aware_loss else loss
+    if loss is not ForCausalLMLoss:
         raise ValueError(
             f"`model.loss_function` is {getattr(loss, '__qualname__', repr(loss))}, and the weighted cross-entropy of "
-            f"a tree would take its place: remove it (`del model._loss_function` before `prepare_model`). {WAY_OUT}"
+            f"a tree would take its place: remove it (`del model._loss_function`). {WAY_OUT}"
         )
     if state.loss_refusal is not None:
         raise ValueError(state.loss_refusal)

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_prefix_tree.attention.defaults import default_implementation, uses_attention_interface
 from hf_prefix_tree.attention.interface import IMPLEMENTATION, WAY_OUT
@@ -135,7 +136,7 @@ def verify_images(model: PreTrainedModel, forward: Callable) -> str | None:
 
 def verify_loss(model: PreTrainedModel, forward: Callable) -> str | None:
     """
-    Compares the loss that the model returns for a branch with the cross-entropy of its logits.
+    Compares the loss that the model's forward returns for a branch with the cross-entropy of its logits.
 
     Args:
         model (`PreTrainedModel`): The prepared causal LM.
@@ -151,9 +152,14 @@ def verify_loss(model: PreTrainedModel, forward: Callable) -> str | None:
     kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, "use_cache": False}
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         kwargs["output_router_logits"] = False  # the router's loss comes on top of the weighted one
+    loss_function = model.loss_function  # checked at each call, since it may change
     with undisturbed(model), torch.no_grad(), _other_attention(model, None):
         model.training = True  # terms of the training loss; the layers stay as they are for evaluation
-        output = forward(**kwargs)
+        try:
+            model._loss_function = ForCausalLMLoss
+            output = forward(**kwargs)
+        finally:
+            model._loss_function = loss_function
     if output.logits is None or output.loss is None:
         return None  # a fused head: calls on trees see that they lack a loss
     logits, loss = output.logits[0].float(), output.loss.float()

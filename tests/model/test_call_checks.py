@@ -306,6 +306,34 @@ def test_a_loss_function_of_its_own_is_refused(how, wrapper, is_first):
     assert model.loss_function is not ForCausalLMLoss
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_loss_function_that_was_removed_is_gone(is_first):
+    model = make_model("qwen3", dtype=torch.float32)
+    if is_first:
+        model.loss_function = with_z_loss
+    prepare_model(model)
+    if not is_first:
+        model.loss_function = with_z_loss
+    with pytest.raises(ValueError, match=r"with_z_loss.*`del model._loss_function`"):
+        model(**batch())
+    del model._loss_function
+    assert_exact(model)
+    assert unprepare_model(model).loss_function is ForCausalLMLoss
+
+
+@pytest.mark.parametrize("kind", ["method", "property"])
+def test_a_loss_function_of_a_subclass_is_refused(kind):
+    own = (
+        property(lambda self: with_z_loss)
+        if kind == "property"
+        else lambda self, *args, **kw: with_z_loss(*args, **kw)
+    )
+    subclass = type("Own", (Qwen3ForCausalLM,), {"loss_function": own})
+    model = subclass._from_config(CONFIGS["qwen3"], dtype=torch.float32, attn_implementation="prefix_tree")
+    with pytest.raises(ValueError, match=r"`model.loss_function` is .*weighted cross-entropy of a tree"):
+        prepare_model(model)(**batch())
+
+
 def test_a_loss_function_of_the_class_is_refused(monkeypatch):
     model = prepared()
     monkeypatch.setattr(type(model), "loss_function", property(lambda self: with_z_loss))
