@@ -8,7 +8,9 @@ the libraries that trainers put around a model (mixed precision, FSDP, checkpoin
 
 from __future__ import annotations
 
+import dis
 import functools
+import itertools
 import operator
 import types
 from collections.abc import Iterator
@@ -104,11 +106,14 @@ class CodeWatch:
         )
 
     def _look_at_hooks(self) -> list[tuple[int, Any]]:
-        """The code of unknown hooks, by place: hooks are often made anew for each step, from the same code."""
+        """
+        The code of unknown hooks that may change numbers, by place: hooks are often made anew for each step, from the
+        same code. Those that only look (counters, profilers) cost no check, which would go through them.
+        """
         found = []
         for place, hooks in enumerate(self._hooks):
             functions = [function for hook in hooks.values() for function in _functions_of(hook)] if hooks else []
-            found += [(place, getattr(f, "__code__", f)) for f in functions if _package(f) not in _KNOWN]
+            found += [(place, getattr(f, "__code__", f)) for f in functions if not _only_looks(f)]
         return found
 
     def _make_key(self, model: PreTrainedModel, modules: dict[str, Any]) -> tuple:
@@ -154,6 +159,23 @@ def _package(function: Any) -> str:
     # `functools.wraps` copies `__module__`, but not the globals
     name = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
     return (name or type(function).__module__).split(".")[0]
+
+
+def _only_looks(hook: Any) -> bool:
+    """Whether a hook is known, or returns nothing and writes into no tensor, as far as its instructions tell."""
+    if _package(hook) in _KNOWN:
+        return True
+    code = getattr(hook, "__code__", None) or getattr(type(hook).__call__, "__code__", None)
+    if code is None or any(name.endswith("_") and not name.endswith("__") for name in code.co_names):
+        return False
+    steps = list(dis.get_instructions(code))
+    for last, step in itertools.pairwise(steps):
+        returns = step.opname == "RETURN_VALUE" and (last.opname != "LOAD_CONST" or last.argval is not None)
+        # `x += y` on a variable may be in place; on an attribute, it counts something
+        writes = step.opname in ("STORE_FAST", "STORE_DEREF") and last.argrepr.endswith("=")
+        if returns or writes or step.opname == "STORE_SUBSCR" or (step.opname == "RETURN_CONST" and step.argval):
+            return False
+    return True
 
 
 def _name(function: Any) -> str:

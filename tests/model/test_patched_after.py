@@ -74,6 +74,13 @@ def patch_pre_hook(model, monkeypatch):
     model.model.layers[1].register_forward_pre_hook(lambda module, args: (args[0].roll(1, dims=1),))
 
 
+def patch_hook_in_place(model, monkeypatch):
+    def hook(module, args, output):
+        output += output.roll(1, dims=1)
+
+    model.model.layers[0].mlp.register_forward_hook(hook)
+
+
 def patch_submodule(model, monkeypatch):
     new = Shifts(model.config)
     new.load_state_dict(model.model.layers[1].mlp.state_dict())
@@ -145,12 +152,32 @@ def test_what_toggles_in_training_costs_no_check(monkeypatch):
         model.train()(**batch()).loss.backward()
         base.gradient_checkpointing_disable()
         base.disable_input_require_grads()
-        handle = base.model.layers[0].register_forward_hook(lambda module, args, output: None)
+        handle = base.model.layers[0].register_forward_hook(lambda module, args, output: output)
         model(**batch())
         handle.remove()
         prepare_model(model)
         ensure_verified(model, model)
     assert len(checks) == 2  # the hook is from a file that nobody knows
+
+
+def test_hooks_that_only_look_see_no_check(monkeypatch):
+    checks, seen = count_checks(monkeypatch), []
+    model = prepare_model(make_model("llama", dtype=torch.float32))
+
+    class Counter:
+        total = 0
+
+        def __call__(self, module, args, output):
+            self.total += 1
+
+    def look(module, args, output):
+        seen.append(module)
+
+    counter = Counter()
+    model.model.layers[0].register_forward_hook(counter)
+    model.model.layers[0].register_forward_hook(look)
+    model(**batch())
+    assert len(checks) == counter.total == len(seen) == 1
 
 
 def test_wrappers_of_known_packages_cost_no_check(monkeypatch):

@@ -31,8 +31,8 @@ def test_under_autocast(tmp_path):
 
 def round_as_bf16(monkeypatch):
     """Some CPUs give a row the same numbers in every batch: half of what bf16 may differ by, as others do."""
-    original, half = verify_module._tree_logits, verify_module._ROUNDING[torch.bfloat16] / 2
-    monkeypatch.setattr(verify_module, "_tree_logits", lambda *args: original(*args) * (1 + half))
+    original, half = verify_module.tree_logits, verify_module.ROUNDING[torch.bfloat16] / 2
+    monkeypatch.setattr(verify_module, "tree_logits", lambda *args: original(*args) * (1 + half))
 
 
 def test_rounding_of_autocast_is_allowed(tmp_path, monkeypatch):
@@ -44,7 +44,7 @@ def test_rounding_of_autocast_is_allowed(tmp_path, monkeypatch):
 def test_float32_logits_alone_would_be_judged_too_strictly(tmp_path, monkeypatch):
     trainer = unchecked_trainer(tmp_path)
     round_as_bf16(monkeypatch)
-    monkeypatch.setattr(verify_module, "_coarsest_dtype", lambda model: nullcontext(set()))
+    monkeypatch.setattr(verify_module, "coarsest_dtype", lambda model: nullcontext(set()))
     with pytest.raises(ValueError, match=r"gives a branch other logits|does not give the same logits"):
         trainer.train()
 
