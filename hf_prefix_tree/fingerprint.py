@@ -130,7 +130,10 @@ class CodeWatch:
 
     def _ids(self, code: Any, known: bool = False) -> tuple[int, ...]:
         """Identifies the functions of `code`; those of known packages only if asked."""
-        functions = [f for f in _functions_of(code) if known or _package(f) not in _KNOWN]
+        # FSDP makes classes whose forward Transformers wraps once more: of known wrappers, the wrapped function counts
+        functions = [
+            f for f in _functions_of(code) if _package(f) not in _KNOWN or (known and not hasattr(f, "__wrapped__"))
+        ]
         self.kept += functions
         self.unknown += [_name(function) for function in functions if _package(function) not in _KNOWN]
         return tuple(map(id, functions))
@@ -169,6 +172,10 @@ def _only_looks(hook: Any) -> bool:
     if code is None or any(name.endswith("_") and not name.endswith("__") for name in code.co_names):
         return False
     steps = list(dis.get_instructions(code))
+    # `lambda ...: found.append(...)` returns nothing
+    methods = [step.argval for step in steps if step.opname in ("LOAD_METHOD", "LOAD_ATTR")]
+    if methods[:1] == ["append"] and steps[-2].opname == "CALL" and not any("JUMP" in step.opname for step in steps):
+        return True
     for last, step in itertools.pairwise(steps):
         returns = step.opname == "RETURN_VALUE" and (last.opname != "LOAD_CONST" or last.argval is not None)
         # `x += y` on a variable may be in place; on an attribute, it counts something
