@@ -119,8 +119,11 @@ def draw_setup(seed: int, engine: str = "one") -> Setup:
         scale=one_of(1.0, 1e-3) if rows in ("branches", "trees") else 1.0,
     )
     # Transformers 5.24 saves the experts of Qwen3-MoE one by one, and a Trainer that resumes finds none of them
-    resumes = setup.model != "qwen3_moe" or setup.adapter is not None
-    return setup if resumes else replace(setup, resumed_at=None)
+    if setup.model == "qwen3_moe" and setup.adapter is None:
+        setup = replace(setup, resumed_at=None)
+    if trainer == "plain" and eval_sets:  # a plain evaluation drops rows, too
+        setup = replace(setup, drop_last=False)
+    return setup
 
 
 class DrawnData:
