@@ -34,7 +34,7 @@ def test_setup(tmp_path, seed):
 @pytest.mark.draws
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_ranks(tmp_path, engine):
-    run_ranks(check_setups, tmp_path, engine, list(SEEDS[engine]), ranks=2, timeout=400)
+    run_ranks(check_setups, tmp_path, engine, list(SEEDS[engine]), ranks=2, timeout=900)
     for rank in range(2):
         failed = json.loads((tmp_path / f"failed{rank}.json").read_text())
         assert not failed, "\n\n".join([f"rank {rank}: draws {', '.join(failed)} failed", *failed.values()])
