@@ -313,7 +313,7 @@ def check_call(module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: boo
     refuse_missing_labels(kwargs, trains)
     if module.training:
         refuse_noisy_embeddings(module)
-    if not state.verifying and not _is_verified(module, state):
+    if not state.verifying:
         _verify_call(module, state)
     refuse_other_inputs(module, kwargs, state.image_refusal)
     if kwargs.get("labels") is not None and not state.verifying:
@@ -336,8 +336,11 @@ def _refuse_other_losses(module: PreTrainedModel, state: _State) -> None:
         raise ValueError(state.loss_refusal)
 
 
+@torch.compiler.disable  # looks at the model's code, and runs the model where it has changed
 def _verify_call(module: PreTrainedModel, state: _State) -> None:
     """What a call of a model checks by itself, without the other ranks."""
+    if _is_verified(module, state):
+        return
     trains = module.training and torch.is_grad_enabled()
     if weights_are_whole(module):
         if trains or _has_changed(state):

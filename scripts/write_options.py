@@ -9,6 +9,7 @@ from hf_prefix_tree.trainers.options import OPTIONS, Honoured, Option, Refused
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 TRAINERS = {
     "TrainingArguments": "`TrainingArguments` with `TreeLossMixin`",
+    "SFTConfig": "`SFTConfig` with `TreeLossMixin` before `SFTTrainer`",
     "TreeSFTConfig": "`TreeSFTTrainer`",
     "GRPOConfig": "`TreeGRPOTrainer`",
     "RLOOConfig": "`TreeRLOOTrainer`",

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
+from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 
@@ -57,9 +58,13 @@ class TreeLossMixin(_Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._tree_sums: dict[str, torch.Tensor] = {}
+        self._counted: dict[str, torch.Tensor] = {}  # of the optimizer step whose batches were fetched last
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, TrainingArguments)]
+        for arguments in given:
+            refuse_options(arguments)  # before a trainer reads them
         super().__init__(*args, **kwargs)
         self._refuse_engines()
-        self._refuse_options()
+        self._refuse_functions()
         keep_output_dtype(self.accelerator)
         self._follow_trees(self.model)
         # Says that the loss is normalised by `num_items_in_batch`, so that Trainer does not divide it by the
@@ -89,13 +94,13 @@ class TreeLossMixin(_Trainer):
         if self.args.n_gpu > 1:
             raise ValueError("`nn.DataParallel` is not supported: start one process per GPU with `accelerate launch`.")
 
-    def _refuse_options(self) -> None:
-        """What `Trainer` would do to rows instead of branches; `TreeSFTConfig` refuses more of it, and earlier."""
-        refuse_options(self.args)
-        if self.compute_loss_func is not None:
-            raise ValueError(
-                "`compute_loss_func` is not supported on prefix trees: it would see rows, not branches. Leave it out."
-            )
+    def _refuse_functions(self) -> None:
+        for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"`{name}` is not supported on prefix trees: it would see packed sequences, not branches. Leave "
+                    "it out."
+                )
 
     # ---- one optimizer step ----
 
@@ -122,10 +127,17 @@ class TreeLossMixin(_Trainer):
         local = torch.cat([weights[None], stats.double(), torch.stack([tokens, positions]).double()])
         ranks = self.accelerator.gather(torch.cat([local, self._work(batch_samples).to(local)])[None])
         total = ranks[:, : len(local)].sum(dim=0) / self._copies()
-        self._add("counts", total)
         work = ranks[:, len(local) :]  # [rank, micro-batch]; ranks wait for each other at every micro-batch
-        self._add("work", torch.stack([work.amax(dim=0).sum(), work.mean(dim=0).sum()]))
+        self._counted = {"counts": total, "work": torch.stack([work.amax(dim=0).sum(), work.mean(dim=0).sum()])}
         return total[0]
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().get_batch_samples(*args, **kwargs)
+        # Here and not where they are counted, since Trainer's `prediction_step` counts evaluation batches, too.
+        for name, value in self._counted.items():
+            self._add(name, value)
+        self._counted = {}
+        return result
 
     def _work(self, batch_samples: list) -> torch.Tensor:
         """FLOPs of each micro-batch, float64 `[micro-batches]`."""

@@ -131,7 +131,8 @@ _SFT: dict[str, Option] = {
     "shuffle_dataset": Irrelevant("shuffles the prepared rows, with `seed`"),
 }
 
-_TREE_SFT: dict[str, Option] = {
+# `SFTConfig` under `TreeLossMixin`, and of `TreeSFTTrainer`.
+_SFT_TREES: dict[str, Option] = {
     "packing": Refused(
         "trees are packed by `per_device_train_batch_size`: all trees of a batch become one row", (False,)
     ),
@@ -145,9 +146,14 @@ _TREE_SFT: dict[str, Option] = {
     ),
     "truncation_mode": Refused("branches share their start", ("keep_start",)),
     "torch_compile": Refused("compiling the whole model is not tested on trees; use `compile_layers=True`", (False,)),
+    "router_aux_loss_coef": Honoured("trainers/test_modes.py::test_a_routers_auxiliary_loss_is_a_mean_over_branches"),
+    "max_length dataset_kwargs": Irrelevant("concerns TRL's preparation, which batches of trees skip"),
+    "pad_to_multiple_of": Irrelevant("belongs to TRL's collator"),
+}
+
+_TREE_SFT: dict[str, Option] = {
     "dataloader_num_workers": Honoured("trainers/test_sft.py::test_workers"),
     "save_strategy resume_from_checkpoint": Honoured("trainers/test_sft.py::test_saving_and_resuming"),
-    "router_aux_loss_coef": Honoured("trainers/test_modes.py::test_a_routers_auxiliary_loss_is_a_mean_over_branches"),
     "max_length overlong": Honoured("data/test_datasets.py::test_long_branches"),
     "pad_to_multiple_of": Honoured("trainers/test_options.py::test_padding_token_and_multiple"),
     "dataset_kwargs": Honoured("trainers/test_options.py::test_options_of_a_preparation_that_is_skipped"),
@@ -374,10 +380,11 @@ def _merged(*tables: dict[str, Option]) -> dict[str, Option]:
     return {name: option for table in tables for names, option in table.items() for name in names.split()}
 
 
-# By the name of the config class. `TrainingArguments` are those of a Trainer under `TreeLossMixin`.
+# By the name of the config class. `TrainingArguments` and `SFTConfig` are those of a trainer under `TreeLossMixin`.
 OPTIONS: dict[str, dict[str, Option]] = {
     "TrainingArguments": _merged(_TRAINER, _TREE_LOSS),
-    "TreeSFTConfig": _merged(_TRAINER, _TREE_LOSS, _SFT, _TREE_SFT),
+    "SFTConfig": _merged(_TRAINER, _TREE_LOSS, _SFT, _SFT_TREES),
+    "TreeSFTConfig": _merged(_TRAINER, _TREE_LOSS, _SFT, _SFT_TREES, _TREE_SFT),
     "GRPOConfig": _merged(_TRAINER, _FOLDED, _POLICY, _GRPO),
     "RLOOConfig": _merged(_TRAINER, _FOLDED, _POLICY, _RLOO),
     "DPOConfig": _merged(_TRAINER, _FOLDED, _PREFERENCE, _DPO),

@@ -97,8 +97,24 @@ def test_sft_trainer(tmp_path):
 
 
 def test_a_loss_that_weights_do_not_fit_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"`loss_type='dft'` is not supported on prefix trees.*Leave it out"):
+    with pytest.raises(ValueError, match="`loss_type='dft'`"):
         mixed_sft(tmp_path, groups_of(1, 3), loss_type="dft")
+
+
+def test_an_evaluation_leaves_the_counts_of_the_training_alone(tmp_path):
+    groups = groups_of(4, 3)
+    options = {"eval_strategy": "steps", "eval_steps": 1}
+    trainer = plain(tmp_path, groups, model=make_model(), eval_dataset=TorchDataset(groups_of(3, 5)), options=options)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 2 and logged(trainer) == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"])
+def test_functions_that_would_see_packed_sequences_are_refused(tmp_path, name):
+    arguments = TrainingArguments(str(tmp_path), **OPTIONS)
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        MixedTrainer(make_model(), arguments, data_collator=DataCollatorForPrefixTree(0), **{name: print})
 
 
 def test_a_trainer_with_a_loss_of_its_own_is_refused(tmp_path):

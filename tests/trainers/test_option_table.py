@@ -13,7 +13,7 @@ from preference_runs import pairs, unpaired
 from preference_runs import tokenizer as text_tokenizer
 from runs import config, make_model
 from transformers import Trainer, TrainingArguments
-from trl import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig
+from trl import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig, SFTConfig, SFTTrainer
 
 from hf_prefix_tree import (
     DiffusionSFTConfig,
@@ -30,7 +30,7 @@ REPO_ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {
     each.__name__: each
     for each in (
-        *(TrainingArguments, TreeSFTConfig, GRPOConfig, RLOOConfig, DPOConfig, KTOConfig),
+        *(TrainingArguments, SFTConfig, TreeSFTConfig, GRPOConfig, RLOOConfig, DPOConfig, KTOConfig),
         *(DiffusionSFTConfig, Eagle3Config),
     )
 }
@@ -51,6 +51,10 @@ class TreeTrainer(TreeLossMixin, Trainer):
     """The step-wide normaliser on a plain Trainer."""
 
 
+class TreeSFTLossTrainer(TreeLossMixin, SFTTrainer):
+    """The step-wide normaliser on TRL's `SFTTrainer`."""
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_table_holds_every_option(name):
     fields = {field.name for field in dataclasses.fields(CONFIGS[name])}
@@ -66,6 +70,9 @@ def make(folder, name, option):
     if name == "TrainingArguments":
         arguments = TrainingArguments(str(folder), use_cpu=True, report_to="none", **options)
         return TreeTrainer(model=make_model(), args=arguments)
+    if name == "SFTConfig":
+        arguments = SFTConfig(str(folder), use_cpu=True, bf16=False, report_to="none", **options)
+        return TreeSFTLossTrainer(make_model(), arguments, processing_class=text_tokenizer())
     if name in ("GRPOConfig", "RLOOConfig"):
         return build(folder.parent, name[:4].lower(), "tree", **options)
     if name in ("DPOConfig", "KTOConfig"):
