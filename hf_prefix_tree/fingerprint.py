@@ -14,10 +14,11 @@ import itertools
 import operator
 import types
 from collections.abc import Iterator
-from itertools import chain, repeat
+from itertools import repeat
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -48,6 +49,7 @@ class CodeWatch:
     Attributes:
         key (`tuple`): Equal for equal code; hashable.
         kept (`list`): The objects whose ids the key holds. While they live, the key means what it says.
+        embeddings (`torch.nn.Module`): The input embeddings.
         unknown (`list[str]`): The functions that come from none of the known packages, by name.
 
     Raises:
@@ -77,26 +79,39 @@ class CodeWatch:
         self._configs, self._fields = [config for config, _ in fields], [name for _, name in fields]
         self._tuners = [vars(m) for m in modules.values() if hasattr(m, "adapter_layer_names")]
         self._references, self._hook_functions = self._look(), self._look_at_hooks()
+        self._known_children = [*map(dict, self._children)]
+        self._remember_hooks()
+        self.embeddings = model.get_input_embeddings()
+        self._weights = self.embeddings._parameters
         self.kept: list[Any] = []
         self.unknown: list[str] = []
         self.key = self._make_key(model, modules)
 
     def unchanged(self) -> bool:
         """Whether the model still runs the same code, as far as references tell."""
-        found = self._look()
-        if found == self._references:
-            return True
-        if found[1:] != self._references[1:] or self._look_at_hooks() != self._hook_functions:
+        if self._look() != self._references or self._children != self._known_children:
             return False
-        self._references = found
+        # the counter grows with every hook that is registered, anywhere
+        if RemovableHandle.next_id != self._registered or [*map(tuple, self._hooked)] != self._hook_ids:
+            if self._look_at_hooks() != self._hook_functions:
+                return False
+            self._remember_hooks()
         return True
+
+    def _remember_hooks(self) -> None:
+        self._registered = RemovableHandle.next_id
+        self._hooked = [hooks for hooks in self._hooks if hooks]
+        self._hook_ids = [*map(tuple, self._hooked)]
+
+    @property
+    def device_type(self) -> str:
+        """The device of the weights, as `model.device` finds it in more time."""
+        return self._weights["weight"].device.type
 
     def _look(self) -> tuple[list[Any], ...]:
         get: Any = dict.get
         return (
-            [*map(tuple, filter(None, self._hooks))],
             [*map(get, self._attributes, repeat("forward"))],
-            [*chain.from_iterable(map(dict.values, self._children))],
             [*map(type, self._parents)],
             [*map(_forward, self._classes)],
             [*map(get, self._files, self._names)],

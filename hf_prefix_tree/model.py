@@ -259,7 +259,7 @@ def _is_verified(base: PreTrainedModel, state: _State) -> bool:
         state.watch = CodeWatch(base)
         state.kept += state.watch.kept
         state.verified_on = state.verified.setdefault(state.watch.key, set())
-    return base.device.type in state.verified_on
+    return state.watch.device_type in state.verified_on
 
 
 def _has_changed(state: _State) -> bool:
@@ -282,7 +282,7 @@ def _verify(base: PreTrainedModel, state: _State, forward: Callable | None = Non
         state.loss_refusal = verify_loss(base, forward or base)
     finally:
         state.verifying = False
-    state.verified_on.add(base.device.type)
+    state.verified_on.add(state.watch.device_type)
 
 
 def check_call(module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: bool = False) -> None:
@@ -312,7 +312,7 @@ def check_call(module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: boo
     trains = module.training and torch.is_grad_enabled()
     refuse_missing_labels(kwargs, trains)
     if module.training:
-        refuse_noisy_embeddings(module)
+        refuse_noisy_embeddings(module.get_input_embeddings() if state.watch is None else state.watch.embeddings)
     if not state.verifying:
         _verify_call(module, state)
     refuse_other_inputs(module, kwargs, state.image_refusal)

@@ -145,7 +145,7 @@ def _agree_on_host(tree: Any, position_ids: Any, mask: Any) -> bool:
             length = first
             if depth[length:].any():
                 return False
-        if position_ids is not None and not (position_ids[row, :length] == depth[:length]).all():
+        if position_ids is not None and not (position_ids[row, :length].astype(depth.dtype) == depth[:length]).all():
             return False
     return True
 
@@ -201,15 +201,14 @@ def _warn_of_logits_without_labels() -> None:
     )
 
 
-def refuse_noisy_embeddings(model: PreTrainedModel) -> None:
+def refuse_noisy_embeddings(embeddings: Any) -> None:
     """
     Raises `ValueError` where NEFTune is on, by Trainer or by hand: the size of its noise follows the length of the
     row, and a shared token would draw one noise for all its branches.
 
     Args:
-        model (`PreTrainedModel`): The causal LM.
+        embeddings (`torch.nn.Module`): The input embeddings of the model.
     """
-    embeddings = model.get_input_embeddings()
     hooks, patched = embeddings._forward_hooks, embeddings.__dict__.get("forward")
     if not hooks and patched is None:
         return
