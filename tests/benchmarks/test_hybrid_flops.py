@@ -3,7 +3,6 @@
 
 import pytest
 import torch
-from models import kept_bytes
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
@@ -11,6 +10,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from benchmarks.flops import model_config
 from benchmarks.shapes import SHAPES, build
 from hf_prefix_tree.flops import activation_bytes, cost_per_count, flop_counts, step_flops
+from tests.support.models import kept_bytes
 
 
 def test_flops_of_a_hybrid_by_hand():

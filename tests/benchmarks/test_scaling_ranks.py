@@ -29,7 +29,7 @@ def launch(event, folder, *options, **variables):
     """The exit code, the output and the rows of the CSV file; fails where the launch takes more than 100 s."""
     output = folder / "scaling.csv"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(Path(__file__).with_name("scaling_worker.py")), event, str(folder)]
+    command += ["-m", "tests.support.scaling_rank", event, str(folder)]
     launcher = subprocess.Popen(
         [*command, "--quick", "--steps", "3", "--output", str(output), *options],
         env={

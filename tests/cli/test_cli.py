@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import kept_bytes
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from hf_prefix_tree import cli, fold, prepare_model
@@ -18,6 +17,7 @@ from hf_prefix_tree.flops import activation_bytes, step_flops
 from hf_prefix_tree.report.plot import sampled_mask
 from hf_prefix_tree.report.text import draw_tree
 from hf_prefix_tree.tree import Branch
+from tests.support.models import kept_bytes
 
 
 def branch(*input_ids):

@@ -9,10 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from branch_parts import supervised_parts
 from tokenizers import AddedToken
 
 from hf_prefix_tree.conversations import conversation_branches
+from tests.support.branch_parts import supervised_parts
 
 # Turn-end tokens and other control tokens, as templates write them.
 CONTROL = re.compile(

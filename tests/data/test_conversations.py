@@ -7,10 +7,10 @@ import copy
 import json
 
 import pytest
-from branch_parts import all_parts, supervised_parts
 
 from hf_prefix_tree.conversations import conversation_branches
 from hf_prefix_tree.tree import fold
+from tests.support.branch_parts import all_parts, supervised_parts
 
 SYSTEM = {"role": "system", "content": "S"}
 HI = {"role": "user", "content": "Hi"}

@@ -7,12 +7,12 @@ import json
 import time
 
 import pytest
-from branch_parts import supervised_parts
 from datasets import load_dataset
 
 from hf_prefix_tree.conversations import conversation_branches
 from hf_prefix_tree.datasets import prepare_trees
 from hf_prefix_tree.tree import PrefixTree, fold
+from tests.support.branch_parts import supervised_parts
 
 
 @pytest.fixture(scope="module")

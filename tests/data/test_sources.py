@@ -11,13 +11,13 @@ from itertools import islice
 import datasets
 import numpy as np
 import pytest
-from branch_parts import parts
 from datasets import Dataset, IterableDataset
 from datasets.fingerprint import generate_random_fingerprint
-from mooncake import mooncake_branches
 
 from hf_prefix_tree.datasets import prepare_trees
 from hf_prefix_tree.tree import Branch, PrefixTree, fold
+from tests.support.branch_parts import parts
+from tests.support.mooncake import mooncake_branches
 
 HI = {"role": "user", "content": "Hi"}
 HELLO = {"role": "assistant", "content": "Hello"}

@@ -4,8 +4,6 @@ import copy
 
 import pytest
 import torch
-from diffusion_models import block_of, pair, sees, stock_logits
-from models import CONFIGS, VOCAB, gradients, make_model
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AutoModelForCausalLM, BloomConfig, Lfm2Config, LlamaConfig, Qwen3NextConfig
 
@@ -13,6 +11,8 @@ from hf_prefix_tree import prepare_model
 from hf_prefix_tree.diffusion.attention import LAYOUTS, block_mask, dense_mask, spans
 from hf_prefix_tree.diffusion.model import prepare_diffusion_model, unprepare_diffusion_model
 from hf_prefix_tree.double import keep_double
+from tests.support.diffusion_models import block_of, pair, sees, stock_logits
+from tests.support.models import CONFIGS, VOCAB, gradients, make_model
 
 # ---- masks ----
 

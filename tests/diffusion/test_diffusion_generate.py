@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from diffusion_models import pair, sees, stock_logits
-from models import VOCAB
 from transformers import AutoModelForCausalLM
 
 from hf_prefix_tree import diffusion_generate
 from hf_prefix_tree.diffusion.model import unprepare_diffusion_model
 from hf_prefix_tree.double import keep_double
+from tests.support.diffusion_models import pair, sees, stock_logits
+from tests.support.models import VOCAB
 
 MASK, SIZE = VOCAB - 1, 4
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [21, 22, 23, 24]]

@@ -8,7 +8,20 @@ import types
 import pytest
 import torch
 from datasets import Dataset
-from diffusion_runs import (
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+
+from hf_prefix_tree import (
+    DataCollatorForDiffusionLM,
+    DiffusionSFTConfig,
+    DiffusionSFTTrainer,
+    DLLMCollator,
+    diffusion_generate,
+)
+from hf_prefix_tree.diffusion.data import prepare_diffusion_rows
+from hf_prefix_tree.diffusion.model import prepare_diffusion_model, unprepare_diffusion_model
+from hf_prefix_tree.trainers.engines import refuse_engines
+from tests.support.diffusion_runs import (
     EVALUATION,
     MASK,
     OBJECTIVES,
@@ -25,21 +38,8 @@ from diffusion_runs import (
     trainer_of,
     weights,
 )
-from models import CONFIGS, make_model
-from peft import LoraConfig
-from processes import run_ranks
-from transformers import AutoModelForCausalLM
-
-from hf_prefix_tree import (
-    DataCollatorForDiffusionLM,
-    DiffusionSFTConfig,
-    DiffusionSFTTrainer,
-    DLLMCollator,
-    diffusion_generate,
-)
-from hf_prefix_tree.diffusion.data import prepare_diffusion_rows
-from hf_prefix_tree.diffusion.model import prepare_diffusion_model, unprepare_diffusion_model
-from hf_prefix_tree.trainers.engines import refuse_engines
+from tests.support.models import CONFIGS, make_model
+from tests.support.ranks import run_ranks
 
 # ---- one optimizer step ----
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafts import AUX
-from eagle3_runs import OPTIONS
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_prefix_tree.demo.dialogues import generate_dialogues
@@ -22,6 +20,8 @@ from hf_prefix_tree.eagle3 import (
     load_exported,
     validate_export,
 )
+from tests.support.drafts import AUX
+from tests.support.eagle3_runs import OPTIONS
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 VOCAB = 48

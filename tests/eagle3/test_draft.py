@@ -6,7 +6,18 @@ import json
 
 import pytest
 import torch
-from drafts import (
+from peft import LoraConfig, get_peft_model
+from torch.nn.attention import flex_attention as flex_module
+
+from hf_prefix_tree.attention import kernels
+from hf_prefix_tree.double import keep_double
+from hf_prefix_tree.eagle3 import Eagle3DraftConfig, Eagle3DraftModel, Eagle3Target
+from hf_prefix_tree.eagle3 import draft as draft_module
+from hf_prefix_tree.eagle3 import layer as layer_module
+from hf_prefix_tree.eagle3.attention import Documents, dense_steps, flex_steps
+from hf_prefix_tree.eagle3.config import default_aux_layer_ids
+from hf_prefix_tree.eagle3.loss import StepSums, accepted_length, supervised_slots
+from tests.support.drafts import (
     AUX,
     DRAFT_VOCAB,
     TARGETS,
@@ -21,17 +32,6 @@ from drafts import (
     tokens_of,
     transcription,
 )
-from peft import LoraConfig, get_peft_model
-from torch.nn.attention import flex_attention as flex_module
-
-from hf_prefix_tree.attention import kernels
-from hf_prefix_tree.double import keep_double
-from hf_prefix_tree.eagle3 import Eagle3DraftConfig, Eagle3DraftModel, Eagle3Target
-from hf_prefix_tree.eagle3 import draft as draft_module
-from hf_prefix_tree.eagle3 import layer as layer_module
-from hf_prefix_tree.eagle3.attention import Documents, dense_steps, flex_steps
-from hf_prefix_tree.eagle3.config import default_aux_layer_ids
-from hf_prefix_tree.eagle3.loss import StepSums, accepted_length, supervised_slots
 
 STEPS = 4
 

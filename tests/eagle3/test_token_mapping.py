@@ -10,9 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from mapping_files import BROKEN, BROKEN_IN_ITSELF, CONFIG, DRAFT, VOCAB, loader, samples
-from mapping_worker import build_and_break
-from processes import run_ranks
 
 from hf_prefix_tree.eagle3 import (
     build_token_mapping,
@@ -25,6 +22,9 @@ from hf_prefix_tree.eagle3 import (
 )
 from hf_prefix_tree.eagle3.mapping_cache import data_fingerprint
 from hf_prefix_tree.eagle3.token_mapping import count_supervised
+from tests.support.mapping_files import BROKEN, BROKEN_IN_ITSELF, CONFIG, DRAFT, VOCAB, loader, samples
+from tests.support.mapping_ranks import build_and_break
+from tests.support.ranks import run_ranks
 
 SIZES = {"target_vocab_size": VOCAB, "draft_vocab_size": DRAFT}
 

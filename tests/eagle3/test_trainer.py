@@ -7,12 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset, load_from_disk
-from drafts import AUX, TARGETS, VOCAB, collated, make_target
-from eagle3_runs import distance, documents, small_draft, train, trainer_of, weights
 from peft import LoraConfig, get_peft_model
-from processes import run_ranks
 from safetensors.torch import load_file
-from trainer_worker import train_and_evaluate
 
 from hf_prefix_tree.demo.dialogues import generate_dialogues
 from hf_prefix_tree.eagle3 import (
@@ -27,6 +23,10 @@ from hf_prefix_tree.eagle3 import (
     validate_export,
 )
 from hf_prefix_tree.eagle3.loss import StepSums
+from tests.support.drafts import AUX, TARGETS, VOCAB, collated, make_target
+from tests.support.eagle3_ranks import train_and_evaluate
+from tests.support.eagle3_runs import distance, documents, small_draft, train, trainer_of, weights
+from tests.support.ranks import run_ranks
 
 
 def logs_of(trainer):

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import CONFIGS, make_model, random_forest
 from packaging.version import Version
 from transformers import DeepseekV3Config, Gemma2Config, Qwen3Config
 
@@ -18,6 +17,7 @@ from hf_prefix_tree.attention.interface import prefix_tree_attention
 from hf_prefix_tree.attention.kernels import attend_dense
 from hf_prefix_tree.attention.mask import dense_mask, tree_block_mask
 from hf_prefix_tree.batch import concatenate_trees
+from tests.support.models import CONFIGS, make_model, random_forest
 
 GPU = torch.device("cuda", 0)
 CALL = AttentionCall(GPU, torch.bfloat16, 64 * 128, 16, 8, 128, 128)

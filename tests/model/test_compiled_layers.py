@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from models import CONFIGS, gradients, make_model, random_forest, relative_error
 from peft import LoraConfig, get_peft_model
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, Qwen3NextConfig
@@ -17,6 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen3NextConfig
 from hf_prefix_tree import compilation, prepare_model, unprepare_model
 from hf_prefix_tree.batch import concatenate_trees
 from hf_prefix_tree.model import ensure_verified, is_prepared
+from tests.support.models import CONFIGS, gradients, make_model, random_forest, relative_error
 
 
 @pytest.fixture(autouse=True)

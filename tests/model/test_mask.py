@@ -6,7 +6,6 @@ import weakref
 
 import pytest
 import torch
-from models import random_forest
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -14,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 import hf_prefix_tree.attention.mask as mask_module
 from hf_prefix_tree.attention.mask import dense_mask, tree_block_mask
 from hf_prefix_tree.batch import concatenate_trees
+from tests.support.models import random_forest
 
 
 def rows(seed, num_trees, multiple=128, **kwargs):

@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-from models import CONFIGS, VOCAB, make_model, random_forest
 from peft import AdaLoraConfig, LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -24,6 +23,7 @@ from hf_prefix_tree import PrefixTree, prepare_model, unprepare_model
 from hf_prefix_tree.batch import GUARD, concatenate_trees, encode_weights
 from hf_prefix_tree.conformance.build import build_model
 from hf_prefix_tree.model import ensure_verified, is_prepared
+from tests.support.models import CONFIGS, VOCAB, make_model, random_forest
 
 
 def batch(seed=0, **kwargs):

@@ -5,14 +5,14 @@ import functools
 import numpy as np
 import pytest
 import torch
-from hybrids import FAMILIES, KINDS, errors, make_hybrid, served_here
-from models import branch_runs, gradients, random_forest, relative_error
 
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.batch import concatenate_trees
 from hf_prefix_tree.double import keep_double
 from hf_prefix_tree.recurrent import convolution, hooks, scan
 from hf_prefix_tree.tree import Branch, fold
+from tests.support.hybrids import FAMILIES, KINDS, errors, make_hybrid, served_here
+from tests.support.models import branch_runs, gradients, random_forest, relative_error
 
 TOLERANCE = 1e-9
 SLOW = pytest.mark.slow  # the reference of Kimi delta attention loops over the tokens of a chunk in Python

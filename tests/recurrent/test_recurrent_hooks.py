@@ -8,8 +8,6 @@ import sys
 
 import pytest
 import torch
-from hybrids import FAMILIES, KINDS, errors, make_hybrid, served_here
-from models import branch_runs, gradients, random_forest, relative_error
 from peft import LoraConfig, get_peft_model
 
 from hf_prefix_tree import prepare_model, unprepare_model
@@ -18,6 +16,8 @@ from hf_prefix_tree.batch import concatenate_trees
 from hf_prefix_tree.double import keep_double
 from hf_prefix_tree.recurrent import hooks
 from hf_prefix_tree.recurrent.delta_rule import line_kernel
+from tests.support.hybrids import FAMILIES, KINDS, errors, make_hybrid, served_here
+from tests.support.models import branch_runs, gradients, random_forest, relative_error
 
 
 def functions_of(model):

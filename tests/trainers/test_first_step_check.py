@@ -4,12 +4,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from runs import config, make_model, make_trees, tokenizer, tree_dataset
 
 import hf_prefix_tree.attention.context as context_module
 import hf_prefix_tree.verify as verify_module
 from hf_prefix_tree import TreeSFTTrainer
 from hf_prefix_tree.attention.mask import dense_mask
+from tests.support.trainer_runs import config, make_model, make_trees, tokenizer, tree_dataset
 
 
 def unchecked_trainer(folder):

@@ -5,13 +5,10 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
-import models
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from job_worker import job_rows, run_jobs
-from runs import config, distance, make_model, make_trees, tokenizer, train, tree_dataset, weights
 
 from hf_prefix_tree import DataCollatorForPrefixTree, TreeSFTConfig, TreeSFTTrainer, prepare_model
 from hf_prefix_tree.baselines import per_branch
@@ -20,6 +17,18 @@ from hf_prefix_tree.double import keep_double
 from hf_prefix_tree.splitting import split_tree
 from hf_prefix_tree.trainers.grouped import BranchCollator, branch_batches, branch_shares
 from hf_prefix_tree.tree import Branch, fold
+from tests.support import models
+from tests.support.job_runs import job_rows, run_jobs
+from tests.support.trainer_runs import (
+    config,
+    distance,
+    make_model,
+    make_trees,
+    tokenizer,
+    train,
+    tree_dataset,
+    weights,
+)
 
 WEIGHTINGS = ["tree", "branch", "branch_mean", "once"]
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig
-from runs import config, make_model, make_trees, tokenizer, tree_dataset
 from trl import SFTConfig
 
 from hf_prefix_tree import DataCollatorForPrefixTree, TreeSFTConfig, TreeSFTTrainer, prepare_trees
 from hf_prefix_tree.trainers.config import PREPARATION, REFUSED
+from tests.support.trainer_runs import config, make_model, make_trees, tokenizer, tree_dataset
 
 # What has no meaning for trees: they are prepared by our own code, or the option belongs to what is refused.
 IRRELEVANT = {

@@ -8,8 +8,9 @@ import signal
 
 import pytest
 import torch
-from engine_worker import FSDP2, needs_deepspeed, needs_transformers, train_and_die, train_saving, zero
-from processes import run_ranks
+
+from tests.support.engine_runs import FSDP2, needs_deepspeed, needs_transformers, train_and_die, train_saving, zero
+from tests.support.ranks import run_ranks
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import pytest
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from datasets import Dataset
-from job_worker import job_rows, run_job, run_jobs
-from runs import config, distance, make_model, make_trees, tokenizer, weights
 from torch.utils.data import SequentialSampler
 
 from hf_prefix_tree import TreeSFTTrainer
 from hf_prefix_tree.trainers import sampling
 from hf_prefix_tree.trainers.sampling import StepSampler, linked_rows, split_tree_ids
+from tests.support.job_runs import job_rows, run_job, run_jobs
+from tests.support.trainer_runs import config, distance, make_model, make_trees, tokenizer, weights
 
 
 def sampler(units, block_size, strategy="random", seed=0, step=0, **dealing):

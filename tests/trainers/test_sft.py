@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from models import VOCAB, branch_runs, gradients
 from peft import LoraConfig
-from runs import config, distance, make_model, make_trees, tokenizer, train, tree_dataset, weights
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -21,6 +19,17 @@ from hf_prefix_tree import (
 )
 from hf_prefix_tree.model import _warn_of_training_without_trees
 from hf_prefix_tree.tree import fold
+from tests.support.models import VOCAB, branch_runs, gradients
+from tests.support.trainer_runs import (
+    config,
+    distance,
+    make_model,
+    make_trees,
+    tokenizer,
+    train,
+    tree_dataset,
+    weights,
+)
 
 
 def step_reference(trees, model=None):

@@ -5,11 +5,6 @@ import functools
 import numpy as np
 import pytest
 import torch
-from engine_worker import FSDP2, train_engine
-from models import random_forest
-from processes import run_ranks
-from runs import config, distance, make_model, make_trees, train, weights
-from test_engines import read
 
 from hf_prefix_tree import DataCollatorForPrefixTree
 from hf_prefix_tree.batch import IGNORE_INDEX, concatenate_trees
@@ -17,6 +12,10 @@ from hf_prefix_tree.trainers import speedup
 from hf_prefix_tree.trainers.card import tree_section
 from hf_prefix_tree.trainers.speedup import root_to_leaf_paths
 from hf_prefix_tree.tree import Branch, fold
+from tests.support.engine_runs import FSDP2, read, train_engine
+from tests.support.models import random_forest
+from tests.support.ranks import run_ranks
+from tests.support.trainer_runs import config, distance, make_model, make_trees, train, weights
 
 
 class TokenClock:

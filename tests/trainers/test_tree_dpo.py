@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from preference_runs import Run, assert_equal_runs, check, pairs
 from trl import DPOConfig, DPOTrainer
 
 from hf_prefix_tree import TreeDPOTrainer
 from hf_prefix_tree.trainers import folded
+from tests.support.preference_runs import Run, assert_equal_runs, check, pairs
 
 TRAININGS = {
     "sigmoid": {"optim": "adamw_torch", "learning_rate": 1e-3, "eval_rows": pairs(4, seed=1)},

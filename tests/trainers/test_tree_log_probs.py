@@ -6,15 +6,15 @@ import json
 import numpy as np
 import pytest
 import torch
-from models import VOCAB, gradients, random_branches, relative_error
-from models import make_model as double_model
 from peft import LoraConfig, get_peft_model
-from runs import make_model
-from test_folded_forward import Tokens
 from trl.trainer.utils import add_fused_lm_head
 
 from hf_prefix_tree import prepare_model, tree_log_probs
 from hf_prefix_tree.double import keep_double
+from tests.support.models import VOCAB, gradients, random_branches, relative_error
+from tests.support.models import make_model as double_model
+from tests.support.padded_rows import Tokens
+from tests.support.trainer_runs import make_model
 
 EXACT = 1e-10
 

@@ -5,11 +5,11 @@ import copy
 import numpy as np
 import torch
 from datasets import Dataset
-from models import CONFIGS, VOCAB, random_branches
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer
 from hf_prefix_tree.tree import Branch, fold
+from tests.support.models import CONFIGS, VOCAB, random_branches
 
 
 def tokenizer():

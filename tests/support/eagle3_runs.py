@@ -1,7 +1,6 @@
 """Small training runs of drafts."""
 
 import torch
-from drafts import AUX, TARGETS, VOCAB, make_target, random_documents
 
 from hf_prefix_tree.eagle3 import (
     DataCollatorForEagle3,
@@ -10,6 +9,7 @@ from hf_prefix_tree.eagle3 import (
     Eagle3DraftModel,
     Eagle3Trainer,
 )
+from tests.support.drafts import AUX, TARGETS, VOCAB, make_target, random_documents
 
 OPTIONS = {
     "per_device_train_batch_size": 1,
