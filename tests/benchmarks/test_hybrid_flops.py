@@ -94,5 +94,5 @@ def test_checkpointed_activations_of_a_hybrid_are_those_of_its_largest_layer():
 
 @pytest.mark.parametrize("model_type", ["minimax", "kimi_linear", "olmo_hybrid"])
 def test_other_recurrent_layers_are_refused(model_type):
-    with pytest.raises(ValueError, match=f"a {model_type} with layers of type linear_attention, whose FLOPs"):
+    with pytest.raises(ValueError, match=f"{model_type}.*linear_attention"):
         step_flops(AutoConfig.for_model(model_type), 1, 1, 1)

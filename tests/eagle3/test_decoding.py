@@ -195,7 +195,7 @@ def test_dry_run(workspace, capsys):
 
 
 def test_options_without_a_meaning_are_refused(workspace):
-    with pytest.raises(ValueError, match="`use_peft` has no meaning here"):
+    with pytest.raises(ValueError, match="`use_peft`"):
         run("eagle3_train", [*arguments(workspace), "--use_peft"])
 
 

@@ -113,12 +113,12 @@ def test_scaled_rope_is_written_in_both_forms(tmp_path):
 
 def test_what_can_not_be_exported(tmp_path):
     draft = make_draft(torch.float32)
-    with pytest.raises(ValueError, match="`engine` must be one of"):
+    with pytest.raises(ValueError, match="`engine`"):
         draft.export_for_serving(tmp_path, "tgi")
-    with pytest.raises(ValueError, match="`target_name_or_path` is needed"):
+    with pytest.raises(ValueError, match="`target_name_or_path`"):
         draft.export_for_serving(tmp_path, "speculators")
     draft.config.aux_layer_ids = None
-    with pytest.raises(ValueError, match="engines would guess the layers"):
+    with pytest.raises(ValueError, match="layers"):
         draft.export_for_serving(tmp_path, "vllm")
     assert not list(tmp_path.iterdir())
 

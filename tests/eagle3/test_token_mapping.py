@@ -102,7 +102,7 @@ def test_the_identity_reads_nothing(draft, tmp_path):
 @pytest.mark.parametrize("name", ["target_vocab_size", "draft_vocab_size"])
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "7"])
 def test_sizes_are_validated(name, value):
-    with pytest.raises(ValueError, match=f"`{name}` must be a positive integer, got {value!r}"):
+    with pytest.raises(ValueError, match=f"`{name}`.*{value!r}"):
         build_token_mapping([], **{**SIZES, name: value})
 
 
@@ -110,7 +110,7 @@ def test_sizes_are_validated(name, value):
     ("batch", "message"),
     [
         ({"tokens": [[1]]}, "keys \\['tokens'\\]"),
-        ({"input_ids": [[1, 2]], "loss_mask": [[1]]}, "shape \\(1, 2\\) and `loss_mask` of shape \\(1, 1\\)"),
+        ({"input_ids": [[1, 2]], "loss_mask": [[1]]}, "`loss_mask`.*1"),
     ],
 )
 def test_a_malformed_batch_is_refused(batch, message):
@@ -196,7 +196,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
 
 
 def test_wrong_ids_are_not_saved(tmp_path):
-    with pytest.raises(ValueError, match="not ascending"):
+    with pytest.raises(ValueError, match="ascending"):
         save_token_mapping(tmp_path / "map.pt", torch.tensor([3, 1]), VOCAB)
     assert not list(tmp_path.iterdir())
 

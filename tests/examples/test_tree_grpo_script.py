@@ -71,5 +71,5 @@ def test_questions_and_answers():
     rows = [{"question": "How many?", "answer": "3 + 4 = <<3+4=7>>7\n#### 1,007"}]
     (problem,) = tree_grpo.problems_of(Dataset.from_list(rows))
     assert problem == {"prompt": [{"role": "user", "content": "How many?"}], "answer": 1007.0}
-    with pytest.raises(ValueError, match="an answer without a number"):
+    with pytest.raises(ValueError, match="answer"):
         tree_grpo.problems_of(Dataset.from_list([{"question": "Why?", "answer": "because"}]))

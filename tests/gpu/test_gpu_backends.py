@@ -131,7 +131,7 @@ def test_auto_takes_flash_and_what_is_forced_is_taken():
     assert choose_backend("flash", call_of(64 * 128), build) == "flash"
     assert choose_backend("flex", call_of(64 * 128), build) == "flex"
     assert choose_backend("auto", call_of(64 * 128, dtype=torch.float32), build) == "flex"
-    with pytest.raises(ValueError, match=r"`attn_backend='flash'` cannot serve this call"):
+    with pytest.raises(ValueError, match="`attn_backend='flash'`"):
         choose_backend("flash", call_of(64 * 128, head_dim=96), build)
 
 

@@ -171,7 +171,7 @@ def test_engines_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "parallelism", "engine"),
-    [("drops the mask. Set `cp_size=1` and `sp_size=1`", True, "NO"), ("Megatron-LM", False, "MEGATRON_LM")],
+    [("`cp_size=1`.*`sp_size=1`", True, "NO"), ("Megatron-LM", False, "MEGATRON_LM")],
 )
 def test_engines_that_are_not_installed_are_refused(name, parallelism, engine):
     """Sequence parallelism needs DeepSpeed, Megatron-LM is a package of its own."""
@@ -195,7 +195,7 @@ def test_a_model_on_several_devices_is_refused(tmp_path):
     small_trainer(tmp_path, model)
     model = make_model()
     model.hf_device_map = {"model": "cpu", "lm_head": "meta"}
-    with pytest.raises(ValueError, match="`device_map` spreads the layers over several devices"):
+    with pytest.raises(ValueError, match="`device_map`"):
         small_trainer(tmp_path, model)
 
 
@@ -213,7 +213,7 @@ def test_compiled_layers_are_refused_where_deepspeed_is_not_installed(tmp_path):
     trainer = small_trainer(tmp_path, compile_layers=True)
     trainer._refuse_engines()
     trainer.is_deepspeed_enabled = True
-    with pytest.raises(ValueError, match="`compile_layers=True` cannot be used together with DeepSpeed"):
+    with pytest.raises(ValueError, match="`compile_layers=True`"):
         trainer._refuse_engines()
 
 

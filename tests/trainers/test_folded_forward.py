@@ -413,7 +413,7 @@ def test_the_threshold_is_an_option():
         tokens.total = 0
         run(fold_shared_prefixes(tree, min_reuse=min_reuse), rows)
         assert tokens.total == expected
-    with pytest.raises(ValueError, match="`min_reuse` must be a number >= 0, got nan"):
+    with pytest.raises(ValueError, match=r"`min_reuse`.*nan"):
         fold_shared_prefixes(tree, min_reuse=float("nan"))
 
 

@@ -234,15 +234,15 @@ def test_two_processes(tmp_path):
 
 @pytest.mark.parametrize("name", ["overflow", "selection_metric", "mode"])
 def test_choices(tmp_path, name):
-    with pytest.raises(ValueError, match=rf"`{name}` must be one of .*got 'other'"):
+    with pytest.raises(ValueError, match=rf"`{name}`.*'other'"):
         config(tmp_path, **{name: "other"})
 
 
 def test_limits(tmp_path):
     for name in ("max_packed_tokens", "selection_num_proc", "max_examples"):
-        with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
+        with pytest.raises(ValueError, match=f"`{name}`.*0"):
             config(tmp_path, **{name: 0})
-    with pytest.raises(ValueError, match="`max_length=9` is above `max_packed_tokens=8`"):
+    with pytest.raises(ValueError, match=r"`max_length=9`.*`max_packed_tokens=8`"):
         config(tmp_path, max_length=9, max_packed_tokens=8)
     assert config(tmp_path, max_length=8, max_packed_tokens=8).max_packed_tokens == 8
     made = TreeSFTConfig("x", use_cpu=True, bf16=False)
@@ -275,7 +275,7 @@ def test_options_reach_the_preparation(tmp_path):
 def test_grouped_is_refused_under_deepspeed(tmp_path):
     made = trainer(tmp_path, make_trees(1), mode="grouped")
     made.is_deepspeed_enabled = True
-    with pytest.raises(ValueError, match="`mode='grouped'` does several backwards"):
+    with pytest.raises(ValueError, match="`mode='grouped'`"):
         made.get_train_dataloader()
 
 

@@ -90,5 +90,5 @@ def test_refuses_context_parallelism(tmp_path, monkeypatch):
         )
 
     monkeypatch.setattr(DPOTrainer, "__init__", split)
-    with pytest.raises(ValueError, match="Set `cp_size=1` and `sp_size=1`"):
+    with pytest.raises(ValueError, match=r"`cp_size=1`.*`sp_size=1`"):
         TreeDPOTrainer()
