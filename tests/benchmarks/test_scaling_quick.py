@@ -72,6 +72,7 @@ def test_rows_of_a_step(mode, coverage, ranks, micro_batch, rows):
     assert published.rows_per_step(mode, coverage, caterpillar_set(), 4, ranks, micro_batch) == rows
 
 
+@pytest.mark.slow
 def test_it_runs(tmp_path, monkeypatch):
     output = tmp_path / "scaling.csv"
     models = []

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # each launch imports everything in three processes
+
 REPO_ROOT = Path(__file__).resolve().parents[2]
 # What `accelerate launch --config_file examples/accelerate/fsdp2.yaml` sets, which starts one process on a CPU.
 FSDP2 = {

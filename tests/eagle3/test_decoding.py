@@ -69,6 +69,7 @@ def target_model():
     return model
 
 
+@pytest.mark.slow
 def test_acceptance_rises_with_training_and_the_output_is_greedy_decoding(target_model, tmp_path):
     decode = example("eagle3_decode")
     prompts = sentences(6, 4, seed=1000).tolist()

@@ -95,6 +95,7 @@ def loss_of_branches(model_path, rows_path, tokenizer):
     return total / count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tau_bench_airline", "conversational_reasoning"])
 def test_trains_on_real_conversations_through_a_config(name, shortest_rows, shared_data, model_path, tmp_path):
     config = {

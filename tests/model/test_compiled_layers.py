@@ -1,6 +1,7 @@
 """`prepare_model(compile_layers=True)`: few graphs for many row lengths, the same numbers, undone and refused.
 
-The code generator is left out: tracing and autograd run as on a GPU, kernels as plain operations.
+The code generator is left out. Where graphs are counted, tracing and autograd run as on a GPU, with plain operations
+for kernels; elsewhere Dynamo alone runs.
 """
 
 import copy
@@ -24,7 +25,7 @@ def without_kernels(monkeypatch):
     torch._dynamo.reset()
     compilation._compiled.cache_clear()
     counters.clear()
-    monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compilation, "BACKEND", "eager")
     yield
     torch._dynamo.reset()
 
@@ -64,9 +65,10 @@ def pair(name):
 
 
 @pytest.mark.parametrize(("name", "kinds_of_layers"), [("qwen3", 1), ("gemma3", 2)])
-def test_a_graph_for_each_kind_of_layer_whatever_the_length(name, kinds_of_layers):
+def test_a_graph_for_each_kind_of_layer_whatever_the_length(monkeypatch, name, kinds_of_layers):
+    monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
     model, compiled = pair(name)
-    assert_same(model, compiled, rows(20 if name == "qwen3" else 3))
+    assert_same(model, compiled, rows(8 if name == "qwen3" else 3))
     assert counters["stats"]["unique_graphs"] == kinds_of_layers
     assert not counters["graph_break"] and not counters["recompile_limit"]
 

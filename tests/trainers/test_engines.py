@@ -92,6 +92,7 @@ def test_fsdp2_in_bf16_casts_no_loss_of_a_plain_trainer(tmp_path):
     assert len(dtypes) == 2 and set(dtypes) <= {"torch.float32", "torch.float64"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "name"), [({}, "MULTI_CPU"), (FSDP2, "FSDP")], ids=["ddp", "fsdp2"])
 def test_compiled_layers(tmp_path, one_process, engine, name):
     run_ranks(train_compiled, tmp_path, {**engine, "max_steps": 2}, 2, ranks=2)
@@ -99,6 +100,7 @@ def test_compiled_layers(tmp_path, one_process, engine, name):
     assert 1 <= int((tmp_path / "graphs.txt").read_text()) <= 4
 
 
+@pytest.mark.slow
 def test_grouped_under_fsdp2(tmp_path, one_process):
     """Branch by branch the same; and where the trainer holds gradients back, no branch shards them."""
     run_ranks(train_grouped, tmp_path, FSDP2, 2, ranks=2)
@@ -116,6 +118,7 @@ def test_zero(tmp_path, one_process, stage):
     check(tmp_path, one_process(), "DEEPSPEED")
 
 
+@pytest.mark.slow
 @needs_transformers("5.24", "older ones split no head whose vocabulary the ranks do not divide")
 def test_tensor_parallelism(tmp_path, one_process):
     make_model().save_pretrained(tmp_path / "model")
@@ -210,7 +213,8 @@ def test_compiled_layers_are_refused_with_deepspeed(tmp_path):
 
 
 def test_compiled_layers_are_refused_where_deepspeed_is_not_installed(tmp_path):
-    trainer = small_trainer(tmp_path, compile_layers=True)
+    trainer = small_trainer(tmp_path)
+    trainer.args.compile_layers = True  # from here on: nothing needs to be compiled to be refused
     trainer._refuse_engines()
     trainer.is_deepspeed_enabled = True
     with pytest.raises(ValueError, match="`compile_layers=True`"):

@@ -163,7 +163,7 @@ def test_missing_parts(tmp_path):
     parts = [at for at, row in enumerate(rows) if row["num_parts"] != [1]]
     assert len(parts) < len(rows)
     options = {"gradient_accumulation_steps": len(rows)}
-    for at in parts:
+    for at in (parts[0], parts[-1]):
         made = trainer(tmp_path, rows[:at] + rows[at + 1 :], **options)
         with pytest.raises(ValueError, match="parts"):
             made.train()
