@@ -168,6 +168,7 @@ def test_a_step_includes_reading_its_rows(monkeypatch):
     assert row["low"] > 3 * 100  # the first of its four was read ahead
 
 
+@pytest.mark.slow
 def test_rows_are_appended(tmp_path):
     output = tmp_path / "scaling.csv"
     for options in (["tree"], ["grouped", "--append"]):
@@ -211,6 +212,7 @@ def test_sampling_reaches_the_trainer(trainers):
     assert [trainer.args.train_sampling_strategy for trainer in trainers] == ["group_by_length", "sequential"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "expected"),
     [([], [False, False]), (["--checkpointing"], [True, True]), (["--checkpointing", "tree"], [True, False])],
@@ -230,6 +232,7 @@ def test_rows_of_a_length(tokens, filled):
     assert row["attention_mask"].float().mean() > filled
 
 
+@pytest.mark.slow
 def test_the_largest_row_runs():
     rows = largest_row.main(["--quick", "--options", "checkpointing", "lora"])
     assert [(row["shape"], row["option"]) for row in rows] == [("quick", "checkpointing"), ("quick", "lora")]

@@ -67,6 +67,7 @@ def test_unfolding_gives_back_every_rendered_turn(load, qwen3_tokenizer, name, g
         assert branch.weights.tolist() == [0.0] * start + [1.0] * (len(ids) - 1 - start) + [0.0]
 
 
+@pytest.mark.slow
 def test_the_same_through_a_dataset_in_two_processes(load, qwen3_tokenizer, shared_data, tmp_path):
     name = "reasoning_tools_multitrial"
     file = str(shared_data(f"data/{name}.jsonl"))
