@@ -93,10 +93,7 @@ def test_leaf_first_is_the_same_tree_in_the_reverse_order():
     assert not visible[14 + 7, 14 : 14 + 7].any()  # the second turn does not see the first one's leaf
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=pytest.mark.slow) if name == "qwen3.5-0.8b" else name for name in MODELS],
-)
+@pytest.fixture(scope="module", params=MODELS)
 def steps(request, tmp_path_factory):
     output = tmp_path_factory.mktemp("step") / "sub" / "step.csv"
     # rows of 128 tokens make several micro-batches of branches

@@ -72,7 +72,6 @@ def test_rows_of_a_step(mode, coverage, ranks, micro_batch, rows):
     assert published.rows_per_step(mode, coverage, caterpillar_set(), 4, ranks, micro_batch) == rows
 
 
-@pytest.mark.slow
 def test_it_runs(tmp_path, monkeypatch):
     output = tmp_path / "scaling.csv"
     models = []
@@ -168,7 +167,6 @@ def test_a_step_includes_reading_its_rows(monkeypatch):
     assert row["low"] > 3 * 100  # the first of its four was read ahead
 
 
-@pytest.mark.slow
 def test_rows_are_appended(tmp_path):
     output = tmp_path / "scaling.csv"
     for options in (["tree"], ["grouped", "--append"]):
@@ -212,7 +210,6 @@ def test_sampling_reaches_the_trainer(trainers):
     assert [trainer.args.train_sampling_strategy for trainer in trainers] == ["group_by_length", "sequential"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "expected"),
     [([], [False, False]), (["--checkpointing"], [True, True]), (["--checkpointing", "tree"], [True, False])],
@@ -232,7 +229,6 @@ def test_rows_of_a_length(tokens, filled):
     assert row["attention_mask"].float().mean() > filled
 
 
-@pytest.mark.slow
 def test_the_largest_row_runs():
     rows = largest_row.main(["--quick", "--options", "checkpointing", "lora"])
     assert [(row["shape"], row["option"]) for row in rows] == [("quick", "checkpointing"), ("quick", "lora")]

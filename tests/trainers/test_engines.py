@@ -100,7 +100,6 @@ def test_compiled_layers(tmp_path, one_process, engine, name):
     assert 1 <= int((tmp_path / "graphs.txt").read_text()) <= 4
 
 
-@pytest.mark.slow
 def test_grouped_under_fsdp2(tmp_path, one_process):
     """Branch by branch the same; and where the trainer holds gradients back, no branch shards them."""
     run_ranks(train_grouped, tmp_path, FSDP2, 2, ranks=2)
@@ -118,7 +117,6 @@ def test_zero(tmp_path, one_process, stage):
     check(tmp_path, one_process(), "DEEPSPEED")
 
 
-@pytest.mark.slow
 @needs_transformers("5.24", "older ones split no head whose vocabulary the ranks do not divide")
 def test_tensor_parallelism(tmp_path, one_process):
     make_model().save_pretrained(tmp_path / "model")
