@@ -7,21 +7,19 @@
 PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 	$$python -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$python && break; done)
 
-PYTEST = -m pytest -n 2 --dist worksteal
-TESTS = $(PYTEST) -m "not perf and not draws"
+PYTEST = -m pytest -n 2 --dist worksteal --durations=30
 
 demo: .venv/.ready
 	@.venv/bin/python -m hf_prefix_tree.demo
 
 test: lint
-	.venv/bin/python $(TESTS)
+	.venv/bin/python $(PYTEST) -m "not slow and not perf"
 
-# Also the 300 drawn set-ups, which `make test` leaves out.
 test-slow: .venv/.ready
 	.venv/bin/python $(PYTEST) -m "slow and not perf"
 
 test-lowest: .venv-lowest/.ready
-	.venv-lowest/bin/python $(TESTS)
+	.venv-lowest/bin/python $(PYTEST) -m "not perf"
 
 lint: .venv/.ready
 	.venv/bin/ruff check .
@@ -42,7 +40,7 @@ test-wheel test-wheel-lowest:
 	rm -rf build/$@ && mkdir -p build/$@
 	TORCH="$(TORCH)" PROJECT="$$(echo dist/*.whl)" $(PYTHON) scripts/create_venv.py build/$@/venv $^
 	cp -r tests benchmarks examples notebooks docs mkdocs.yml scripts pyproject.toml requirements-*.txt README.md build/$@
-	cd build/$@ && venv/bin/python $(TESTS)
+	cd build/$@ && venv/bin/python $(PYTEST) -m "not perf"
 
 .venv/.ready: requirements-dev.txt
 .venv-lowest/.ready: requirements-dev.txt requirements-lowest.txt

@@ -28,6 +28,7 @@ def test_notebook_and_source_are_in_sync(source):
     assert f"notebooks/{notebook.name}" in cells(source)[0][1], "the Colab badge points elsewhere"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_notebook_runs(source, tmp_path):
     environment = {**os.environ, "MPLBACKEND": "Agg", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

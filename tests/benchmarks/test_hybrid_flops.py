@@ -3,7 +3,6 @@
 
 import pytest
 import torch
-from models import kept_bytes
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
@@ -11,6 +10,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from benchmarks.flops import model_config
 from benchmarks.shapes import SHAPES, build
 from hf_prefix_tree.flops import activation_bytes, cost_per_count, flop_counts, step_flops
+from tests.support.models import kept_bytes
 
 
 def test_flops_of_a_hybrid_by_hand():
@@ -94,5 +94,5 @@ def test_checkpointed_activations_of_a_hybrid_are_those_of_its_largest_layer():
 
 @pytest.mark.parametrize("model_type", ["minimax", "kimi_linear", "olmo_hybrid"])
 def test_other_recurrent_layers_are_refused(model_type):
-    with pytest.raises(ValueError, match=f"a {model_type} with layers of type linear_attention, whose FLOPs"):
+    with pytest.raises(ValueError, match=f"{model_type}.*linear_attention"):
         step_flops(AutoConfig.for_model(model_type), 1, 1, 1)

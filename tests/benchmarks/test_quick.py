@@ -205,7 +205,7 @@ def test_kernels_that_refuse_the_heads_are_left_out(monkeypatch, capsys):
     assert times["fa4"] == float("inf") and times["sdpa"] < 1e6  # what did not run stays visible in the results
     assert "kernel fa4 does not run here: AssertionError: head_dim 16" in capsys.readouterr().err
     monkeypatch.setattr(packed, "installed_kernels", lambda device: ["fa4"])
-    with pytest.raises(RuntimeError, match="none of the kernels fa4 runs here"):
+    with pytest.raises(RuntimeError, match="fa4"):
         branches.time_kernels(config, torch.device("cpu"), torch.float32)
 
 

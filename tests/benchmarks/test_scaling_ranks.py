@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # each launch imports everything in three processes
+
 REPO_ROOT = Path(__file__).resolve().parents[2]
 # What `accelerate launch --config_file examples/accelerate/fsdp2.yaml` sets, which starts one process on a CPU.
 FSDP2 = {
@@ -29,7 +31,7 @@ def launch(event, folder, *options, **variables):
     """The exit code, the output and the rows of the CSV file; fails where the launch takes more than 100 s."""
     output = folder / "scaling.csv"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(Path(__file__).with_name("scaling_worker.py")), event, str(folder)]
+    command += ["-m", "tests.support.scaling_rank", event, str(folder)]
     launcher = subprocess.Popen(
         [*command, "--quick", "--steps", "3", "--output", str(output), *options],
         env={

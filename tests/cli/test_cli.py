@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import kept_bytes
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from hf_prefix_tree import cli, fold, prepare_model
@@ -18,6 +17,7 @@ from hf_prefix_tree.flops import activation_bytes, step_flops
 from hf_prefix_tree.report.plot import sampled_mask
 from hf_prefix_tree.report.text import console, draw_tree
 from hf_prefix_tree.tree import Branch
+from tests.support.models import kept_bytes
 
 
 def branch(*input_ids):
@@ -288,6 +288,7 @@ def test_broken_tools_are_one_line(failure, tmp_path):
     assert "which holds a int; pass a list" in failure("inspect", path, "--tools", tmp_path / "tools.json")
 
 
+@pytest.mark.slow
 def test_the_command_fails_without_a_traceback(tmp_path):
     code = "from hf_prefix_tree.cli import main; main()"
     command = [sys.executable, "-c", code, "inspect", str(tmp_path / "missing.jsonl")]
@@ -296,6 +297,7 @@ def test_the_command_fails_without_a_traceback(tmp_path):
     assert done.stderr == f"hf-prefix-tree: {tmp_path / 'missing.jsonl'} is no file; pass a JSON Lines file.\n"
 
 
+@pytest.mark.slow
 def test_real_conversations(run, shared_data):
     tokenizer = shared_data("tokenizers/qwen3")
     conversations = shared_data("data/conversational_reasoning.jsonl")

@@ -81,7 +81,7 @@ def test_self_verification_outgrows_the_smallest_chunk():
 def test_what_16_bits_would_hide_is_refused_all_the_same(model_type, dtype):
     """Errors of these models are within the rounding of bfloat16: self-verification alone would take them."""
     model = build_model(model_type).to(dtype)
-    with pytest.raises(ValueError, match=r"asked for no mask of the tree|by their distance in the row"):
+    with pytest.raises(ValueError, match=r"mask|distance"):
         prepare_model(model)
 
 
@@ -91,7 +91,7 @@ def test_self_verification_outgrows_the_window_of_a_full_size_model(monkeypatch)
     assert checked_length(config) == 256 + 24
     torch.manual_seed(0)
     monkeypatch.setattr(support_module, "_hides_by_index", lambda buffer: False)
-    with pytest.raises(ValueError, match="does not give the same logits on a prefix tree"):
+    with pytest.raises(ValueError, match="logits"):
         prepare_model(AutoModelForCausalLM.from_config(config))
 
 
@@ -137,14 +137,14 @@ def test_rows_of_a_batch_keep_their_own_positions(model_type):
 def test_mpt_refuses_a_batch_of_rows():
     model = prepare_model(build_model("mpt"))
     row = forest_row()
-    with pytest.raises(ValueError, match=r"one ALiBi bias for all rows.*batch of 1 row, not 2"):
+    with pytest.raises(ValueError, match=r"ALiBi.*1 row.*2"):
         model(**{key: torch.cat([value, value]) for key, value in row.items()})
 
 
 def test_a_padding_token_inside_a_branch_is_refused_where_it_would_shift_positions():
     model, row = prepare_model(build_model("roberta")), forest_row()
     row["input_ids"][0, 4] = 0
-    with pytest.raises(ValueError, match=r"`input_ids` hold the padding token 0 inside a branch"):
+    with pytest.raises(ValueError, match=r"`input_ids`.*0"):
         model(**row)
 
 
@@ -180,7 +180,7 @@ def test_unknown_tensors_for_the_attention_are_refused():
     context = TreeContext(forest_row()["prefix_tree"])
     mask = context.mask(flex=False)
     x = torch.randn(1, 2, mask.shape[-1], 8)
-    with pytest.raises(ValueError, match=r"hands its attention \['gates'\], which the tree path does not know"):
+    with pytest.raises(ValueError, match=r"\['gates'\]"):
         prefix_tree_attention(torch.nn.Identity(), x, x, x, mask, prefix_tree=context, gates=x)
 
 
@@ -193,7 +193,7 @@ def test_rotary_scaling_that_depends_on_the_longest_branch():
     model = prepare_model(AutoModelForCausalLM.from_config(config)).eval()
     short = concatenate_trees([caterpillar(2, 60)], 0, pad_to_multiple_of=256)
     model(**short)
-    with pytest.raises(ValueError, match=r"A branch has \d+ tokens.*beyond 140 tokens.*at most 140 tokens"):
+    with pytest.raises(ValueError, match="140"):
         model(**concatenate_trees([caterpillar(4, 60)], 0))
 
 
@@ -203,7 +203,7 @@ def test_a_multimodal_model_takes_text_only():
     model = prepare_model(build_model("gemma3")).eval()
     row = forest_row()
     assert model(**row).loss > 0
-    with pytest.raises(ValueError, match=r"\['pixel_values'\] cannot be used together with `prefix_tree`"):
+    with pytest.raises(ValueError, match=r"\['pixel_values'\].*`prefix_tree`"):
         model(**row, pixel_values=torch.zeros(1, 3, 8, 8))
 
 
@@ -211,7 +211,7 @@ def test_block_sparse_attention_names_the_way_out():
     config = BigBirdConfig(
         **{**tiny_config("big_bird").to_dict(), "attention_type": "block_sparse", "is_decoder": True}
     )
-    with pytest.raises(ValueError, match=r"block-sparse attention.*attention_type='original_full'"):
+    with pytest.raises(ValueError, match="attention_type='original_full'"):
         prepare_model(AutoModelForCausalLM.from_config(config))
 
 
@@ -262,5 +262,5 @@ def test_architectures_train_on_a_gpu(model_type, variant):
 def test_self_verification_compares_with_the_stock_attention(monkeypatch):
     """Where the prepared model drops the indexer's choice with and without a tree, it agrees with itself."""
     monkeypatch.setattr(interface_module, "_keep_chosen", lambda mask, *rest: mask)
-    with pytest.raises(ValueError, match="does not give the same logits"):
+    with pytest.raises(ValueError, match="logits"):
         prepare_model(build_model("deepseek_v32"))

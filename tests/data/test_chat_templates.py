@@ -9,10 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from branch_parts import supervised_parts
 from tokenizers import AddedToken
 
 from hf_prefix_tree.conversations import conversation_branches
+from tests.support.branch_parts import supervised_parts
 
 # Turn-end tokens and other control tokens, as templates write them.
 CONTROL = re.compile(
@@ -161,7 +161,7 @@ def test_reasoning_on_side_leaves_and_kept(tiny_tokenizer, name, leaf, shown, en
 @pytest.mark.parametrize("mode", ["side_leaf", "keep"])
 def test_a_template_without_headers_after_tool_results_has_no_trunk(tiny_tokenizer, mode):
     talk = with_argument_string(AGENT)
-    with pytest.raises(ValueError, match="don't begin as a generation prompt ends; pass `reasoning='per_turn'`"):
+    with pytest.raises(ValueError, match="`reasoning='per_turn'`"):
         conversation_branches(talk, tokenizer_of("deepseekv3", tiny_tokenizer), reasoning=mode)
 
 

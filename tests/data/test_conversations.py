@@ -7,10 +7,10 @@ import copy
 import json
 
 import pytest
-from branch_parts import all_parts, supervised_parts
 
 from hf_prefix_tree.conversations import conversation_branches
 from hf_prefix_tree.tree import fold
+from tests.support.branch_parts import all_parts, supervised_parts
 
 SYSTEM = {"role": "system", "content": "S"}
 HI = {"role": "user", "content": "Hi"}
@@ -302,7 +302,7 @@ def test_a_header_inside_content_is_no_turn(tiny_tokenizer):
     talk = [{"role": "user", "content": f"x{NEXT}y"}, HELLO, BYE, CIAO]
     assert supervised(talk, tiny_tokenizer) == [["<think>\nwhy\n</think>\n\nHello<|im_end|>"], ["Ciao<|im_end|>"]]
     for mode in ("side_leaf", "keep"):
-        with pytest.raises(ValueError, match=r"`messages` don't fit on a trunk .* pass `reasoning='per_turn'`"):
+        with pytest.raises(ValueError, match=r"`messages`.*`reasoning='per_turn'`"):
             conversation_branches(talk, tiny_tokenizer, reasoning=mode)
 
 
@@ -384,25 +384,25 @@ def test_a_message_whose_text_is_changed_or_parsed_is_not_left_out(tiny_tokenize
 @pytest.mark.parametrize(
     ("messages", "options", "expected"),
     [
-        ([], {}, "`messages` is empty"),
-        ({"role": "user"}, {}, "`messages` is a dict"),
-        ("{", {}, "`messages` is no JSON"),
-        (["Hi"], {}, r"`messages\[0\]` is a str"),
-        ([HI, {"content": "x"}], {}, r"`messages\[1\]` has the keys \['content'\] and no `role`"),
-        ([{"from": "human", "value": "x"}], {}, "no `role`"),
-        ([HI], {}, "no assistant message, so nothing to train on"),
-        (TALK, {"num_prompt_messages": 5}, "no assistant message after the 5 of the prompt"),
-        ([HI, {"role": "assistant", "content": 5}], {}, r"`messages\[1\].content` is a int"),
-        ([HI, {"role": "assistant", "content": {"a": 1}}], {}, "is a dict; pass a string, e.g. with `json.dumps`"),
-        ([HI, {"role": "assistant", "tool_calls": ["x"]}], {}, r"`messages\[1\].tool_calls` is"),
-        ([HI, {"role": "assistant", "content": "x", "extra": {1}}], {}, r"`messages\[1\].extra` is a set"),
-        (TALK, {"tools": "{"}, "`tools` is no JSON"),
-        (TALK, {"tools": TOOL}, "`tools` is a dict"),
-        (TALK, {"tools": [5]}, r"`tools\[0\]` is a int"),
-        (TALK, {"tools": ["look"]}, r"`tools\[0\]` is no JSON"),
-        (TALK, {"reasoning": "drop"}, "`reasoning` is 'drop'; pass one of 'per_turn', 'side_leaf'"),
-        (TALK, {"reasoning": "think_split"}, "takes one assistant message; pass 'side_leaf'"),
-        (TALK, {"chat_template_kwargs": {"tokenize": True}}, "`chat_template_kwargs` has 'tokenize'"),
+        ([], {}, "`messages`"),
+        ({"role": "user"}, {}, "`messages`.*dict"),
+        ("{", {}, "`messages`.*JSON"),
+        (["Hi"], {}, r"`messages\[0\]`.*str"),
+        ([HI, {"content": "x"}], {}, r"`messages\[1\]`.*\['content'\].*`role`"),
+        ([{"from": "human", "value": "x"}], {}, "`role`"),
+        ([HI], {}, "assistant"),
+        (TALK, {"num_prompt_messages": 5}, "assistant.* 5 "),
+        ([HI, {"role": "assistant", "content": 5}], {}, r"`messages\[1\].content`.*int"),
+        ([HI, {"role": "assistant", "content": {"a": 1}}], {}, "dict.*`json.dumps`"),
+        ([HI, {"role": "assistant", "tool_calls": ["x"]}], {}, r"`messages\[1\].tool_calls`"),
+        ([HI, {"role": "assistant", "content": "x", "extra": {1}}], {}, r"`messages\[1\].extra`.*set"),
+        (TALK, {"tools": "{"}, "`tools`.*JSON"),
+        (TALK, {"tools": TOOL}, "`tools`.*dict"),
+        (TALK, {"tools": [5]}, r"`tools\[0\]`.*int"),
+        (TALK, {"tools": ["look"]}, r"`tools\[0\]`.*JSON"),
+        (TALK, {"reasoning": "drop"}, "`reasoning`.*'drop'"),
+        (TALK, {"reasoning": "think_split"}, "assistant.*'side_leaf'"),
+        (TALK, {"chat_template_kwargs": {"tokenize": True}}, "`chat_template_kwargs`.*'tokenize'"),
     ],
 )
 def test_errors(tiny_tokenizer, messages, options, expected):
@@ -416,16 +416,16 @@ def test_a_template_that_cannot_render_says_why(tiny_tokenizer):
     )
     template += "{{ m.content + m.name }}{%- endfor -%}"
     refusing = with_template(tiny_tokenizer, template)
-    with pytest.raises(ValueError, match=r"can't render .*TemplateError: no tools here.*roles: user, tool at the end"):
+    with pytest.raises(ValueError, match=r"TemplateError: no tools here.*user, tool"):
         conversation_branches([{**HI, "name": "x"}, {"role": "tool"}, CIAO], refusing)
-    with pytest.raises(ValueError, match=r"can't render .*UndefinedError: .*no attribute 'name'"):
+    with pytest.raises(ValueError, match=r"UndefinedError: .*'name'"):
         conversation_branches([HI, CIAO], refusing)
-    with pytest.raises(ValueError, match=r"chat template is not valid \(TemplateSyntaxError: unexpected '}'\)"):
+    with pytest.raises(ValueError, match=r"TemplateSyntaxError: unexpected '}'"):
         conversation_branches([HI, CIAO], with_template(tiny_tokenizer, "{% if }"))
 
 
 def test_a_tokenizer_without_chat_template(tiny_tokenizer):
-    with pytest.raises(ValueError, match=r"has no chat template .*set `tokenizer.chat_template`"):
+    with pytest.raises(ValueError, match=r"`tokenizer.chat_template`"):
         conversation_branches(TALK, with_template(tiny_tokenizer, None))
     template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     options = {"chat_template_kwargs": {"chat_template": template}}

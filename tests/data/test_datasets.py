@@ -94,7 +94,7 @@ def test_rows_that_others_packed_or_padded_are_refused(name, value):
     one = {"seq_lengths": [3], "position_ids": [0, 1, 2], "attention_mask": [1, 1, 1]}
     row = {"input_ids": [1, 2, 3], **one}
     assert prepare_rows([row]) == [fold([Branch([1, 2, 3], [1, 1, 1])])]
-    with pytest.raises(ValueError, match=rf"row 0: `{name}` is \[.*\] for 3 `input_ids`, so the row is packed or"):
+    with pytest.raises(ValueError, match=rf"row 0.*`{name}`.*\[.*\].*3 `input_ids`"):
         prepare_rows([{**row, name: value}])
 
 
@@ -112,7 +112,7 @@ def test_trees_of_another_weighting_are_weighted_anew():
     part = split_tree(stored[0], 4)[0]
     parts = Dataset.from_list([part.to_dict()])
     assert trees(prepare_trees(parts, weighting="branch")) == [part]
-    with pytest.raises(ValueError, match="row 0: `weighting` is 'tree', but this is a part of a tree folded with"):
+    with pytest.raises(ValueError, match=r"row 0.*`weighting`.*'tree'"):
         prepare_trees(parts)
 
 
@@ -121,20 +121,20 @@ GROUPED = [{"group": group, "branches": [BRANCH]} for group in ("a", None, "b", 
 
 def test_rows_without_a_group_are_no_group(caplog):
     for dataset, skipped in ((Dataset.from_list(GROUPED), "2 rows"), (stream_of(GROUPED), "1 rows")):
-        with pytest.raises(ValueError, match="row 1: `group_by` is 'group', whose value is None here; give every row"):
+        with pytest.raises(ValueError, match=r"row 1.*`group_by`.*'group'.*None"):
             list(prepare_trees(dataset, group_by="group"))
         caplog.clear()
         found = trees(prepare_trees(dataset, group_by="group", on_error="skip"))
         # consecutive rows of a stream
         assert [tree.num_branches for tree in found] == ([2, 1] if isinstance(dataset, Dataset) else [1, 1, 1])
         assert f"{skipped} skipped" in caplog.text and "row 3: `group_by` is 'group'" in caplog.text
-    with pytest.raises(ValueError, match=r"no tree is left of 2 rows: 0 branches \(2 rows skipped; row 0: `group_by`"):
+    with pytest.raises(ValueError, match=r"0 branches.*2 rows.*row 0.*`group_by`"):
         prepare_rows([{**row, "group": None} for row in GROUPED[:2]], group_by="group", on_error="skip")
 
 
 def test_a_list_names_no_group():
     rows = [{"group": [1], "branches": [BRANCH]}]
-    with pytest.raises(ValueError, match="row 0: `group_by` is 'group', whose value is a list here; pass a column of"):
+    with pytest.raises(ValueError, match=r"row 0.*`group_by`.*'group'.*list"):
         prepare_rows(rows, group_by="group")
 
 
@@ -142,7 +142,7 @@ def test_trees_are_returned_as_they_are():
     dataset = prepare_trees(Dataset.from_list([{"branches": [BRANCH]}]))
     assert prepare_trees(dataset) is dataset
     for options in ({"group_by": "weighting"}, {"max_length": 5}, {"reasoning": "keep"}, {"overlong": "drop"}):
-        with pytest.raises(ValueError, match="holds trees already"):
+        with pytest.raises(ValueError, match="`dataset`"):
             prepare_trees(dataset, **options)
 
 
@@ -240,7 +240,7 @@ def test_tools_come_from_the_row_or_from_the_group(tiny_tokenizer, dialogues):
     assert prepare_rows(dialogues, tiny_tokenizer, tools="[]") == expected  # the row's own come first
     assert prepare_rows(bare, tiny_tokenizer) != expected
     del by_group["desk-1"]
-    with pytest.raises(ValueError, match="row 2: `tools` has no entry for group='desk-1'"):
+    with pytest.raises(ValueError, match=r"row 2.*`tools`.*'desk-1'"):
         prepare_rows(bare, tiny_tokenizer, tools=by_group)
 
 
@@ -337,12 +337,12 @@ def test_counts_of_a_group_add_up(caplog):
 
 
 def test_long_branches_can_stop_the_preparation():
-    with pytest.raises(ValueError, match="row 1: a branch has 4 tokens, `max_length` is 3"):
+    with pytest.raises(ValueError, match=r"row 1.*`max_length`.*3"):
         prepare_rows([{"branches": [BRANCH]}, HOPELESS], max_length=3, overlong="raise")
 
 
 def test_no_tree_left():
-    with pytest.raises(ValueError, match=r"no tree is left of 1 rows: 0 branches \(1 branches dropped as longer"):
+    with pytest.raises(ValueError, match=r"0 branches.*1 branches"):
         prepare_rows([HOPELESS], max_length=3, overlong="drop")
 
 
@@ -352,7 +352,7 @@ BAD_ROWS = [{"messages": json.dumps(messages)} for messages in ([HI, HELLO], [HI
 @pytest.mark.parametrize("options", [{}, {"num_proc": 2}, {"group_by": "group"}])
 def test_a_bad_row_stops_or_is_skipped(tiny_tokenizer, caplog, options):
     rows = [{**row, "group": i} for i, row in enumerate(BAD_ROWS)]
-    with pytest.raises(ValueError, match="row 1: `messages` has no assistant message"):
+    with pytest.raises(ValueError, match=r"row 1.*`messages`"):
         prepare_rows(rows, tiny_tokenizer, **options)
     good = prepare_rows(rows[::2], tiny_tokenizer)
     caplog.clear()
@@ -369,7 +369,7 @@ def test_a_bad_row_of_a_stream_or_of_a_group_is_skipped_alone(tiny_tokenizer, ca
         [{**row, "group": 0} for row in BAD_ROWS], tiny_tokenizer, on_error="skip", group_by="group"
     )
     assert tree.num_branches == 2 and "2 rows skipped" in caplog.text
-    with pytest.raises(ValueError, match="row 1: `messages` has no assistant"):
+    with pytest.raises(ValueError, match=r"row 1.*`messages`"):
         list(prepare_trees(stream_of(BAD_ROWS), tiny_tokenizer))
 
 
@@ -435,34 +435,34 @@ def test_preparation_imports_no_code_that_the_cache_does_not_depend_on():
         (
             {"text": "x"},
             {},
-            "`dataset` has the columns text, which are no known kind of rows; rename them to one of: ",
+            "`dataset`",
         ),
-        ({"messages": [HI], "prompt": "x", "completion": "y"}, {}, "fit conversation and completion rows; remove"),
-        ({"messages": [HI, HELLO]}, {}, "`tokenizer` is None, but conversation rows are text"),
-        ({"branches": [BRANCH]}, {"reasoning": "none"}, "`reasoning` is 'none'; pass one of"),
-        ({"branches": [BRANCH]}, {"overlong": "cut"}, "`overlong` is 'cut'; pass one of 'truncate', 'drop', 'raise'"),
-        ({"branches": [BRANCH]}, {"on_error": "ignore"}, "`on_error` is 'ignore'; pass one of 'raise', 'skip'"),
-        ({"branches": [BRANCH]}, {"weighting": "mean"}, "`weighting` is 'mean'; pass one of"),
-        ({"branches": [BRANCH]}, {"max_length": 1}, "`max_length` is 1; pass at least 2"),
+        ({"messages": [HI], "prompt": "x", "completion": "y"}, {}, "conversation.*completion"),
+        ({"messages": [HI, HELLO]}, {}, "`tokenizer`.*None"),
+        ({"branches": [BRANCH]}, {"reasoning": "none"}, "`reasoning`.*'none'"),
+        ({"branches": [BRANCH]}, {"overlong": "cut"}, "`overlong`.*'cut'"),
+        ({"branches": [BRANCH]}, {"on_error": "ignore"}, "`on_error`.*'ignore'"),
+        ({"branches": [BRANCH]}, {"weighting": "mean"}, "`weighting`.*'mean'"),
+        ({"branches": [BRANCH]}, {"max_length": 1}, "`max_length`.*1"),
         (
             {"branches": [BRANCH]},
             {"group_by": "group"},
-            "`group_by` is 'group', which is no column; pass one of branches",
+            "`group_by`.*'group'",
         ),
-        ({"branches": []}, {}, "no tree is left"),
-        ({"branches": [{**BRANCH, "weights": [1.0]}]}, {}, "row 0: `weights` has 1 entries but `input_ids` has 3"),
+        ({"branches": []}, {}, "0 branches"),
+        ({"branches": [{**BRANCH, "weights": [1.0]}]}, {}, "row 0.*`weights`.*1.*`input_ids`.*3"),
         (
             {"branches": [{"input_ids": [1, 2]}]},
             {},
-            r"row 0: `branches\[0\]` must .* have `input_ids` and `weights`, got the keys \['input_ids'\]",
+            r"row 0.*`branches\[0\]`.*`input_ids`.*\['input_ids'\]",
         ),
-        ({"branches": [[1, 2]]}, {}, r"row 0: `branches\[0\]` is a list; pass a dict with `input_ids` and `weights`"),
-        ({"branches": "x"}, {}, "row 0: `branches` is a str; pass a list"),
-        ({"prompt_ids": [1], "completions": []}, {}, "row 0: `completions` is empty"),
-        ({"parents": [0], "nodes": [[1, 2]]}, {}, "row 0: `parents"),
-        ({"input_ids": [1, 2], "labels": [2, -100]}, {}, "row 0: `labels` is 2 at index 0 where `input_ids` is 1"),
-        ({"input_ids": [1, 2], "labels": [2]}, {}, "row 0: `labels` has 1 entries for 2 `input_ids`"),
-        ({"input_ids": [1, 2], "completion_mask": [1]}, {}, "row 0: `completion_mask` has 1 entries for 2"),
+        ({"branches": [[1, 2]]}, {}, r"row 0.*`branches\[0\]`.*list"),
+        ({"branches": "x"}, {}, "row 0.*`branches`.*str"),
+        ({"prompt_ids": [1], "completions": []}, {}, "row 0.*`completions`"),
+        ({"parents": [0], "nodes": [[1, 2]]}, {}, "row 0.*`parents"),
+        ({"input_ids": [1, 2], "labels": [2, -100]}, {}, "row 0.*`labels`.*2.*index 0.*`input_ids`"),
+        ({"input_ids": [1, 2], "labels": [2]}, {}, "row 0.*`labels`.*1.*2.*`input_ids`"),
+        ({"input_ids": [1, 2], "completion_mask": [1]}, {}, "row 0.*`completion_mask`.*1.*2"),
     ],
 )
 def test_errors(row, options, expected):
@@ -473,11 +473,11 @@ def test_errors(row, options, expected):
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"prompt": "x", "completions": []}, "`completions` is empty; drop the row"),
-        ({"prompt": "x", "completion": [HELLO]}, "mix strings and messages"),
-        ({"prompt": [HI], "completion": "x"}, "mix strings and messages"),
-        ({"messages": "[1"}, "`messages` is no JSON"),
-        ({"messages": [{"from": "human", "value": "x"}]}, r"`messages\[0\]` has the keys \['from', 'value'\]"),
+        ({"prompt": "x", "completions": []}, "`completions`"),
+        ({"prompt": "x", "completion": [HELLO]}, "strings.*messages"),
+        ({"prompt": [HI], "completion": "x"}, "strings.*messages"),
+        ({"messages": "[1"}, "`messages`.*JSON"),
+        ({"messages": [{"from": "human", "value": "x"}]}, r"`messages\[0\]`.*\['from', 'value'\]"),
     ],
 )
 def test_errors_of_text_rows(tiny_tokenizer, row, expected):
@@ -488,17 +488,17 @@ def test_errors_of_text_rows(tiny_tokenizer, row, expected):
 def test_what_is_no_split():
     dataset = Dataset.from_list([{"branches": [BRANCH]}])
     for wrong, expected in (
-        (DatasetDict(train=dataset), "`dataset` is a DatasetDict; pass one split"),
-        ([{"branches": [BRANCH]}], "`dataset` is a list; pass one split"),
+        (DatasetDict(train=dataset), "`dataset`.*DatasetDict"),
+        ([{"branches": [BRANCH]}], "`dataset`.*list"),
         (
             dataset.with_format("numpy"),
-            r"the format 'numpy'; pass `dataset.with_format\(None\)`",
+            r"'numpy'.*`dataset.with_format\(None\)`",
         ),
-        (dataset.select([]), "`dataset` has no rows"),
+        (dataset.select([]), "`dataset`"),
     ):
         with pytest.raises(ValueError, match=expected):
             prepare_trees(wrong)
-    with pytest.raises(ValueError, match="`num_proc` is 2, but a stream is read in one process"):
+    with pytest.raises(ValueError, match=r"`num_proc`.*2"):
         prepare_trees(stream_of([{"branches": [BRANCH]}]), num_proc=2)
 
 

@@ -185,29 +185,27 @@ def test_large_trees_are_dropped_and_counted(caplog):
     assert [[tree["input_ids"] for tree in row["trees"]] for row in packed] == [[[1, 2]]]
     assert (counts["oversized"], counts["empty"], counts["trees"], counts["branches"]) == (1, 0, 1, 1)
     assert "1 trees dropped as larger than `max_packed_tokens`" in caplog.text
-    with pytest.raises(ValueError, match=r"no tree is left of 1 rows: 0 branches \(1 trees dropped as larger"):
+    with pytest.raises(ValueError, match=r"0 branches.*1 trees"):
         prepare_trees(Dataset.from_list([FORK]), max_packed_tokens=4, overflow="drop")
 
 
 def test_large_trees_stop_the_preparation(caplog):
     dataset = Dataset.from_list([SMALL, FORK])
-    with pytest.raises(ValueError, match="row 1: its tree has 5 tokens, `max_packed_tokens` is 4; raise it, or pass"):
+    with pytest.raises(ValueError, match=r"row 1.*`max_packed_tokens`.*4"):
         prepare_trees(dataset, max_packed_tokens=4, overflow="raise")
     packed = prepare_trees(dataset, max_packed_tokens=4, overflow="raise", on_error="skip")
     assert [[tree["input_ids"] for tree in row["trees"]] for row in packed] == [[[1, 2]]]
     assert "1 rows skipped" in caplog.text and "row 1: its tree has 5 tokens" in caplog.text
-    with pytest.raises(
-        ValueError, match="row 1: its tree has a branch of 4 tokens, which can't be split, `max_packed"
-    ):
+    with pytest.raises(ValueError, match=r"row 1.*`max_packed"):
         prepare_trees(dataset, max_packed_tokens=3)
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"max_length": 9, "max_packed_tokens": 8}, "`max_length` is 9, above `max_packed_tokens`, which is 8"),
-        ({"max_packed_tokens": 1}, "`max_packed_tokens` is 1; pass at least 2"),
-        ({"max_packed_tokens": 8, "overflow": "cut"}, "`overflow` is 'cut'; pass one of 'split', 'drop', 'raise'"),
+        ({"max_length": 9, "max_packed_tokens": 8}, "`max_length`.*9.*`max_packed_tokens`.*8"),
+        ({"max_packed_tokens": 1}, "`max_packed_tokens`.*1"),
+        ({"max_packed_tokens": 8, "overflow": "cut"}, "`overflow`.*'cut'"),
     ],
 )
 def test_errors(options, expected):
@@ -232,11 +230,11 @@ def test_folded_trees_are_packed_and_packed_rows_are_left_alone():
     assert rows_of(packed) == rows_of(prepare_trees(dataset, max_packed_tokens=32))
     assert prepare_trees(packed) is packed
     for options in ({"max_packed_tokens": 32}, {"max_examples": 2}, {"counts": {}}):
-        with pytest.raises(ValueError, match="`dataset` holds packed rows already"):
+        with pytest.raises(ValueError, match="`dataset`"):
             prepare_trees(packed, **options)
     for options in ({"max_length": 5}, {"overlong": "drop"}, {"reasoning": "keep"}, {"group_by": "trees"}):
         (name,) = options
-        with pytest.raises(ValueError, match=rf"`{name}` is .*, but `dataset` holds trees already"):
+        with pytest.raises(ValueError, match=rf"`{name}`.*`dataset`"):
             prepare_trees(packed, **options)
 
 

@@ -7,12 +7,12 @@ import json
 import time
 
 import pytest
-from branch_parts import supervised_parts
 from datasets import load_dataset
 
 from hf_prefix_tree.conversations import conversation_branches
 from hf_prefix_tree.datasets import prepare_trees
 from hf_prefix_tree.tree import PrefixTree, fold
+from tests.support.branch_parts import supervised_parts
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,7 @@ def test_unfolding_gives_back_every_rendered_turn(load, qwen3_tokenizer, name, g
         assert branch.weights.tolist() == [0.0] * start + [1.0] * (len(ids) - 1 - start) + [0.0]
 
 
+@pytest.mark.slow
 def test_the_same_through_a_dataset_in_two_processes(load, qwen3_tokenizer, shared_data, tmp_path):
     name = "reasoning_tools_multitrial"
     file = str(shared_data(f"data/{name}.jsonl"))

@@ -102,13 +102,13 @@ def test_rollout_branches():
 @pytest.mark.parametrize(
     ("prompt", "completions", "expected"),
     [
-        ([1], [], "`completions` is empty; pass at least one"),
-        ([1], [[2], []], r"`completions\[1\]` is empty; drop it"),
-        ([1], 5, "`completions` is 5; pass a list"),
-        ([1], [[2, -3]], r"`completions\[0\]` must be between 0 and .*, got -3 at index 1"),
-        ([1.5], [[2]], "`prompt_ids` must be integers, got 1.5"),
-        ([[1]], [[2]], "`prompt_ids` has 2 dimensions"),
-        ([1], [[True]], r"`completions\[0\]` must be integers, got True"),
+        ([1], [], "`completions`"),
+        ([1], [[2], []], r"`completions\[1\]`"),
+        ([1], 5, "`completions`.*5"),
+        ([1], [[2, -3]], r"`completions\[0\]`.*-3.*index 1"),
+        ([1.5], [[2]], "`prompt_ids`.*1.5"),
+        ([[1]], [[2]], "`prompt_ids`.*2"),
+        ([1], [[True]], r"`completions\[0\]`.*True"),
     ],
 )
 def test_errors(function, prompt, completions, expected):

@@ -11,13 +11,13 @@ from itertools import islice
 import datasets
 import numpy as np
 import pytest
-from branch_parts import parts
 from datasets import Dataset, IterableDataset
 from datasets.fingerprint import generate_random_fingerprint
-from mooncake import mooncake_branches
 
 from hf_prefix_tree.datasets import prepare_trees
 from hf_prefix_tree.tree import Branch, PrefixTree, fold
+from tests.support.branch_parts import parts
+from tests.support.mooncake import mooncake_branches
 
 HI = {"role": "user", "content": "Hi"}
 HELLO = {"role": "assistant", "content": "Hello"}
@@ -93,23 +93,23 @@ def test_a_search_tree_supervises_its_kept_steps(tiny_tokenizer):
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"parents": [None, 0], "texts": ["a"]}, "`parents` has 2 entries for 1 `texts`"),
-        ({"parents": [None], "texts": ["a"], "weights": [1.0, 1.0]}, "`weights` has 2 entries for 1 `texts`"),
-        ({"parents": [None], "texts": [1]}, r"`texts\[0\]` is a int; pass a string"),
-        ({"parents": [0], "texts": ["a"]}, r"`parents\[0\]` is 0, a cycle"),
-        ({"input": "1", "nodes": [step(0, "a", False)]}, "`nodes` has no kept step"),
-        ({"input": "1", "nodes": [step(0, "a", True), step(1, "b", True)]}, "'b' of step 1, which extends no text of"),
-        ({"input": "1", "nodes": [step(1, "a", True)]}, "'a' of step 1, which extends no text of step 0"),
-        ({"input": "1", "nodes": [step(-1, "a", True)]}, r"`nodes\[0\].step` is -1; number the steps from 0"),
-        ({"input": "1", "nodes": [{"step": 0, "text": "a"}]}, r"`nodes\[0\].kept` is None; pass a bool"),
-        ({"input": 1, "nodes": [step(0, "a", True)]}, "`input` is a int; pass the text"),
-        ({"input": "1", "nodes": ["a"]}, r"`nodes\[0\]` is a str; pass a dict with `step`, `text` and `kept`"),
+        ({"parents": [None, 0], "texts": ["a"]}, "`parents`.*2.*1.*`texts`"),
+        ({"parents": [None], "texts": ["a"], "weights": [1.0, 1.0]}, "`weights`.*2.*1.*`texts`"),
+        ({"parents": [None], "texts": [1]}, r"`texts\[0\]`.*int"),
+        ({"parents": [0], "texts": ["a"]}, r"`parents\[0\]`.*0"),
+        ({"input": "1", "nodes": [step(0, "a", False)]}, "`nodes`"),
+        ({"input": "1", "nodes": [step(0, "a", True), step(1, "b", True)]}, "'b'.*step 1"),
+        ({"input": "1", "nodes": [step(1, "a", True)]}, "'a'.*step 1.*step 0"),
+        ({"input": "1", "nodes": [step(-1, "a", True)]}, r"`nodes\[0\].step`.*-1"),
+        ({"input": "1", "nodes": [{"step": 0, "text": "a"}]}, r"`nodes\[0\].kept`.*None"),
+        ({"input": 1, "nodes": [step(0, "a", True)]}, "`input`.*int"),
+        ({"input": "1", "nodes": ["a"]}, r"`nodes\[0\]`.*str"),
     ],
 )
 def test_malformed_trees_of_texts(tiny_tokenizer, row, expected):
     with pytest.raises(ValueError, match=f"row 0: .*{expected}"):
         prepare_trees(Dataset.from_list([row]), tiny_tokenizer)
-    with pytest.raises(ValueError, match=r"`tokenizer` is None, but (texts|search) rows are text"):
+    with pytest.raises(ValueError, match=r"`tokenizer`.*None"):
         prepare_trees(Dataset.from_list([row]))
 
 
@@ -136,10 +136,10 @@ def test_errors_of_column_names(tiny_tokenizer):
     for names, expected in (
         (
             {"messages": "talk"},
-            r"`column_names\['messages'\]` is 'talk', which is no column; pass one of conversation",
+            r"`column_names\['messages'\]`.*'talk'",
         ),
         ({"messages": "task", "group": "task"}, "name each column once"),
-        ({"message": "conversation"}, "has the columns message, task, which are no known kind"),
+        ({"message": "conversation"}, "message, task"),
     ):
         with pytest.raises(ValueError, match=expected):
             prepare_trees(dataset, tiny_tokenizer, column_names=names)
@@ -246,16 +246,16 @@ def _set(path: list, value: object):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (_set(["messages"], []), "`messages` is empty; drop the row"),
-        (_set(["messages"], {"role": "user"}), "`messages` is a dict; pass a list of dicts"),
-        (_set(["messages", 1], "hello"), r"`messages\[1\]` is a str; pass a dict with `role` and `content`"),
-        (_set(["messages", 1], {"content": "hello"}), r"`messages\[1\]` has the keys \['content'\] and no `role`"),
-        (_set(["messages", 1, "content"], 7), r"`messages\[1\].content` is a int; pass a string"),
-        (_set(["messages", 2, "tool_calls"], "f(x)"), r"`messages\[2\].tool_calls` is 'f\(x\)'; pass a list of dicts"),
-        (_set(["messages", 2, "tool_calls"], [{"function": None}]), "the chat template can't render"),
-        (lambda row: row["messages"].__delitem__(slice(2, None)), "`messages` has no assistant message"),
-        (_set(["tools"], "{broken"), "`tools` is no JSON"),
-        (_set(["tools"], '{"name": "f"}'), "`tools` is a dict; pass a list of tool schemas"),
+        (_set(["messages"], []), "`messages`"),
+        (_set(["messages"], {"role": "user"}), "`messages`.*dict"),
+        (_set(["messages", 1], "hello"), r"`messages\[1\]`.*str"),
+        (_set(["messages", 1], {"content": "hello"}), r"`messages\[1\]`.*\['content'\].*`role`"),
+        (_set(["messages", 1, "content"], 7), r"`messages\[1\].content`.*int"),
+        (_set(["messages", 2, "tool_calls"], "f(x)"), r"`messages\[2\].tool_calls`.*'f\(x\)'"),
+        (_set(["messages", 2, "tool_calls"], [{"function": None}]), "chat template"),
+        (lambda row: row["messages"].__delitem__(slice(2, None)), "`messages`"),
+        (_set(["tools"], "{broken"), "`tools`.*JSON"),
+        (_set(["tools"], '{"name": "f"}'), "`tools`.*dict"),
     ],
 )
 def test_malformed_variants_of_a_real_row(shared_data, qwen3_tokenizer, change, expected):

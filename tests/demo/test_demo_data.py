@@ -182,7 +182,7 @@ def test_tokenizer_ids_and_size(tiny_tokenizer):
     tags = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
     assert tiny_tokenizer.convert_tokens_to_ids(tags) == list(range(1018, 1024))
     assert tiny_tokenizer.decode([1, 2, 1018], skip_special_tokens=True) == "<think>"
-    with pytest.raises(ValueError, match=r"vocab_size=264 .* at least 265"):
+    with pytest.raises(ValueError, match=r"vocab_size=264.*265"):
         train_tokenizer(["a"], vocab_size=264)
 
 

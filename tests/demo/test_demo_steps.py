@@ -6,7 +6,6 @@ import copy
 import dataclasses
 
 import pytest
-from models import make_model
 
 from hf_prefix_tree import fold
 from hf_prefix_tree.demo import compare
@@ -14,6 +13,7 @@ from hf_prefix_tree.demo.__main__ import GRADIENT_BOUND, LOSS_BOUND, report
 from hf_prefix_tree.demo.compare import Comparison, compare_step
 from hf_prefix_tree.model import prepare_model
 from hf_prefix_tree.tree import Branch
+from tests.support.models import make_model
 
 # The last two sides of the forks come after other sides in the layout, and hidden states inside them predict tokens.
 SHARED = [

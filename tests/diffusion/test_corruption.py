@@ -403,16 +403,16 @@ def test_gpu_draws_the_same(corrupt, block_size):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"input_ids": torch.zeros(3, dtype=torch.int64)}, r"`input_ids` must be int64 of shape \(B, L\)"),
-        ({"input_ids": torch.zeros(2, 3)}, "`input_ids` must be int64"),
-        ({"supervised": torch.ones(2, 4)}, r"`supervised` must have the shape \(2, 3\)"),
-        ({"seeds": torch.tensor([1])}, r"`seeds` must be int64 of shape \(2,\)"),
-        ({"seeds": torch.tensor([1.0, 2.0])}, r"`seeds` must be int64 of shape \(2,\), got torch.float32"),
-        ({"eps": 0.0}, "`eps` must be above 0 and at most 1, got 0.0"),
-        ({"eps": 1.5}, "`eps` must be above 0 and at most 1, got 1.5"),
-        ({"block_size": 0}, "`block_size` must be at least 1, got 0"),
-        ({"block_start": torch.tensor([1, 2])}, "`block_start` is given without `block_size`"),
-        ({"block_start": torch.tensor([1]), "block_size": 2}, r"`block_start` must have the shape \(2,\)"),
+        ({"input_ids": torch.zeros(3, dtype=torch.int64)}, "`input_ids`"),
+        ({"input_ids": torch.zeros(2, 3)}, "`input_ids`"),
+        ({"supervised": torch.ones(2, 4)}, "`supervised`.*2.*3"),
+        ({"seeds": torch.tensor([1])}, "`seeds`"),
+        ({"seeds": torch.tensor([1.0, 2.0])}, "`seeds`.*torch.float32"),
+        ({"eps": 0.0}, "`eps`.*0.0"),
+        ({"eps": 1.5}, "`eps`.*1.5"),
+        ({"block_size": 0}, "`block_size`.*0"),
+        ({"block_start": torch.tensor([1, 2])}, "`block_start`.*`block_size`"),
+        ({"block_start": torch.tensor([1]), "block_size": 2}, "`block_start`.*2"),
     ],
 )
 @pytest.mark.parametrize(
@@ -436,9 +436,9 @@ def test_refused(function, own, change, message):
 
 def test_refused_own_arguments():
     ids, supervised, seeds = batch()
-    with pytest.raises(ValueError, match="`half_life` must be above 0, got 0"):
+    with pytest.raises(ValueError, match=r"`half_life`.*0"):
         corrupt_blockwise(ids, supervised, mask_token_id=9, seeds=seeds, half_life=0)
-    with pytest.raises(ValueError, match="`vocab_size` must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"`vocab_size`.*0"):
         corrupt_uniform_random(ids, supervised, vocab_size=0, seeds=seeds)
-    with pytest.raises(ValueError, match="`supervised` must have the shape"):
+    with pytest.raises(ValueError, match="`supervised`"):
         corrupt_all_masked(ids, supervised[:, 1:], mask_token_id=9)

@@ -4,8 +4,6 @@ import copy
 
 import pytest
 import torch
-from diffusion_models import block_of, pair, sees, stock_logits
-from models import CONFIGS, VOCAB, gradients, make_model
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AutoModelForCausalLM, BloomConfig, Lfm2Config, LlamaConfig, Qwen3NextConfig
 
@@ -13,6 +11,8 @@ from hf_prefix_tree import prepare_model
 from hf_prefix_tree.diffusion.attention import LAYOUTS, block_mask, dense_mask, spans
 from hf_prefix_tree.diffusion.model import prepare_diffusion_model, unprepare_diffusion_model
 from hf_prefix_tree.double import keep_double
+from tests.support.diffusion_models import block_of, pair, sees, stock_logits
+from tests.support.models import CONFIGS, VOCAB, gradients, make_model
 
 # ---- masks ----
 
@@ -99,11 +99,11 @@ def test_most_blocks_of_block_diffusion_are_skipped():
 
 
 def test_wrong_layouts_are_refused():
-    with pytest.raises(ValueError, match="`layout` must be one of"):
+    with pytest.raises(ValueError, match="`layout`"):
         spans(torch.ones(1, 4), "causal", 2)
-    with pytest.raises(ValueError, match="`block_size` must be at least 1 for `layout='hybrid'`, got None"):
+    with pytest.raises(ValueError, match=r"`block_size`.*`layout='hybrid'`.*None"):
         spans(torch.ones(1, 4), "hybrid")
-    with pytest.raises(ValueError, match=r"rows of 100 tokens.*`pad_seq_len_divisible=128`"):
+    with pytest.raises(ValueError, match="`pad_seq_len_divisible=128`"):
         block_mask(spans(torch.ones(1, 100)))
 
 
@@ -254,7 +254,7 @@ def test_everything_is_undone():
         assert (set(model.__dict__), set(model.config.__dict__)) == attributes
         assert model.config._attn_implementation == before.config._attn_implementation
         prepare_model(model)  # its own check runs
-        with pytest.raises(ValueError, match="prepared for prefix trees: call `unprepare_model"):
+        with pytest.raises(ValueError, match="`unprepare_model"):
             prepare_diffusion_model(model)
     with pytest.raises(ValueError, match="attends to both sides"):
         prepare_model(prepare_diffusion_model(before))
@@ -265,31 +265,31 @@ def test_wrong_calls_are_refused():
     ids = torch.tensor([[5, 6, 7, 8]])
     layout, positions = spans(torch.ones_like(ids)), torch.arange(4)[None]
     for kwargs, message in (
-        ({"labels": ids}, "`labels` would be shifted by one"),
-        ({"attention_mask": torch.ones(1, 1, 4, 4)}, "`attention_mask` has 4 dimensions"),
-        ({"output_attentions": True}, "`output_attentions` is not supported"),
-        ({"diffusion_layout": layout}, "`diffusion_layout` needs `position_ids`"),
+        ({"labels": ids}, "`labels`"),
+        ({"attention_mask": torch.ones(1, 1, 4, 4)}, "`attention_mask`.*4"),
+        ({"output_attentions": True}, "`output_attentions`"),
+        ({"diffusion_layout": layout}, "`diffusion_layout`.*`position_ids`"),
         (
             {"diffusion_layout": layout[:, :, :3], "position_ids": positions},
-            "has the shape \\(1, 5, 3\\) for \\(1, 4\\)",
+            "\\(1, 5, 3\\).*\\(1, 4\\)",
         ),
     ):
         with pytest.raises(ValueError, match=message):
             model(ids, **kwargs)
-    with pytest.raises(ValueError, match="Use `diffusion_generate` instead of `generate`"):
+    with pytest.raises(ValueError, match=r"`diffusion_generate`.*`generate`"):
         model.generate(ids, max_new_tokens=2)
-    with pytest.raises(ValueError, match="the hook of the causal LM was bypassed"):
+    with pytest.raises(ValueError, match="hook"):
         model.model(ids, diffusion_layout=layout)
-    with pytest.raises(ValueError, match="works on prepared models only"):
+    with pytest.raises(ValueError, match="prepared"):
         model.model(ids)
     model(ids)  # and after all of that it works
     model.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match="its attention is 'sdpa' now"):
+    with pytest.raises(ValueError, match="'sdpa'"):
         model(ids)
     flex = prepare_diffusion_model(make_model("llama", dtype=torch.float32), attn_backend="flex")
-    with pytest.raises(ValueError, match="`attn_backend='flex'` cannot serve this call: FlexAttention"):
+    with pytest.raises(ValueError, match="`attn_backend='flex'`"):
         flex(ids)
-    with pytest.raises(ValueError, match="`attn_backend` must be one of"):
+    with pytest.raises(ValueError, match="`attn_backend`"):
         prepare_diffusion_model(model, attn_backend="dense")
 
 
@@ -299,7 +299,7 @@ def test_windows_that_are_too_short_are_refused(name):
     ids = torch.full((1, 6), 5)
     with keep_double():
         model(ids)
-        with pytest.raises(ValueError, match="layers that see 6 tokens only, and a sequence has 7"):
+        with pytest.raises(ValueError, match=r"6.*7"):
             model(torch.full((1, 7), 5))
         # a row [x_t | x_0] is twice as long, its sequence is not
         rows = spans(torch.ones_like(ids), "block_diffusion", 2)
@@ -319,9 +319,9 @@ _GQA = {**_TINY, "num_key_value_heads": 1}
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Lfm2Config(**_GQA, layer_types=["conv", "full_attention"]), "has `conv` layers"),
-        (Qwen3NextConfig(**_GQA, layer_types=["linear_attention", "full_attention"]), "has `linear_attention` layers"),
-        (BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2), "computes its attention by itself"),
+        (Lfm2Config(**_GQA, layer_types=["conv", "full_attention"]), "`conv`"),
+        (Qwen3NextConfig(**_GQA, layer_types=["linear_attention", "full_attention"]), "`linear_attention`"),
+        (BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2), "attention"),
         (LlamaConfig(**_GQA, attention_dropout=0.1), "`config.attention_dropout=0.1`"),
     ],
     ids=["lfm2", "qwen3_next", "bloom", "dropout"],

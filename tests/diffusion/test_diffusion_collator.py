@@ -139,7 +139,7 @@ def test_random_parameters_equal_the_transcription():
                 expected = transcribed(batch if is_drop_in else [without_padding(own) for own in batch], **args)
             except ValueError:
                 refused += is_drop_in
-                with pytest.raises(ValueError, match="more than one supervised run"):
+                with pytest.raises(ValueError, match="supervised run"):
                     collator_class(**args)(batch)
                 continue
             got = collator_class(**args)(batch)
@@ -188,7 +188,7 @@ def test_attention_mask_is_optional_and_other_columns_are_ignored():
     assert values(DataCollatorForDiffusionLM(0, 2, 4)(features)) == values(
         DataCollatorForDiffusionLM(0, 2, 4)(SAMPLES)
     )
-    with pytest.raises(ValueError, match="no `attention_mask`"):
+    with pytest.raises(ValueError, match="`attention_mask`"):
         DLLMCollator(0, 2, 4)(features)
 
 
@@ -206,7 +206,7 @@ def test_the_drop_in_reads_three_columns_and_no_more():
     """Its features may hold labels for a causal model, which are shifted."""
     features = [{**sample, "labels": [*sample["input_ids"][1:], -100], "seq_lengths": [1, 2]} for sample in SAMPLES]
     assert values(DLLMCollator(0, 2, 4)(features)) == values(DLLMCollator(0, 2, 4)(SAMPLES))
-    with pytest.raises(ValueError, match="pass unshifted labels"):
+    with pytest.raises(ValueError, match="unshifted"):
         DataCollatorForDiffusionLM(0, 2, 4)([{**features[0], "seq_lengths": None}])
 
 
@@ -257,7 +257,7 @@ def test_return_tensors():
         }
     assert torch.is_tensor(collator(SAMPLES, return_tensors="pt")["labels"])
     for collator_class in (DataCollatorForDiffusionLM, DLLMCollator):
-        with pytest.raises(ValueError, match="`return_tensors` must be 'pt' or 'np', got 'tf'"):
+        with pytest.raises(ValueError, match=r"`return_tensors`.*'tf'"):
             collator_class(0)(SAMPLES, return_tensors="tf")
 
 
@@ -267,7 +267,7 @@ def test_sample_index_is_passed_through():
     assert batch["sample_index"].dtype == torch.int64 and batch["sample_index"].tolist() == [7, 2**40]
     assert "sample_index" not in DataCollatorForDiffusionLM(0)(SAMPLES)
     assert list(DLLMCollator(0)(features)) == KEYS
-    with pytest.raises(ValueError, match="Some features have a `sample_index`"):
+    with pytest.raises(ValueError, match="`sample_index`"):
         DataCollatorForDiffusionLM(0)([features[0], SAMPLES[1]])
 
 
@@ -291,9 +291,9 @@ def test_ids_of_the_processing_class():
     given = DataCollatorForDiffusionLM(0, 9, processing_class=own)
     assert (given.pad_token_id, given.block_pad_token_id) == (0, 9)
     assert DataCollatorForDiffusionLM(processing_class=tokenizer(pad_token="[PAD]")).block_pad_token_id == 1
-    with pytest.raises(ValueError, match="`pad_token_id` is not given and the tokenizer has none"):
+    with pytest.raises(ValueError, match="`pad_token_id`"):
         DataCollatorForDiffusionLM(processing_class=tokenizer(eos_token="[EOS]"))
-    with pytest.raises(ValueError, match="`pad_token_id` is not given and there is no `processing_class`"):
+    with pytest.raises(ValueError, match=r"`pad_token_id`.*`processing_class`"):
         DataCollatorForDiffusionLM()
     assert DLLMCollator().pad_token_id == DLLMCollator().block_pad_token_id == 0
     assert DLLMCollator(eos_token_id=0, pad_token_id=5).block_pad_token_id == 0
@@ -302,12 +302,12 @@ def test_ids_of_the_processing_class():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"return_tensors": "tf"}, "`return_tensors` must be 'pt' or 'np', got 'tf'"),
-        ({"eos_token_id": [1, 2]}, r"`eos_token_id` must be a token id, got \[1, 2\]"),
-        ({"pad_token_id": -1}, "`pad_token_id` must be a token id, got -1"),
-        ({"block_size": -4}, "`block_size` must be at least 0, got -4"),
-        ({"pad_seq_len_divisible": -1}, "`pad_seq_len_divisible` must be at least 0, got -1"),
-        ({"max_seq_len": 0}, "`max_seq_len` must be at least 1, got 0"),
+        ({"return_tensors": "tf"}, "`return_tensors`.*'tf'"),
+        ({"eos_token_id": [1, 2]}, r"`eos_token_id`.*\[1, 2\]"),
+        ({"pad_token_id": -1}, "`pad_token_id`.*-1"),
+        ({"block_size": -4}, "`block_size`.*-4"),
+        ({"pad_seq_len_divisible": -1}, "`pad_seq_len_divisible`.*-1"),
+        ({"max_seq_len": 0}, "`max_seq_len`.*0"),
     ],
 )
 def test_refused_arguments(arguments: dict[str, Any], message: str):
@@ -321,25 +321,25 @@ GOOD = {"input_ids": [4, 5, 6], "loss_mask": [0, 1, 1]}
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"input_ids": None}, r"`features\[1\]` has the keys .* and no `input_ids`"),
-        ({"loss_mask": None}, r"none of loss_mask, completion_mask, .* `remove_unused_columns=False`"),
-        ({"loss_mask": [1, 1]}, "2 entries in `loss_mask` and 3 in `input_ids`"),
-        ({"attention_mask": [1] * 4}, "4 entries in `attention_mask` and 3 in `input_ids`"),
-        ({"loss_mask": None, "labels": [4]}, "1 entries in `labels` and 3"),
-        ({"completion_mask": [1]}, "1 entries in `completion_mask` and 3"),
-        ({"loss_mask": [0, 2, 1]}, "`loss_mask` with other values than 0 and 1"),
-        ({"loss_mask": [0, 0.5, 1]}, "`loss_mask` with values that are no integers"),
-        ({"input_ids": [[4, 5, 6]]}, r"`input_ids` of shape \(1, 3\)"),
-        ({"completion_mask": [0, 0, 1]}, "`loss_mask` and `completion_mask` that disagree on 1 tokens, first at 1"),
+        ({"input_ids": None}, r"`features\[1\]`.*`input_ids`"),
+        ({"loss_mask": None}, "`remove_unused_columns=False`"),
+        ({"loss_mask": [1, 1]}, "`loss_mask`.*3.*`input_ids`"),
+        ({"attention_mask": [1] * 4}, "`attention_mask`.*3.*`input_ids`"),
+        ({"loss_mask": None, "labels": [4]}, "`labels`.*3"),
+        ({"completion_mask": [1]}, "`completion_mask`.*3"),
+        ({"loss_mask": [0, 2, 1]}, "`loss_mask`.*0.*1"),
+        ({"loss_mask": [0, 0.5, 1]}, "`loss_mask`"),
+        ({"input_ids": [[4, 5, 6]]}, "`input_ids`.*1.*3"),
+        ({"completion_mask": [0, 0, 1]}, "`loss_mask`.*`completion_mask`.*1"),
         (
             {"completion_mask": [1, 1, 1], "assistant_masks": [1, 1, 1]},
-            "`loss_mask` and `completion_mask and assistant_masks` that disagree on 1 tokens, first at 0",
+            "`loss_mask`.*`completion_mask and assistant_masks`.*1.*0",
         ),
-        ({"labels": [-100, -100, 6]}, "`loss_mask` and `labels` that disagree on 1 tokens, first at 1"),
-        ({"loss_mask": None, "labels": [5, 6, -100]}, "the label 5 for the token 4 at 0: pass unshifted labels"),
-        ({"seq_lengths": [2, 1]}, "packs 2 samples"),
-        ({"seq_lengths": np.array([2, 1])}, "packs 2 samples"),
-        ({"seq_lengths": torch.tensor([1, 1, 1])}, "packs 3 samples"),
+        ({"labels": [-100, -100, 6]}, "`loss_mask`.*`labels`.*1"),
+        ({"loss_mask": None, "labels": [5, 6, -100]}, "5.*4.*0"),
+        ({"seq_lengths": [2, 1]}, "2 samples"),
+        ({"seq_lengths": np.array([2, 1])}, "2 samples"),
+        ({"seq_lengths": torch.tensor([1, 1, 1])}, "3 samples"),
     ],
 )
 def test_refused_features(change: dict[str, Any], message: str):
@@ -349,12 +349,12 @@ def test_refused_features(change: dict[str, Any], message: str):
 
 
 def test_refused_batches():
-    with pytest.raises(ValueError, match="`features` is empty"):
+    with pytest.raises(ValueError, match="`features`"):
         DataCollatorForDiffusionLM(0)([])
     cut = {"input_ids": [1, 2, 3, 4], "loss_mask": [1, 0, 0, 1]}
-    with pytest.raises(ValueError, match="more than one supervised run under response_window"):
+    with pytest.raises(ValueError, match=r"supervised run.*response_window"):
         DataCollatorForDiffusionLM(0, max_seq_len=2, response_window=True)([cut])
     assert DataCollatorForDiffusionLM(0, max_seq_len=2)([cut])["labels"].tolist() == [[1, -100]]
     for name in ("input_ids", "loss_mask", "attention_mask"):
-        with pytest.raises(ValueError, match=f"`features\\[1\\]` has the keys .* and no `{name}`"):
+        with pytest.raises(ValueError, match=f"`features\\[1\\]`.*`{name}`"):
             DLLMCollator()([SAMPLES[0], {key: value for key, value in SAMPLES[1].items() if key != name}])

@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from diffusion_models import pair, sees, stock_logits
-from models import VOCAB
 from transformers import AutoModelForCausalLM
 
 from hf_prefix_tree import diffusion_generate
 from hf_prefix_tree.diffusion.model import unprepare_diffusion_model
 from hf_prefix_tree.double import keep_double
+from tests.support.diffusion_models import pair, sees, stock_logits
+from tests.support.models import VOCAB
 
 MASK, SIZE = VOCAB - 1, 4
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [21, 22, 23, 24]]
@@ -167,16 +167,16 @@ def test_wrong_arguments_are_refused():
     model, _ = pair("llama")
     ids = torch.tensor([[5, 6, 7]])
     for kwargs, message in (
-        ({"max_new_tokens": 0}, "`max_new_tokens` must be at least 1, got 0"),
-        ({"block_size": 0}, "`block_size` must be at least 1, got 0"),
-        ({"steps_per_block": 5}, r"`steps_per_block` must be between 1 and `block_size` \(4\), got 5"),
-        ({"temperature": -1.0}, "`temperature` must be at least 0"),
-        ({"objective": "ar"}, "`objective` must be one of"),
-        ({"mask_token_id": VOCAB}, "`mask_token_id` must be one of the 97 tokens of the model, got 97"),
-        ({"mask_token_id": None}, "`mask_token_id` must be one of the 97 tokens of the model, got None"),
-        ({"input_ids": ids[0]}, r"`input_ids` must have the shape \(B, P\)"),
-        ({"attention_mask": torch.ones(1, 2)}, "pass one number per token"),
-        ({"attention_mask": torch.tensor([[1, 0, 1]])}, "zeros inside a prompt: pad on the left or on the right"),
+        ({"max_new_tokens": 0}, "`max_new_tokens`.*0"),
+        ({"block_size": 0}, "`block_size`.*0"),
+        ({"steps_per_block": 5}, "`steps_per_block`.*`block_size`.*5"),
+        ({"temperature": -1.0}, "`temperature`"),
+        ({"objective": "ar"}, "`objective`"),
+        ({"mask_token_id": VOCAB}, "`mask_token_id`.*97"),
+        ({"mask_token_id": None}, "`mask_token_id`.*None"),
+        ({"input_ids": ids[0]}, "`input_ids`"),
+        ({"attention_mask": torch.ones(1, 2)}, "one number"),
+        ({"attention_mask": torch.tensor([[1, 0, 1]])}, "zeros"),
     ):
         with pytest.raises(ValueError, match=message):
             diffusion_generate(

@@ -4,7 +4,15 @@ import math
 
 import pytest
 import torch
-from diffusion_runs import (
+
+from hf_prefix_tree.diffusion.corruption import (
+    corrupt_all_masked,
+    corrupt_blockwise,
+    corrupt_uniform,
+    corrupt_uniform_random,
+)
+from hf_prefix_tree.diffusion.model import prepare_diffusion_model
+from tests.support.diffusion_runs import (
     EVALUATION,
     MASK,
     OBJECTIVES,
@@ -18,15 +26,7 @@ from diffusion_runs import (
     trainer_of,
     weights,
 )
-from models import VOCAB
-
-from hf_prefix_tree.diffusion.corruption import (
-    corrupt_all_masked,
-    corrupt_blockwise,
-    corrupt_uniform,
-    corrupt_uniform_random,
-)
-from hf_prefix_tree.diffusion.model import prepare_diffusion_model
+from tests.support.models import VOCAB
 
 
 def replaced(ids, mask, mask_token_id, **options):

@@ -8,7 +8,20 @@ import types
 import pytest
 import torch
 from datasets import Dataset
-from diffusion_runs import (
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+
+from hf_prefix_tree import (
+    DataCollatorForDiffusionLM,
+    DiffusionSFTConfig,
+    DiffusionSFTTrainer,
+    DLLMCollator,
+    diffusion_generate,
+)
+from hf_prefix_tree.diffusion.data import prepare_diffusion_rows
+from hf_prefix_tree.diffusion.model import prepare_diffusion_model, unprepare_diffusion_model
+from hf_prefix_tree.trainers.engines import refuse_engines
+from tests.support.diffusion_runs import (
     BY_LENGTH,
     EVALUATION,
     MASK,
@@ -26,21 +39,8 @@ from diffusion_runs import (
     trainer_of,
     weights,
 )
-from models import CONFIGS, make_model
-from peft import LoraConfig
-from processes import run_ranks
-from transformers import AutoModelForCausalLM
-
-from hf_prefix_tree import (
-    DataCollatorForDiffusionLM,
-    DiffusionSFTConfig,
-    DiffusionSFTTrainer,
-    DLLMCollator,
-    diffusion_generate,
-)
-from hf_prefix_tree.diffusion.data import prepare_diffusion_rows
-from hf_prefix_tree.diffusion.model import prepare_diffusion_model, unprepare_diffusion_model
-from hf_prefix_tree.trainers.engines import refuse_engines
+from tests.support.models import CONFIGS, make_model
+from tests.support.ranks import run_ranks
 
 # ---- one optimizer step ----
 
@@ -169,7 +169,7 @@ def test_a_second_training_logs_its_own_steps(tmp_path):
 def test_after_training(tmp_path):
     trainer = train(tmp_path, rows_of_ids(4), objective="hybrid")
     model, ids = trainer.model.eval(), torch.tensor([[5, 6, 7, 8]])
-    with pytest.raises(ValueError, match="Use `diffusion_generate` instead of `generate`"):
+    with pytest.raises(ValueError, match=r"`diffusion_generate`.*`generate`"):
         model.generate(ids, max_new_tokens=2)
     completed = diffusion_generate(model, ids, 4, SIZE, MASK, objective="hybrid")
     trainer.save_model(tmp_path / "diffusion")
@@ -309,9 +309,9 @@ def test_the_columns_of_trl_say_what_is_supervised(tmp_path):
             for row in renamed:
                 row["labels"] = [i if m else -100 for i, m in zip(row["input_ids"], row["labels"], strict=True)]
         assert logs_of(train(tmp_path, Dataset.from_list(renamed), max_steps=1))[0]["loss"] == expected[0]["loss"]
-    with pytest.raises(ValueError, match="has `input_ids` and none of loss_mask"):
+    with pytest.raises(ValueError, match="`input_ids`"):
         trainer_of(tmp_path, Dataset.from_list([{"input_ids": [3, 4]}]))
-    with pytest.raises(ValueError, match="pass `messages`, `prompt` and `completion`, or"):
+    with pytest.raises(ValueError, match=r"`messages`.*`prompt`"):
         trainer_of(tmp_path, Dataset.from_list([{"prompt_ids": [3], "completions": [[4]]}]))
 
 
@@ -343,13 +343,13 @@ def test_what_a_template_loses_is_logged(tiny_tokenizer, caplog):
 
 def test_the_mask_token(tmp_path, tiny_tokenizer):
     rows = rows_of_ids(2)
-    with pytest.raises(ValueError, match=r"no mask token: add one with `tokenizer.add_special_tokens"):
+    with pytest.raises(ValueError, match=r"`tokenizer.add_special_tokens"):
         trainer_of(tmp_path, rows, mask_token_id=None)
-    with pytest.raises(ValueError, match="`mask_token_id` is 500, but the model has 97 embeddings: call"):
+    with pytest.raises(ValueError, match=r"`mask_token_id`.*500.*97"):
         trainer_of(tmp_path, rows, mask_token_id=500)
-    with pytest.raises(ValueError, match="`mask_token_id` is 2, which also ends a response"):
+    with pytest.raises(ValueError, match=r"`mask_token_id`.*2"):
         trainer_of(tmp_path, rows, mask_token_id=2)
-    with pytest.raises(ValueError, match="`mask_token_id` is 0, which also pads, which `supervise_padding` teaches"):
+    with pytest.raises(ValueError, match=r"`mask_token_id`.*0.*`supervise_padding`"):
         trainer_of(tmp_path, rows, mask_token_id=0, supervise_padding=True)
     assert trainer_of(tmp_path, rows, mask_token_id=0).mask_token_id == 0
     special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "mask_token": "!"}
@@ -361,34 +361,34 @@ def test_the_mask_token(tmp_path, tiny_tokenizer):
 def test_wrong_arguments_are_refused(tmp_path):
     rows = rows_of_ids(2)
     for changes, message in (
-        ({"objective": "ddpm"}, "`objective` must be one of"),
-        ({"corruption": "gaussian"}, "`corruption` must be one of"),
-        ({"block_size": 0}, "`block_size` must be at least 1, got 0"),
-        ({"eval_noise_draws": 0}, "`eval_noise_draws` must be at least 1, got 0"),
-        ({"noise_eps": 0.0}, "`noise_eps` must be above 0"),
-        ({"alpha": 0.0}, "`alpha` must be above 0"),
-        ({"packing": True}, "`packing=True` is not supported: samples of a row would see each other"),
-        ({"completion_only_loss": False}, "`completion_only_loss=False` is not supported"),
-        ({"average_tokens_across_devices": False}, "`average_tokens_across_devices=False` is not supported"),
-        ({"chat_template_kwargs": "[1]"}, "`chat_template_kwargs` must be a `dict`"),
+        ({"objective": "ddpm"}, "`objective`"),
+        ({"corruption": "gaussian"}, "`corruption`"),
+        ({"block_size": 0}, "`block_size`.*0"),
+        ({"eval_noise_draws": 0}, "`eval_noise_draws`.*0"),
+        ({"noise_eps": 0.0}, "`noise_eps`"),
+        ({"alpha": 0.0}, "`alpha`"),
+        ({"packing": True}, "`packing=True`"),
+        ({"completion_only_loss": False}, "`completion_only_loss=False`"),
+        ({"average_tokens_across_devices": False}, "`average_tokens_across_devices=False`"),
+        ({"chat_template_kwargs": "[1]"}, "`chat_template_kwargs`.*`dict`"),
     ):
         with pytest.raises(ValueError, match=message):
             trainer_of(tmp_path, rows, **changes)
     for collator, message in (
-        (object(), "`data_collator` must be a `DataCollatorForDiffusionLM`, got `object`"),
-        (DLLMCollator(0, 2, block_size=4, response_window=True), "`data_collator` must be a .*, got `DLLMCollator`"),
-        (DataCollatorForDiffusionLM(0, 2, block_size=8, response_window=True), "`block_size=8` and `args` has 4"),
-        (DataCollatorForDiffusionLM(0, 2, block_size=4), "`response_window=False` and `args` has True"),
+        (object(), "`data_collator`.*`DataCollatorForDiffusionLM`.*`object`"),
+        (DLLMCollator(0, 2, block_size=4, response_window=True), "`data_collator`.*`DLLMCollator`"),
+        (DataCollatorForDiffusionLM(0, 2, block_size=8, response_window=True), "`block_size=8`.*`args`.*4"),
+        (DataCollatorForDiffusionLM(0, 2, block_size=4), "`response_window=False`.*`args`.*True"),
     ):
         with pytest.raises(ValueError, match=message):
             trainer_of(tmp_path, rows, data_collator=collator)
-    with pytest.raises(ValueError, match="`args` must be a `DiffusionSFTConfig`, got `list`"):
+    with pytest.raises(ValueError, match=r"`args`.*`DiffusionSFTConfig`.*`list`"):
         DiffusionSFTTrainer(small_model(), args=[], train_dataset=rows)
-    with pytest.raises(ValueError, match="`compute_metrics` is not supported"):
+    with pytest.raises(ValueError, match="`compute_metrics`"):
         args = DiffusionSFTConfig(str(tmp_path), use_cpu=True, bf16=False)
         DiffusionSFTTrainer(small_model(), args=args, train_dataset=rows, compute_metrics=len)
     trainer = trainer_of(tmp_path, rows, dataset_kwargs={"skip_prepare_dataset": True})
-    with pytest.raises(ValueError, match="The batch has no `sample_index`"):
+    with pytest.raises(ValueError, match="`sample_index`"):
         trainer.train()
 
 
@@ -396,11 +396,11 @@ def test_engines_are_refused(tmp_path, monkeypatch):
     accelerator = types.SimpleNamespace(parallelism_config=None, distributed_type="NO")
     refuse_engines(accelerator)
     monkeypatch.setattr(DiffusionSFTTrainer, "get_tp_size", lambda self: 2)
-    with pytest.raises(ValueError, match=r"Tensor parallelism \(2 devices\) is not supported"):
+    with pytest.raises(ValueError, match=r"Tensor parallelism.*2"):
         trainer_of(tmp_path, rows_of_ids(1))
     for cp, sp in ((True, False), (False, True)):
         accelerator.parallelism_config = types.SimpleNamespace(cp_enabled=cp, sp_enabled=sp)
-        with pytest.raises(ValueError, match=r"drops the mask\. Set `cp_size=1` and `sp_size=1`"):
+        with pytest.raises(ValueError, match=r"`cp_size=1`.*`sp_size=1`"):
             refuse_engines(accelerator)
     accelerator = types.SimpleNamespace(parallelism_config=None, distributed_type="MEGATRON_LM")
     with pytest.raises(ValueError, match="Megatron-LM"):

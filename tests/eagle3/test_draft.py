@@ -6,7 +6,19 @@ import json
 
 import pytest
 import torch
-from drafts import (
+from peft import LoraConfig, get_peft_model
+from torch.nn.attention import flex_attention as flex_module
+
+from hf_prefix_tree import Eagle3DraftConfig, Eagle3DraftModel
+from hf_prefix_tree.attention import kernels
+from hf_prefix_tree.double import keep_double
+from hf_prefix_tree.eagle3 import draft as draft_module
+from hf_prefix_tree.eagle3 import layer as layer_module
+from hf_prefix_tree.eagle3.attention import Documents, dense_steps, flex_steps
+from hf_prefix_tree.eagle3.config import default_aux_layer_ids
+from hf_prefix_tree.eagle3.loss import StepSums, accepted_length, supervised_slots
+from hf_prefix_tree.eagle3.target import Eagle3Target
+from tests.support.drafts import (
     AUX,
     DRAFT_VOCAB,
     TARGETS,
@@ -21,18 +33,6 @@ from drafts import (
     tokens_of,
     transcription,
 )
-from peft import LoraConfig, get_peft_model
-from torch.nn.attention import flex_attention as flex_module
-
-from hf_prefix_tree import Eagle3DraftConfig, Eagle3DraftModel
-from hf_prefix_tree.attention import kernels
-from hf_prefix_tree.double import keep_double
-from hf_prefix_tree.eagle3 import draft as draft_module
-from hf_prefix_tree.eagle3 import layer as layer_module
-from hf_prefix_tree.eagle3.attention import Documents, dense_steps, flex_steps
-from hf_prefix_tree.eagle3.config import default_aux_layer_ids
-from hf_prefix_tree.eagle3.loss import StepSums, accepted_length, supervised_slots
-from hf_prefix_tree.eagle3.target import Eagle3Target
 
 STEPS = 4
 
@@ -247,7 +247,7 @@ def test_drafting_is_what_was_trained():
         logits = _last_slot(draft, expected, aux[0], step + 1)
         expected.append(draft.draft_ids[int(logits[step].argmax())].item())
     assert drafted == expected[8:]
-    with pytest.raises(ValueError, match="pass one token more"):
+    with pytest.raises(ValueError, match="one token more"):
         draft.propose(ids, aux[:, :-1], num_tokens=1)
 
 
@@ -336,10 +336,10 @@ def test_a_wrapped_sharded_or_spread_target_is_refused():
     spread.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
     adapted = get_peft_model(make_target(dtype=torch.float32), LoraConfig(target_modules=["q_proj"]))
     for model, message in (
-        (empty, "is sharded, spread over devices or has no weights yet"),
-        (spread, "is sharded, spread over devices or has no weights yet"),
-        (adapted, "got PeftModel: merge adapters first"),
-        (torch.nn.Linear(2, 2), "must be a causal LM of Transformers, got Linear"),
+        (empty, "sharded"),
+        (spread, "sharded"),
+        (adapted, "PeftModel"),
+        (torch.nn.Linear(2, 2), "Linear"),
     ):
         with pytest.raises(ValueError, match=message):
             Eagle3Target(model, AUX)
@@ -351,9 +351,9 @@ def test_a_target_that_is_not_served_is_refused():
     with pytest.raises(ValueError, match=r"`config\.final_logit_softcapping=30\.0`"):
         Eagle3Target(model, AUX)
     for layer_ids in ([0, 1], [0, 1, 4], [1, 0, 2], [0, 0, 1], [-1, 0, 1]):
-        with pytest.raises(ValueError, match="`aux_layer_ids` must be three ascending layers"):
+        with pytest.raises(ValueError, match="`aux_layer_ids`"):
             Eagle3Target(make_target(), layer_ids)
-    with pytest.raises(ValueError, match="A target of 4 layers has no three default auxiliary layers"):
+    with pytest.raises(ValueError, match="4 layers"):
         Eagle3Target(make_target())
     assert default_aux_layer_ids(36) == [1, 17, 32]
 
@@ -367,7 +367,7 @@ def test_the_draft_of_a_target():
         assert (draft.vocab_size, draft.draft_vocab_size, draft.num_hidden_layers, draft.head_dim) == (VOCAB, 9, 1, 8)
         assert draft.rope_parameters["rope_theta"] == config.rope_parameters["rope_theta"]
     assert Eagle3DraftConfig.from_target(TARGETS["gpt_oss"], aux_layer_ids=AUX).intermediate_size == 128
-    with pytest.raises(ValueError, match="`draft_vocab_size` must be between 1 and"):
+    with pytest.raises(ValueError, match="`draft_vocab_size`"):
         Eagle3DraftConfig.from_target(TARGETS["llama"], draft_vocab_size=VOCAB + 1, aux_layer_ids=AUX)
     with pytest.raises(ValueError, match="`attention_bias=True`"):
         make_draft(attention_bias=True)
@@ -388,7 +388,7 @@ def test_save_pretrained_round_trip(tmp_path, vocab):
 
 @pytest.mark.parametrize("ids", [[0, 1], [*range(DRAFT_VOCAB - 1), VOCAB], [1, 0, *range(2, DRAFT_VOCAB)]])
 def test_a_wrong_draft_vocabulary_is_refused(ids):
-    with pytest.raises(ValueError, match="`ids` must be 24 ascending ids below 61"):
+    with pytest.raises(ValueError, match="`ids`"):
         make_draft().set_draft_vocabulary(torch.tensor(ids))
 
 

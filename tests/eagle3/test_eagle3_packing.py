@@ -125,7 +125,7 @@ def test_a_large_dataset_is_packed_in_parts(monkeypatch):
 
 def test_a_dataset_without_any_token_is_an_error():
     dataset = Dataset.from_list([{"input_ids": [], "loss_mask": []}] * 3)
-    with pytest.raises(ValueError, match="no row could be produced"):
+    with pytest.raises(ValueError, match="no row"):
         pack_eagle3_dataset(dataset, 8, 0)
 
 
@@ -147,13 +147,13 @@ def test_columns_of_trl(columns, mask):
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        ({"input_ids": [1, 2]}, "add `loss_mask`"),
-        ({"input_ids": [1, 2], "loss_mask": [1]}, "`loss_mask` has 1 entries for 2 `input_ids`"),
-        ({"input_ids": [1, 2], "labels": [2, -100]}, "pass it unshifted"),
-        ({"input_ids": [1, 2], "loss_mask": [1, 1], "attention_mask": [1]}, "one entry per token"),
-        ({"input_ids": [1, 2], "loss_mask": [1, 1], "attention_mask": [0, 1]}, "pad documents at the end"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "pass the `tokenizer`"),
-        ({"text": "x"}, "no known form"),
+        ({"input_ids": [1, 2]}, "`loss_mask`"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "`loss_mask`.*1.*2.*`input_ids`"),
+        ({"input_ids": [1, 2], "labels": [2, -100]}, "unshifted"),
+        ({"input_ids": [1, 2], "loss_mask": [1, 1], "attention_mask": [1]}, "one entry"),
+        ({"input_ids": [1, 2], "loss_mask": [1, 1], "attention_mask": [0, 1]}, "at the end"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "`tokenizer`"),
+        ({"text": "x"}, "form"),
     ],
 )
 def test_malformed_samples_are_refused(sample, message):
@@ -164,11 +164,11 @@ def test_malformed_samples_are_refused(sample, message):
 def test_arguments_are_validated():
     samples = random_samples(0)
     for size in (0, -1, 2.5):
-        with pytest.raises(ValueError, match="`packed_sequence_size` must be a positive integer"):
+        with pytest.raises(ValueError, match="`packed_sequence_size`"):
             pack_eagle3_dataset(samples, size, 0)
-    with pytest.raises(ValueError, match="`strategy` must be one of"):
+    with pytest.raises(ValueError, match="`strategy`"):
         pack_eagle3_dataset(samples, 8, 0, "first_fit")
-    with pytest.raises(ValueError, match="columns of different length"):
+    with pytest.raises(ValueError, match="length"):
         pack_eagle3_dataset({"input_ids": [[1]], "loss_mask": [[1], [1]]}, 8, 0)
 
 
@@ -197,11 +197,11 @@ def test_the_collator_refuses_what_does_not_fit():
     rows = [pack_eagle3_dataset(random_samples(0), size, 0)[0] for size in (12, 16)]
     collator = DataCollatorForEagle3(pad_token_id=0, length=4)
     for features, message in (
-        (rows, "packed rows of \\[12, 16\\] tokens"),
-        ([{"input_ids": [1] * 5, "loss_mask": [1] * 5}], "a document of 5 tokens for rows of 4"),
-        ([{"input_ids": [1]}], "no `loss_mask`"),
-        ([{**rows[0], "doc_remaining": [1]}], "has 1 `doc_remaining`"),
-        ([{**rows[0], "seq_lens": [1]}], "`seq_lens` that sum to 1"),
+        (rows, "\\[12, 16\\]"),
+        ([{"input_ids": [1] * 5, "loss_mask": [1] * 5}], "5 tokens.*4"),
+        ([{"input_ids": [1]}], "`loss_mask`"),
+        ([{**rows[0], "doc_remaining": [1]}], "`doc_remaining`"),
+        ([{**rows[0], "seq_lens": [1]}], "`seq_lens`.*1"),
         ([], "is empty"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -249,7 +249,7 @@ def test_reasoning_can_be_left_unsupervised(dialogues, tiny_tokenizer):
             assert short == long.rpartition("</think>")[2]
             changed += short != long
     assert changed > 6
-    with pytest.raises(ValueError, match="set `reasoning_end`"):
+    with pytest.raises(ValueError, match="`reasoning_end`"):
         build_eagle3_dataloader(
             dialogues, tiny_tokenizer, supervise_reasoning=False, reasoning_end="<|end|>", **options
         )
@@ -328,10 +328,10 @@ def test_ranks_get_every_row_once_and_equally_many(ranks, is_stream, workers, mo
 
 def test_arguments_of_the_loader_are_validated():
     rows = [{"input_ids": [1], "loss_mask": [1]}]
-    with pytest.raises(ValueError, match="No padding token"):
+    with pytest.raises(ValueError, match="padding token"):
         build_eagle3_dataloader(rows)
     for changes in ({"batch_size": 0}, {"seq_length": 0}, {"packed_sequence_size": -1}):
         with pytest.raises(ValueError, match=next(iter(changes))):
             build_eagle3_dataloader(rows, pad_token_id=0, **changes)
-    with pytest.raises(ValueError, match="no row could be produced"):
+    with pytest.raises(ValueError, match="no row"):
         build_eagle3_dataloader([{"input_ids": [], "loss_mask": []}], pad_token_id=0)

@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from drafts import AUX, DRAFT_VOCAB, VOCAB, collated, make_draft, random_documents, random_states
 from safetensors.torch import load_file, save_file
 
 from hf_prefix_tree import export_for_serving
 from hf_prefix_tree.eagle3.validation import load_exported, validate_export
+from tests.support.drafts import AUX, DRAFT_VOCAB, VOCAB, collated, make_draft, random_documents, random_states
 
 LAYER = [
     "self_attn.q_proj",

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from mapping_files import BROKEN, BROKEN_IN_ITSELF, CONFIG, DRAFT, VOCAB, loader, samples
-from mapping_worker import build_and_break
-from processes import run_ranks
 
 from hf_prefix_tree import build_token_mapping, load_or_build_token_mapping, load_token_mapping, save_token_mapping
 from hf_prefix_tree.eagle3.mapping_cache import data_fingerprint
 from hf_prefix_tree.eagle3.token_mapping import count_supervised, d2t_from_ids, ids_from_d2t, t2d_from_ids
+from tests.support.mapping_files import BROKEN, BROKEN_IN_ITSELF, CONFIG, DRAFT, VOCAB, loader, samples
+from tests.support.mapping_ranks import build_and_break
+from tests.support.ranks import run_ranks
 
 SIZES = {"target_vocab_size": VOCAB, "draft_vocab_size": DRAFT}
 
@@ -94,7 +94,7 @@ def test_the_identity_reads_nothing(draft, tmp_path):
 @pytest.mark.parametrize("name", ["target_vocab_size", "draft_vocab_size"])
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "7"])
 def test_sizes_are_validated(name, value):
-    with pytest.raises(ValueError, match=f"`{name}` must be a positive integer, got {value!r}"):
+    with pytest.raises(ValueError, match=f"`{name}`.*{value!r}"):
         build_token_mapping([], **{**SIZES, name: value})
 
 
@@ -102,7 +102,7 @@ def test_sizes_are_validated(name, value):
     ("batch", "message"),
     [
         ({"tokens": [[1]]}, "keys \\['tokens'\\]"),
-        ({"input_ids": [[1, 2]], "loss_mask": [[1]]}, "shape \\(1, 2\\) and `loss_mask` of shape \\(1, 1\\)"),
+        ({"input_ids": [[1, 2]], "loss_mask": [[1]]}, "`loss_mask`.*1"),
     ],
 )
 def test_a_malformed_batch_is_refused(batch, message):

@@ -7,12 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset, load_from_disk
-from drafts import AUX, TARGETS, VOCAB, collated, make_target
-from eagle3_runs import BY_LENGTH, distance, documents, small_draft, train, trainer_of, weights
 from peft import LoraConfig, get_peft_model
-from processes import run_ranks
 from safetensors.torch import load_file
-from trainer_worker import train_and_evaluate
 
 from hf_prefix_tree import (
     DataCollatorForEagle3,
@@ -28,6 +24,10 @@ from hf_prefix_tree.eagle3.loss import StepSums
 from hf_prefix_tree.eagle3.precompute import precompute_hidden_states
 from hf_prefix_tree.eagle3.target import Eagle3Target
 from hf_prefix_tree.eagle3.validation import validate_export
+from tests.support.drafts import AUX, TARGETS, VOCAB, collated, make_target
+from tests.support.eagle3_ranks import train_and_evaluate
+from tests.support.eagle3_runs import BY_LENGTH, distance, documents, small_draft, train, trainer_of, weights
+from tests.support.ranks import run_ranks
 
 
 def logs_of(trainer):
@@ -75,14 +75,14 @@ def test_precomputed_states_train_the_same_draft(tmp_path, packed_sequence_size)
         assert distance(weights(offline.model), weights(online.model), start) < 1e-5
     file = Path(described[0]["hidden_states"])
     other = [{**described[0], "input_ids": [9, *described[0]["input_ids"][1:]]}]
-    with pytest.raises(ValueError, match="computed for other tokens"):
+    with pytest.raises(ValueError, match="other tokens"):
         train(tmp_path, Dataset.from_list(other), target=str(tmp_path / "states"), **options)
     names = {"input_ids", "seq_lens", "aux_hidden_states", "last_hidden_states", "target_ids"}
     assert set(load_file(file)) == names
     if packed_sequence_size:
         lens = described[0]["seq_lens"]
         other = [{**described[0], "seq_lens": [lens[0] - 1, lens[1] + 1, *lens[2:]]}]
-        with pytest.raises(ValueError, match="computed for documents that start at"):
+        with pytest.raises(ValueError, match="documents"):
             train(tmp_path, Dataset.from_list(other), target=str(tmp_path / "states"), **options)
 
 
@@ -96,11 +96,11 @@ def test_precomputed_states_of_another_target_are_refused(tmp_path):
         if name == "a":
             trainer.train()
         else:
-            with pytest.raises(ValueError, match="computed by another target, or from other layers of it"):
+            with pytest.raises(ValueError, match=r"another target.*layers"):
                 trainer.train()
     # also where the model itself is there: it does not run for rows that have states
     trainer = trainer_of(tmp_path, described, draft=small_draft())
-    with pytest.raises(ValueError, match="computed by another target"):
+    with pytest.raises(ValueError, match="another target"):
         trainer.train()
 
 
@@ -299,7 +299,7 @@ def test_evaluation_on_states_of_another_target_is_refused(tmp_path):
     described = precompute_hidden_states(other, documents(2), tmp_path)
     for method in ("evaluate", "predict"):
         trainer = trainer_of(tmp_path, documents(2), draft=small_draft())
-        with pytest.raises(ValueError, match="computed by another target"):
+        with pytest.raises(ValueError, match="another target"):
             getattr(trainer, method)(described)
 
 
@@ -321,9 +321,7 @@ def test_documents_cut_to_nothing_supervised_are_left_out_and_counted(name, tmp_
             assert sorted(sum(row["loss_mask"]) for row in prepared) == [1, 2]
             assert "_cut" not in prepared[0]
         left_out = source[2:] if source is rows else source.select([2, 3])
-        with pytest.raises(
-            ValueError, match=rf"no sample is left of 2 \(2 samples truncated to `{name}=16`, 2 of them"
-        ):
+        with pytest.raises(ValueError, match=rf"2 samples.*`{name}=16`.*2"):
             trainer_of(tmp_path, left_out, draft=small_draft(), **{name: 16})
     caplog.clear()
     stream = trainer_of(tmp_path, source.to_iterable_dataset(), draft=small_draft(), **{name: 16}).train_dataset
@@ -393,22 +391,22 @@ def test_wrong_arguments_are_refused(tmp_path):
             trainer_of(tmp_path, rows, **changes)
     args, collator = Eagle3Config(str(tmp_path)), DataCollatorForEagle3(0)
     for arguments, message in (
-        ({"data_collator": object()}, "`data_collator` must be a `DataCollatorForEagle3`, got object"),
-        ({"data_collator": collator}, "`target_model` must be a causal LM, its name, or the folder"),
-        ({}, "No padding token"),
-        ({"args": None, "data_collator": collator, "target_model": object()}, "`target_model` must be a causal LM"),
-        ({"compute_metrics": len}, "`compute_metrics` is not supported"),
+        ({"data_collator": object()}, "`data_collator`.*`DataCollatorForEagle3`.*object"),
+        ({"data_collator": collator}, "`target_model`"),
+        ({}, "padding token"),
+        ({"args": None, "data_collator": collator, "target_model": object()}, "`target_model`"),
+        ({"compute_metrics": len}, "`compute_metrics`"),
     ):
         with pytest.raises(ValueError, match=message):
             Eagle3Trainer(**{"args": args, "train_dataset": rows, **arguments})
-    with pytest.raises(ValueError, match="its `aux_layer_ids` is \\[0, 1, 2\\], the target's \\[0, 1, 3\\]"):
+    with pytest.raises(ValueError, match=r"`aux_layer_ids`.*\[0, 1, 2\].*\[0, 1, 3\]"):
         trainer_of(tmp_path, rows, draft=small_draft(), aux_layer_ids=[0, 1, 3])
-    with pytest.raises(ValueError, match=r"`draft_vocab_size=7`, but that of `model` is 49"):
+    with pytest.raises(ValueError, match=r"`draft_vocab_size=7`.*`model`.*49"):
         trainer_of(tmp_path, rows, draft=small_draft(), draft_vocab_size=7)
-    with pytest.raises(ValueError, match=r"`aux_layer_ids=\[0, 1, 3\]`, but `target_model` gives the layers"):
+    with pytest.raises(ValueError, match=r"`aux_layer_ids=\[0, 1, 3\]`.*`target_model`"):
         target = Eagle3Target(make_target(dtype=torch.float32), AUX)
         trainer_of(tmp_path, rows, draft=small_draft(), target=target, aux_layer_ids=[0, 1, 3])
-    with pytest.raises(ValueError, match=r"got PeftModel\. Merge its adapter first"):
+    with pytest.raises(ValueError, match="PeftModel"):
         adapted = get_peft_model(make_target(dtype=torch.float32), LoraConfig(target_modules=["q_proj"]))
         trainer_of(tmp_path, rows, target=adapted)
     with pytest.raises(ValueError, match="`train_dataset` is needed to choose the draft vocabulary"):

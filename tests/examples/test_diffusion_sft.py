@@ -31,6 +31,7 @@ def start(*options):
     return diffusion_sft.main(*diffusion_sft.parse([str(option) for option in (*options, "--use_cpu")]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("objective", "steps"), [("block", 100), ("mdlm", 150)])
 def test_the_demo_learns_and_completes_held_out_prompts(objective, steps, tmp_path, capsys):
     threads = torch.get_num_threads()

@@ -47,6 +47,7 @@ def test_offline_run_equals_stock(tmp_path):
             assert entry[name] == pytest.approx(other[name], rel=1e-5, abs=1e-6), name
 
 
+@pytest.mark.slow
 def test_real_problems(shared_data, tmp_path, capsys):
     data, tokenizer = shared_data("data/gsm8k_4policies.jsonl"), shared_data("tokenizers/qwen3")
     trainer = start(
@@ -71,5 +72,5 @@ def test_questions_and_answers():
     rows = [{"question": "How many?", "answer": "3 + 4 = <<3+4=7>>7\n#### 1,007"}]
     (problem,) = tree_grpo.problems_of(Dataset.from_list(rows))
     assert problem == {"prompt": [{"role": "user", "content": "How many?"}], "answer": 1007.0}
-    with pytest.raises(ValueError, match="an answer without a number"):
+    with pytest.raises(ValueError, match="answer"):
         tree_grpo.problems_of(Dataset.from_list([{"question": "Why?", "answer": "because"}]))

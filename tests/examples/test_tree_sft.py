@@ -95,6 +95,7 @@ def loss_of_branches(model_path, rows_path, tokenizer):
     return total / count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tau_bench_airline", "conversational_reasoning"])
 def test_trains_on_real_conversations_through_a_config(name, shortest_rows, shared_data, model_path, tmp_path):
     config = {
@@ -211,10 +212,10 @@ def test_tools_come_from_a_file_by_group(dialogues, tmp_path, capsys):
     (tmp_path / "few.json").write_text('{"desk-0": []}')
     (tmp_path / "broken.json").write_text("{")
     for wrong, message in (
-        ((desks, "--tools_file", tmp_path / "tools.json"), "the rows have no column 'group'; pass `group_by`"),
-        ((tmp_path / "bare.jsonl", "--tools_file", tmp_path / "few.json"), "has no tools for group='desk-1'"),
-        ((tmp_path / "bare.jsonl", "--tools_file", tmp_path / "broken.json"), "which is broken JSON"),
-        ((rows, "--tools_file", tmp_path / "tools.json"), "the rows have tools of their own"),
+        ((desks, "--tools_file", tmp_path / "tools.json"), "'group'.*`group_by`"),
+        ((tmp_path / "bare.jsonl", "--tools_file", tmp_path / "few.json"), "tools.*group='desk-1'"),
+        ((tmp_path / "bare.jsonl", "--tools_file", tmp_path / "broken.json"), "JSON"),
+        ((rows, "--tools_file", tmp_path / "tools.json"), "tools"),
     ):
         with pytest.raises(ValueError, match=message):
             start(*options, *wrong)
@@ -256,5 +257,5 @@ def test_flat_steps_refuses_other_branches(dialogues, tmp_path):
 def test_a_missing_dataset_is_named(tmp_path):
     words = ["--model_name_or_path", "nowhere", "--output_dir", str(tmp_path), "--use_cpu", "--dry_run"]
     arguments, training_args, _ = tree_sft.make_parser().parse_args_and_config(words)
-    with pytest.raises(ValueError, match="`dataset_name` is missing"):
+    with pytest.raises(ValueError, match="`dataset_name`"):
         tree_sft.load_rows(arguments, training_args, "train")

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from models import CONFIGS, VOCAB, gradients
 from transformers import AutoModelForCausalLM
 
 from hf_prefix_tree import diffusion_generate
@@ -12,6 +11,7 @@ from hf_prefix_tree.attention.kernels import attend_dense, attend_flex
 from hf_prefix_tree.diffusion.attention import LAYOUTS, block_mask, dense_mask, spans
 from hf_prefix_tree.diffusion.interface import diffusion_attention
 from hf_prefix_tree.diffusion.model import prepare_diffusion_model
+from tests.support.models import CONFIGS, VOCAB, gradients
 
 pytestmark = pytest.mark.gpu
 LENGTH = 640

@@ -1,23 +1,18 @@
 """The folded forward on a GPU: FlexAttention under TRL's Triton head, bf16, time and memory of an actor update."""
 
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from models import VOCAB, gradients
-from test_flex import model_of
 from transformers import AutoModelForCausalLM, Qwen3Config
 from trl.trainer.utils import add_fused_lm_head
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "trainers"))
-
-from test_folded_forward import OUTPUTS, Tokens, distinct_prefixes, padded_rows
-
 from hf_prefix_tree import tree_log_probs
 from hf_prefix_tree.trainers.folded import fold_shared_prefixes
+from tests.support.gpu_rows import model_of
+from tests.support.models import VOCAB, gradients
+from tests.support.padded_rows import OUTPUTS, Tokens, distinct_prefixes, padded_rows
 
 pytestmark = pytest.mark.gpu
 

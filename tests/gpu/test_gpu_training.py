@@ -1,16 +1,11 @@
 """`TreeSFTTrainer` on a GPU with TRL's defaults: float32 weights, bf16 autocast, checkpointing. Needs a GPU."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from models import branch_runs, gradients
-from test_flex import forest, model_of
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "trainers"))
-
-from runs import distance, train, weights
+from tests.support.gpu_rows import forest, model_of
+from tests.support.models import branch_runs, gradients
+from tests.support.trainer_runs import distance, train, weights
 
 pytestmark = pytest.mark.gpu
 

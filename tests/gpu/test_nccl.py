@@ -5,18 +5,24 @@ from __future__ import annotations
 
 import importlib.util
 import signal
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "trainers"))
-
-from engine_worker import FSDP2, needs_transformers, train_and_die, train_engine, train_saving, train_watched, zero
-from processes import run_ranks
-from runs import make_model
-from test_engines import check, check_log_probs, read
+from tests.support.engine_runs import (
+    FSDP2,
+    check,
+    check_log_probs,
+    needs_transformers,
+    read,
+    train_and_die,
+    train_engine,
+    train_saving,
+    train_watched,
+    zero,
+)
+from tests.support.ranks import run_ranks
+from tests.support.trainer_runs import make_model
 
 pytestmark = [
     pytest.mark.gpu,

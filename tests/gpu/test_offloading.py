@@ -1,17 +1,11 @@
 """Activations that wait in host memory change no number. TRL offloads from a GPU only."""
 
-import sys
-from pathlib import Path
-
 import pytest
 from trl import DPOConfig, KTOConfig
 
 from hf_prefix_tree import TreeDPOTrainer, TreeKTOTrainer
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "trainers"))
-
-from preference_runs import Run, assert_equal_runs, pairs, unpaired
-from runs import distance, make_model, make_trees, train, weights
+from tests.support.preference_runs import Run, assert_equal_runs, pairs, unpaired
+from tests.support.trainer_runs import distance, make_model, make_trees, train, weights
 
 pytestmark = pytest.mark.gpu
 

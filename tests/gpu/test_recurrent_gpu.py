@@ -3,18 +3,11 @@
 import importlib.metadata
 import importlib.util
 import logging
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from models import branch_runs, gradients, random_branches
 from packaging.version import Version
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "recurrent"))
-
-from hybrids import make_hybrid
 
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.attention.context import TreeContext
@@ -24,6 +17,8 @@ from hf_prefix_tree.double import keep_double
 from hf_prefix_tree.recurrent import delta_rule, scan
 from hf_prefix_tree.recurrent.segments import Segments
 from hf_prefix_tree.tree import fold
+from tests.support.hybrids import make_hybrid
+from tests.support.models import branch_runs, gradients, random_branches
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -175,7 +170,7 @@ def test_bf16_models_are_as_exact_as_their_branches(monkeypatch, caplog, model_t
     if model_type == "qwen3_5_text" and refused_kernels():
         pytest.skip("flash-linear-attention refuses this Triton on Hopper: install `tilelang`")
     if model_type == "lfm2":
-        from hybrids import served_here
+        from tests.support.hybrids import served_here
 
         served_here("lfm2")
     monkeypatch.setattr(scan, "forking_is_cheaper", lambda segments: forks or segments.num_levels < 2)

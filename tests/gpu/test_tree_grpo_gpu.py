@@ -1,15 +1,10 @@
 """`TreeGRPOTrainer` on a GPU, with FlexAttention, bf16 autocast and checkpointing, against TRL's. Needs a GPU."""
 
-import sys
-from pathlib import Path
-
 import pytest
-from test_flex import model_of
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "trainers"))
-
-from policy_runs import rollouts, run
-from runs import distance
+from tests.support.gpu_rows import model_of
+from tests.support.policy_runs import rollouts, run
+from tests.support.trainer_runs import distance
 
 pytestmark = pytest.mark.gpu
 OPTIONS = {

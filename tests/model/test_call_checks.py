@@ -8,7 +8,6 @@ import types
 import numpy as np
 import pytest
 import torch
-from models import CONFIGS, branch_runs, make_model, random_forest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from transformers.integrations.neftune import neftune_post_forward_hook
@@ -22,6 +21,7 @@ from hf_prefix_tree.conformance.build import build_model
 from hf_prefix_tree.model import follow_trees
 from hf_prefix_tree.support import base_causal_lm
 from hf_prefix_tree.tree import Branch, fold
+from tests.support.models import CONFIGS, branch_runs, make_model, random_forest
 
 
 def batch(seed=0, **kwargs):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from models import CONFIGS, VOCAB, branch_runs, gradients, make_model, random_forest, relative_error
 
 import hf_prefix_tree.attention.context as context_module
 import hf_prefix_tree.attention.interface as interface_module
@@ -12,6 +11,7 @@ from hf_prefix_tree.attention.mask import dense_mask
 from hf_prefix_tree.batch import IGNORE_INDEX, Supervised, concatenate_trees, decode_weights
 from hf_prefix_tree.double import keep_double
 from hf_prefix_tree.tree import Branch, fold
+from tests.support.models import CONFIGS, VOCAB, branch_runs, gradients, make_model, random_forest, relative_error
 
 TOLERANCE = 1e-10
 

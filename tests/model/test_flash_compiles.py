@@ -8,9 +8,12 @@ import pytest
 
 from hf_prefix_tree.attention import backend
 
-pytestmark = pytest.mark.skipif(
-    backend._flash_version() != backend._FLASH_BUILD, reason=f"needs flash-attn-4 {backend._FLASH_BUILD}"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        backend._flash_version() != backend._FLASH_BUILD, reason=f"needs flash-attn-4 {backend._FLASH_BUILD}"
+    ),
+]
 
 # In a process of its own: what to compile for is read once.
 SCRIPT = """

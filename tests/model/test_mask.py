@@ -6,7 +6,6 @@ import weakref
 
 import pytest
 import torch
-from models import random_forest
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -14,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 import hf_prefix_tree.attention.mask as mask_module
 from hf_prefix_tree.attention.mask import dense_mask, tree_block_mask
 from hf_prefix_tree.batch import concatenate_trees
+from tests.support.models import random_forest
 
 
 def rows(seed, num_trees, multiple=128, **kwargs):
@@ -78,7 +78,7 @@ def test_windowed_block_mask_hides_blocks_out_of_reach():
 
 
 def test_block_mask_needs_whole_blocks():
-    with pytest.raises(ValueError, match=r"rows of 100 tokens.*multiple of 128.*DataCollatorForPrefixTree"):
+    with pytest.raises(ValueError, match=r"100.*128.*DataCollatorForPrefixTree"):
         tree_block_mask(torch.zeros(1, 3, 100, dtype=torch.int32))
 
 

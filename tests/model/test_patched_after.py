@@ -6,7 +6,6 @@ from types import MethodType
 
 import pytest
 import torch
-from models import VOCAB, make_model, random_forest
 from peft import LilyConfig, LoraConfig, get_peft_model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
@@ -17,6 +16,7 @@ from hf_prefix_tree import prepare_model
 from hf_prefix_tree.batch import concatenate_trees
 from hf_prefix_tree.fingerprint import CodeWatch
 from hf_prefix_tree.model import ensure_verified
+from tests.support.models import VOCAB, make_model, random_forest
 
 WRONG = "attention interface|does not give the same logits"
 

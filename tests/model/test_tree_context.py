@@ -2,11 +2,11 @@
 
 import numpy as np
 import torch
-from models import random_forest
 
 from hf_prefix_tree.attention.context import TreeContext
 from hf_prefix_tree.batch import concatenate_trees
 from hf_prefix_tree.tree import Branch, fold
+from tests.support.models import random_forest
 
 
 def test_nodes_of_a_row_of_two_trees():

@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-from models import branch_runs, gradients, make_model, random_forest, relative_error
 from transformers import AttentionInterface
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
@@ -12,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.batch import concatenate_trees
 from hf_prefix_tree.double import keep_double
+from tests.support.models import branch_runs, gradients, make_model, random_forest, relative_error
 
 
 class _OwnAttention(LlamaAttention):

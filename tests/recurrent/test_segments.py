@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from models import random_forest
 
 from hf_prefix_tree.attention.context import TreeContext
 from hf_prefix_tree.batch import concatenate_trees
@@ -12,6 +11,7 @@ from hf_prefix_tree.recurrent.convolution import convolve_on_tree
 from hf_prefix_tree.recurrent.scan import Recurrence, fork, forking_is_cheaper, link
 from hf_prefix_tree.recurrent.segments import Segments
 from hf_prefix_tree.tree import Branch, fold
+from tests.support.models import random_forest
 
 
 def context_of(*forests):

@@ -1,1 +1,1 @@
-"""What tests of several folders share; imported as `support`, since pytest puts `tests/` on the path."""
+"""What tests of several folders share: models, rows, training runs, and functions that run as ranks."""

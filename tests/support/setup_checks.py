@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from support.definition import GivenTree, Path, mean_of_means, sgd_step, weighted_mean
-from support.setup_draws import DrawnData, Setup
+from tests.support.definition import GivenTree, Path, mean_of_means, sgd_step, weighted_mean
+from tests.support.setup_draws import DrawnData, Setup
 
 LEARNING_RATE = 0.1
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from hf_prefix_tree.splitting import split_tree
 from hf_prefix_tree.tree import Branch, fold
-from support.definition import GivenBranch, GivenTree, capped
+from tests.support.definition import GivenBranch, GivenTree, capped
 
 MODELS = ("qwen3", "llama", "gemma2", "mistral", "gpt_oss", "qwen3_moe", "lfm2", "qwen3_5_text")
 # "sft" is `TreeSFTTrainer`, "grouped" the same with `mode="grouped"`, "mixin" is `TreeLossMixin` before `Trainer`,

@@ -12,7 +12,6 @@ from functools import cache
 
 import torch
 from datasets import Dataset
-from models import make_model
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
@@ -27,10 +26,11 @@ from hf_prefix_tree import (
 )
 from hf_prefix_tree.conformance.configs import tiny_config
 from hf_prefix_tree.double import keep_double
-from support.definition import decoded
-from support.setup_checks import LEARNING_RATE, Run, compare
-from support.setup_draws import DrawnData, Setup, most_packed_tokens, most_parts
-from support.tokenizer import tokenizer
+from tests.support.definition import decoded
+from tests.support.models import make_model
+from tests.support.setup_checks import LEARNING_RATE, Run, compare
+from tests.support.setup_draws import DrawnData, Setup, most_packed_tokens, most_parts
+from tests.support.tokenizer import tokenizer
 
 HYBRIDS = ("lfm2", "qwen3_5_text")
 SECONDS = 30  # of CPU time: a draw that takes longer has no end

@@ -1,9 +1,10 @@
 """A tokenizer of one word per token of the tiny models."""
 
-from models import VOCAB
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
+
+from tests.support.models import VOCAB
 
 
 def tokenizer():

@@ -10,9 +10,6 @@ import json
 import numpy as np
 import pytest
 from datasets import Dataset, load_dataset
-from engine_worker import train_saving, uneven_rows
-from processes import run_ranks
-from runs import make_model, make_trees
 from transformers import Qwen3Config
 
 from hf_prefix_tree import DataCollatorForPrefixTree, prepare_trees
@@ -20,6 +17,9 @@ from hf_prefix_tree.flops import cost_per_count
 from hf_prefix_tree.trainers import balance
 from hf_prefix_tree.trainers.balance import RowCounts, deal, row_costs
 from hf_prefix_tree.trainers.sampling import STRATEGIES, StepSampler, linked_rows, split_tree_ids
+from tests.support.engine_runs import train_saving, uneven_rows
+from tests.support.ranks import run_ranks
+from tests.support.trainer_runs import make_model, make_trees
 
 QWEN3_06B = Qwen3Config(
     vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,

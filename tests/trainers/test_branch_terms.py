@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 import trl.trainer.utils
-from models import gradients, relative_error
-from policy_runs import CountedTokens, build
-from runs import make_model
 
 from hf_prefix_tree.double import keep_double
+from tests.support.models import gradients, relative_error
+from tests.support.policy_runs import CountedTokens, build
+from tests.support.trainer_runs import make_model
 
 EPSILON, BETA = 0.2, 0.1
 PROMPT = [7, 8, 9, 10]

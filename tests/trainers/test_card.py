@@ -3,10 +3,10 @@
 import importlib.metadata
 
 import pytest
-from runs import make_trees, train
 
 from hf_prefix_tree import __version__
 from hf_prefix_tree.trainers.card import add_section, tree_section
+from tests.support.trainer_runs import make_trees, train
 
 
 def test_card_of_a_run(tmp_path):

@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
-from ddp_worker import train_and_evaluate
-from processes import run_ranks
-from runs import distance, make_model, weights
+
+from tests.support.ddp_runs import train_and_evaluate
+from tests.support.ranks import run_ranks
+from tests.support.trainer_runs import distance, make_model, weights
 
 
 def run(folder, processes, *args):

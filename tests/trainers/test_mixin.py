@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
-from runs import config, distance, make_model, tokenizer, weights
-from strategy_worker import TorchDataset, groups_of, sums_of
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from hf_prefix_tree import DataCollatorForPrefixTree, TreeLossMixin, TreeSFTTrainer, prepare_model
 from hf_prefix_tree.tree import fold
+from tests.support.strategy_runs import TorchDataset, groups_of, sums_of
+from tests.support.trainer_runs import config, distance, make_model, tokenizer, weights
 
 
 class MixedTrainer(TreeLossMixin, Trainer):

@@ -5,13 +5,10 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
-import models
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from job_worker import job_rows, run_jobs
-from runs import config, distance, make_model, make_trees, tokenizer, train, tree_dataset, weights
 
 from hf_prefix_tree import DataCollatorForPrefixTree, TreeSFTConfig, TreeSFTTrainer, prepare_model
 from hf_prefix_tree.baselines import per_branch
@@ -20,6 +17,18 @@ from hf_prefix_tree.double import keep_double
 from hf_prefix_tree.splitting import split_tree
 from hf_prefix_tree.trainers.grouped import BranchCollator, branch_batches, branch_shares
 from hf_prefix_tree.tree import Branch, fold
+from tests.support import models
+from tests.support.job_runs import job_rows, run_jobs
+from tests.support.trainer_runs import (
+    config,
+    distance,
+    make_model,
+    make_trees,
+    tokenizer,
+    train,
+    tree_dataset,
+    weights,
+)
 
 WEIGHTINGS = ["tree", "branch", "branch_mean", "once"]
 
@@ -225,15 +234,15 @@ def test_two_processes(tmp_path):
 
 @pytest.mark.parametrize("name", ["overflow", "selection_metric", "mode"])
 def test_choices(tmp_path, name):
-    with pytest.raises(ValueError, match=rf"`{name}` must be one of .*got 'other'"):
+    with pytest.raises(ValueError, match=rf"`{name}`.*'other'"):
         config(tmp_path, **{name: "other"})
 
 
 def test_limits(tmp_path):
     for name in ("max_packed_tokens", "selection_num_proc", "max_examples"):
-        with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
+        with pytest.raises(ValueError, match=f"`{name}`.*0"):
             config(tmp_path, **{name: 0})
-    with pytest.raises(ValueError, match="`max_length=9` is above `max_packed_tokens=8`"):
+    with pytest.raises(ValueError, match=r"`max_length=9`.*`max_packed_tokens=8`"):
         config(tmp_path, max_length=9, max_packed_tokens=8)
     assert config(tmp_path, max_length=8, max_packed_tokens=8).max_packed_tokens == 8
     made = TreeSFTConfig("x", use_cpu=True, bf16=False)
@@ -266,7 +275,7 @@ def test_options_reach_the_preparation(tmp_path):
 def test_grouped_is_refused_under_deepspeed(tmp_path):
     made = trainer(tmp_path, make_trees(1), mode="grouped")
     made.is_deepspeed_enabled = True
-    with pytest.raises(ValueError, match="`mode='grouped'` does several backwards"):
+    with pytest.raises(ValueError, match="`mode='grouped'`"):
         made.get_train_dataloader()
 
 

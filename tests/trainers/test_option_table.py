@@ -8,10 +8,6 @@ from pathlib import Path
 import pytest
 import transformers
 from packaging.version import Version
-from policy_runs import build
-from preference_runs import pairs, unpaired
-from preference_runs import tokenizer as text_tokenizer
-from runs import config, make_model
 from transformers import Trainer, TrainingArguments
 from trl import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig, SFTConfig, SFTTrainer
 
@@ -25,6 +21,10 @@ from hf_prefix_tree import (
 )
 from hf_prefix_tree.trainers.options import OPTIONS, Honoured, Refused
 from hf_prefix_tree.version import TESTED
+from tests.support.policy_runs import build
+from tests.support.preference_runs import pairs, unpaired
+from tests.support.preference_runs import tokenizer as text_tokenizer
+from tests.support.trainer_runs import config, make_model
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {

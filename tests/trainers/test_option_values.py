@@ -6,14 +6,14 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from models import VOCAB
-from policy_runs import assert_same_training, reward, rollouts, run
-from preference_runs import Run, assert_equal_runs, check, pairs, unpaired
-from runs import distance, make_model, make_trees, tree_dataset, weights
 from transformers import Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, GRPOTrainer, KTOConfig, KTOTrainer
 
 from hf_prefix_tree import DataCollatorForPrefixTree, TreeDPOTrainer, TreeGRPOTrainer, TreeKTOTrainer, TreeLossMixin
+from tests.support.models import VOCAB
+from tests.support.policy_runs import assert_same_training, reward, rollouts, run
+from tests.support.preference_runs import Run, assert_equal_runs, check, pairs, unpaired
+from tests.support.trainer_runs import distance, make_model, make_trees, tree_dataset, weights
 
 SYNCHRONISED = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.7}
 

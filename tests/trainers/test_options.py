@@ -10,23 +10,24 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig
-from runs import config, make_model, make_trees, tokenizer, tree_dataset
 from trl import SFTConfig
 
 from hf_prefix_tree import DataCollatorForPrefixTree, TreeSFTConfig, TreeSFTTrainer, prepare_trees
 from hf_prefix_tree.trainers.config import PREPARATION
+from tests.support.tokenizer import tokenizer
+from tests.support.trainer_runs import config, make_model, make_trees, tree_dataset
 
 
 @pytest.mark.parametrize("name", ["weighting", "reasoning", "overlong", "on_error", "attn_backend"])
 def test_own_options_name_their_choices(tmp_path, name):
-    with pytest.raises(ValueError, match=rf"`{name}` must be one of .*got 'other'"):
+    with pytest.raises(ValueError, match=rf"`{name}`.*'other'"):
         TreeSFTConfig(str(tmp_path), use_cpu=True, bf16=False, **{name: "other"})
 
 
 @pytest.mark.parametrize("name", ["max_packed_tokens", "selection_num_proc", "max_examples", "max_length"])
 def test_limits_are_integers(tmp_path, name):
     for wrong in ("100", 0.5, 0):
-        with pytest.raises(ValueError, match=rf"`{name}` must be at least 1, got {wrong!r}: pass an int, or leave it"):
+        with pytest.raises(ValueError, match=rf"`{name}`.*{wrong!r}"):
             config(tmp_path, **{name: wrong})
 
 
@@ -38,7 +39,7 @@ def test_defaults():
 
 @pytest.mark.parametrize("name", ["per_device_train_batch_size", "per_device_eval_batch_size"])
 def test_a_packed_row_is_a_batch_by_itself(tmp_path, name):
-    with pytest.raises(ValueError, match=rf"`{name}=2` would put several rows of `max_packed_tokens=9` into one. Set"):
+    with pytest.raises(ValueError, match=rf"`{name}=2`.*`max_packed_tokens=9`"):
         config(tmp_path, max_packed_tokens=9, **{name: 2})
     config(tmp_path, max_packed_tokens=9, pack_trees=False, **{name: 2})
     config(tmp_path, max_packed_tokens=9)
@@ -68,7 +69,7 @@ PREPARATION_VALUES = {
 @pytest.mark.parametrize("name", PREPARATION_VALUES)
 def test_options_of_a_preparation_that_is_skipped(tmp_path, name):
     given = {name: PREPARATION_VALUES[name]}
-    with pytest.raises(ValueError, match=rf"^`{name}=[^`]+`: without effect under .*skip_prepare_dataset.* Leave out"):
+    with pytest.raises(ValueError, match=rf"`{name}=[^`]+`.*skip_prepare_dataset"):
         config(tmp_path, **SKIP, **given)
     config(tmp_path, **given)
     config(tmp_path, dataset_kwargs={"skip_prepare_dataset": False}, **given)
@@ -79,7 +80,7 @@ def test_all_options_of_the_preparation_are_named_when_it_is_skipped(tmp_path):
     known = {*inspect.signature(prepare_trees).parameters, "shuffle_dataset"}
     own = {field.name for field in dataclasses.fields(TreeSFTConfig)} & known - {"weighting"}  # the collator weights
     assert own == set(PREPARATION)
-    with pytest.raises(ValueError, match=r"^`max_length=4`, `max_examples=1`: without effect"):
+    with pytest.raises(ValueError, match=r"`max_length=4`.*`max_examples=1`"):
         config(tmp_path, max_length=4, max_examples=1, **SKIP)
     config(tmp_path, weighting="branch", **SKIP)
 
@@ -87,7 +88,7 @@ def test_all_options_of_the_preparation_are_named_when_it_is_skipped(tmp_path):
 def test_dictionaries_come_as_json_too(tmp_path):
     made = config(tmp_path, column_names='{"messages": "talk"}', chat_template_kwargs='{"enable_thinking": false}')
     assert made.column_names == {"messages": "talk"} and made.chat_template_kwargs == {"enable_thinking": False}
-    with pytest.raises(ValueError, match="`column_names` must be a `dict` or a JSON object, got 'messages=talk'"):
+    with pytest.raises(ValueError, match=r"`column_names`.*`dict`.*'messages=talk'"):
         config(tmp_path, column_names="messages=talk")
 
 
@@ -100,14 +101,14 @@ def trainer(folder, **kwargs):
     "name", ["compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "formatting_func"]
 )
 def test_refused_arguments(tmp_path, name):
-    with pytest.raises(ValueError, match=rf"`{name}` is not supported"):
+    with pytest.raises(ValueError, match=rf"`{name}`"):
         trainer(tmp_path, **{name: lambda *args: None})
 
 
 def test_refused_pieces(tmp_path):
-    with pytest.raises(ValueError, match="`data_collator` must be a `DataCollatorForPrefixTree`, got `function`"):
+    with pytest.raises(ValueError, match=r"`data_collator`.*`DataCollatorForPrefixTree`.*`function`"):
         trainer(tmp_path, data_collator=lambda features: {})
-    with pytest.raises(ValueError, match="`args` must be a `TreeSFTConfig`, got `SFTConfig`"):
+    with pytest.raises(ValueError, match=r"`args`.*`TreeSFTConfig`.*`SFTConfig`"):
         TreeSFTTrainer(model=make_model(), args=SFTConfig(str(tmp_path), use_cpu=True, bf16=False))
     with pytest.raises(ValueError, match="virtual tokens"):
         trainer(tmp_path, peft_config=PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
@@ -120,9 +121,9 @@ def test_refused_pieces(tmp_path):
 
 
 def test_datasets_that_cannot_be_are_named(tmp_path):
-    with pytest.raises(ValueError, match="`train_dataset` has no rows"):
+    with pytest.raises(ValueError, match="`train_dataset`"):
         trainer(tmp_path, train_dataset=Dataset.from_list([]))
-    with pytest.raises(ValueError, match=r"^Dataset 'eval': row 0: `completions` is empty"):
+    with pytest.raises(ValueError, match=r"'eval'.*`completions`"):
         trainer(tmp_path, eval_dataset=Dataset.from_list([{"prompt_ids": [3, 4], "completions": []}]))
 
 
@@ -157,7 +158,7 @@ def test_padding_token_and_multiple(tmp_path):
 def test_a_collator_that_says_otherwise(tmp_path, name, given):
     collator = DataCollatorForPrefixTree(0)
     options = {"model": make_model(), "train_dataset": tree_dataset(make_trees(1)), "processing_class": tokenizer()}
-    with pytest.raises(ValueError, match=rf"`{name}={given!r}` in `args`, but .* in `data_collator`"):
+    with pytest.raises(ValueError, match=rf"`{name}={given!r}`.*`data_collator`"):
         TreeSFTTrainer(args=config(tmp_path, **{name: given}), data_collator=collator, **options)
     same = DataCollatorForPrefixTree(0, **{name: given})
     TreeSFTTrainer(args=config(tmp_path, **{name: given}), data_collator=same, **options)
@@ -176,7 +177,7 @@ def test_trees_of_another_weighting_that_are_taken_as_they_are(tmp_path, packed,
         stream_of = {"of known columns": Dataset.to_iterable_dataset, "of unknown columns": without_columns}[stream]
         assert len(list(prepare_trees(stream_of(dataset)))) == len(dataset)
         # whole trees are weighted anew
-        with pytest.raises(ValueError, match=r"`weighting` is 'branch'") if packed else contextlib.nullcontext():
+        with pytest.raises(ValueError, match=r"`weighting`.*'branch'") if packed else contextlib.nullcontext():
             list(prepare_trees(stream_of(dataset), weighting="branch"))
         # a stream keeps no parts of trees together
         dataset = stream_of(dataset.remove_columns(["tree_ids", "num_parts"]) if packed else dataset)
@@ -186,5 +187,5 @@ def test_trees_of_another_weighting_that_are_taken_as_they_are(tmp_path, packed,
         train_dataset=dataset,
         processing_class=tokenizer(),
     )
-    with pytest.raises(ValueError, match=r"`weighting` is 'branch', but `dataset` holds .*folded with 'tree'; pass"):
+    with pytest.raises(ValueError, match=r"`weighting`.*'branch'.*`dataset`.*'tree'"):
         trainer.train()

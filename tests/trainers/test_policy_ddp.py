@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from policy_runs import CountedTokens, Run, assert_same_training
-from policy_worker import JOBS, train_all
-from processes import run_ranks
+
+from tests.support.policy_ranks import JOBS, train_all
+from tests.support.policy_runs import CountedTokens, Run, assert_same_training
+from tests.support.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")

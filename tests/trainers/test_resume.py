@@ -8,16 +8,17 @@ import signal
 
 import pytest
 import torch
-from engine_worker import FSDP2, needs_deepspeed, needs_transformers, train_and_die, train_saving, zero
-from processes import run_ranks
+
+from tests.support.engine_runs import FSDP2, needs_deepspeed, needs_transformers, train_and_die, train_saving, zero
+from tests.support.ranks import run_ranks
 
 
 @pytest.mark.parametrize(
     "engine",
     [
         pytest.param({}, marks=needs_transformers("5.24", "older ones load no optimizer state of a CPU rank")),
-        FSDP2,
-        pytest.param(zero(3), marks=needs_deepspeed),
+        pytest.param(FSDP2, marks=pytest.mark.slow),
+        pytest.param(zero(3), marks=[needs_deepspeed, pytest.mark.slow]),
     ],
     ids=["ddp", "fsdp2", "zero3"],
 )

@@ -9,10 +9,11 @@ from collections import Counter
 from dataclasses import asdict
 
 import pytest
-from processes import run_ranks
-from setup_worker import check_setups
-from support.setup_draws import draw_setup
-from support.setup_runs import check_setup
+
+from tests.support.ranks import run_ranks
+from tests.support.setup_draws import draw_setup
+from tests.support.setup_ranks import check_setups
+from tests.support.setup_runs import check_setup
 
 SEEDS = {"one": range(276), "ddp": range(16), "fsdp2": range(8)}
 QUICK = (5, 16, 33, 34, 37, 39, 43)  # every trainer, adapters, resumption, split trees, caps
@@ -24,14 +25,14 @@ def test_quick(tmp_path, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.draws
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS["one"])
 def test_setup(tmp_path, seed):
     check_setup(draw_setup(seed), str(tmp_path))
 
 
 @pytest.mark.slow
-@pytest.mark.draws
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_ranks(tmp_path, engine):
     run_ranks(check_setups, tmp_path, engine, list(SEEDS[engine]), ranks=2, timeout=900)

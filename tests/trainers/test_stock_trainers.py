@@ -5,8 +5,6 @@ import types
 
 import pytest
 import torch
-from models import branch_runs, gradients, relative_error
-from runs import config, make_model, make_trees, tokenizer, tree_dataset
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -14,6 +12,8 @@ from trl import SFTConfig, SFTTrainer
 
 from hf_prefix_tree import DataCollatorForPrefixTree, TreeLossMixin, prepare_model, tree_log_probs
 from hf_prefix_tree.model import follow_trees
+from tests.support.models import branch_runs, gradients, relative_error
+from tests.support.trainer_runs import config, make_model, make_trees, tokenizer, tree_dataset
 
 
 class Trees(Dataset):

@@ -8,11 +8,11 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from processes import run_ranks
-from strategy_worker import CASES, groups_of, run_cases, sums_of
 
 from hf_prefix_tree.collators.prefix_tree import PADDING_FEATURE
 from hf_prefix_tree.trainers.padding import PaddedDataset
+from tests.support.ranks import run_ranks
+from tests.support.strategy_runs import CASES, groups_of, run_cases, sums_of
 
 
 def test_a_padded_dataset_ends():

@@ -7,13 +7,13 @@ import logging
 
 import pytest
 import torch
-from models import VOCAB
 from peft import LoraConfig
-from policy_runs import CountedTokens, assert_same_training, build, rollouts, run
-from runs import distance
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_prefix_tree.tree import Branch, fold
+from tests.support.models import VOCAB
+from tests.support.policy_runs import CountedTokens, assert_same_training, build, rollouts, run
+from tests.support.trainer_runs import distance
 
 
 def both(folder, steps=5, rollout=None, **options):

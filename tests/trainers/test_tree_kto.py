@@ -1,10 +1,10 @@
 """`TreeKTOTrainer` against TRL's `KTOTrainer`: same rows, same steps, same numbers, fewer tokens."""
 
 import pytest
-from preference_runs import check, unpaired
 from trl import KTOConfig, KTOTrainer
 
 from hf_prefix_tree import TreeKTOTrainer
+from tests.support.preference_runs import check, unpaired
 
 BATCH = {"per_device_train_batch_size": 4}
 TRAININGS = {

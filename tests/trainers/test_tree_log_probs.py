@@ -6,15 +6,15 @@ import json
 import numpy as np
 import pytest
 import torch
-from models import VOCAB, gradients, random_branches, relative_error
-from models import make_model as double_model
 from peft import LoraConfig, get_peft_model
-from runs import make_model
-from test_folded_forward import Tokens
 from trl.trainer.utils import add_fused_lm_head
 
 from hf_prefix_tree import prepare_model, tree_log_probs
 from hf_prefix_tree.double import keep_double
+from tests.support.models import VOCAB, gradients, random_branches, relative_error
+from tests.support.models import make_model as double_model
+from tests.support.padded_rows import Tokens
+from tests.support.trainer_runs import make_model
 
 EXACT = 1e-10
 
@@ -221,7 +221,7 @@ def test_accelerates_mixed_precision_is_not_lost():
     model = make_model()
     model._original_forward = model.forward  # what `Accelerator.prepare` leaves under mixed precision
     sequences = deep()
-    with pytest.raises(ValueError, match=r"call `tree_log_probs` inside `with accelerator.autocast\(\):`"):
+    with pytest.raises(ValueError, match=r"`tree_log_probs`.*`with accelerator.autocast\(\):`"):
         tree_log_probs(model, sequences)
     with torch.autocast("cpu", torch.bfloat16):
         rows = tree_log_probs(model, sequences)
@@ -233,13 +233,13 @@ def test_accelerates_mixed_precision_is_not_lost():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"temperature": 0}, "`temperature` must be a number > 0, got 0"),
-        ({"input_ids": torch.ones(3, dtype=torch.long)}, r"pass padded rows `\[B, L\]`, or a list"),
-        ({"input_ids": [torch.ones(1, 3)]}, r"`input_ids\[0\]` has the shape \(1, 3\)"),
+        ({"temperature": 0}, "`temperature`.*0"),
+        ({"input_ids": torch.ones(3, dtype=torch.long)}, r"`\[B, L\]`"),
+        ({"input_ids": [torch.ones(1, 3)]}, r"`input_ids\[0\]`.*1.*3"),
         ({"input_ids": [torch.ones(3, dtype=torch.long)], "attention_mask": torch.ones(1, 3)}, "leave it out"),
-        ({"attention_mask": torch.ones(2, 3)}, r"`attention_mask` must have the shape \(2, 4\)"),
-        ({"completion_mask": [1, 0]}, "`completion_mask` must have the shape"),
-        ({"input_ids": deep(), "completion_mask": deep()[:2]}, "one mask per sequence"),
+        ({"attention_mask": torch.ones(2, 3)}, "`attention_mask`.*2.*4"),
+        ({"completion_mask": [1, 0]}, "`completion_mask`"),
+        ({"input_ids": deep(), "completion_mask": deep()[:2]}, "mask"),
     ],
 )
 def test_refuses_what_does_not_fit(change, words):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig
-from policy_runs import assert_same_training, run
+
+from tests.support.policy_runs import assert_same_training, run
 
 
 def both(folder, steps=5, **options):

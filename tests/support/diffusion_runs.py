@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from models import VOCAB, make_model
 
 from hf_prefix_tree import DataCollatorForDiffusionLM, DiffusionSFTConfig, DiffusionSFTTrainer
 from hf_prefix_tree.demo.tokenizer import train_tokenizer
@@ -14,6 +13,7 @@ from hf_prefix_tree.diffusion.attention import spans
 from hf_prefix_tree.diffusion.corruption import corrupt_uniform
 from hf_prefix_tree.diffusion.draws import noise_seeds
 from hf_prefix_tree.diffusion.loss import block_diffusion_loss, hybrid_loss, mdlm_loss
+from tests.support.models import VOCAB, make_model
 
 MASK, SIZE = VOCAB - 1, 4
 OBJECTIVES = ("mdlm", "block", "hybrid")

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import torch
-from runs import make_trees, train, weights
+
+from tests.support.trainer_runs import make_trees, train, weights
 
 
 def train_and_evaluate(folder, num_trees, accumulation, batch_size, max_steps, stream):

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from models import branch_runs, gradients, relative_error
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_prefix_tree.batch import concatenate_trees
 from hf_prefix_tree.conformance.configs import tiny_config
+from tests.support.models import branch_runs, gradients, relative_error
 
 # One architecture for each kind of mixer.
 KINDS = {"delta": "qwen3_5_text", "kda": "kimi_linear", "convolution": "lfm2", "mamba2": "bamba"}

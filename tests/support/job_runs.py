@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from processes import run_ranks
-from runs import config, make_model, make_trees, tokenizer, weights
 
 from hf_prefix_tree import TreeSFTTrainer
 from hf_prefix_tree.splitting import split_tree
+from tests.support.ranks import run_ranks
+from tests.support.trainer_runs import config, make_model, make_trees, tokenizer, weights
 
 
 def job_rows(num_trees, split):

@@ -1,9 +1,9 @@
 """Small training runs of drafts."""
 
 import torch
-from drafts import AUX, TARGETS, VOCAB, make_target, random_documents
 
 from hf_prefix_tree import DataCollatorForEagle3, Eagle3Config, Eagle3DraftConfig, Eagle3DraftModel, Eagle3Trainer
+from tests.support.drafts import AUX, TARGETS, VOCAB, make_target, random_documents
 
 BY_LENGTH = ("group_by_length", "batch_rebalance")  # sampling strategies that need the length of every row
 OPTIONS = {

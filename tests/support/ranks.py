@@ -1,6 +1,7 @@
 """Functions run as the ranks of a process group, on CPUs forked from a server that has imported everything."""
 
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -62,6 +63,7 @@ def _call(function, args, rank, ranks, port, timeout, gpus):
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # what the server has imported is no garbage
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

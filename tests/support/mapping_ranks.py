@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from mapping_files import BROKEN, CONFIG, loader, samples
 
 from hf_prefix_tree import build_eagle3_dataloader, build_token_mapping, load_or_build_token_mapping
 from hf_prefix_tree.eagle3.token_mapping import _summed_over_ranks, count_supervised
 from hf_prefix_tree.trainers.padding import PaddedDataset
+from tests.support.mapping_files import BROKEN, CONFIG, loader, samples
 
 
 class Unreadable:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset, load_from_disk
-from eagle3_runs import BY_LENGTH, documents, train, weights
+
+from tests.support.eagle3_runs import BY_LENGTH, documents, train, weights
 
 
 def train_and_evaluate(folder):

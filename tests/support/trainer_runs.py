@@ -5,12 +5,12 @@ import copy
 import numpy as np
 import torch
 from datasets import Dataset
-from models import CONFIGS, random_branches
-from support.tokenizer import tokenizer
 from transformers import AutoModelForCausalLM
 
 from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer
 from hf_prefix_tree.tree import Branch, fold
+from tests.support.models import CONFIGS, random_branches
+from tests.support.tokenizer import tokenizer
 
 
 def make_model(name="qwen3", dtype=torch.float32, attn_implementation="sdpa"):

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from models import VOCAB
-from runs import distance, make_model, tokenizer, weights
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from hf_prefix_tree import TreeGRPOTrainer, TreeRLOOTrainer
+from tests.support.models import VOCAB
+from tests.support.trainer_runs import distance, make_model, tokenizer, weights
 
 CLASSES = {
     ("grpo", "stock"): GRPOTrainer,

@@ -3,9 +3,9 @@
 import copy
 
 import torch
-from models import make_model
 
 from hf_prefix_tree.diffusion.model import prepare_diffusion_model
+from tests.support.models import make_model
 
 
 def pair(name, seed=0):

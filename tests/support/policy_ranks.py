@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 import torch
-from policy_runs import rollouts, run
+
+from tests.support.policy_runs import rollouts, run
 
 # Micro-batches smaller than a group, and prompts of other lengths on each rank: ranks would choose other numbers of
 # parts by themselves, and some micro-batches come out empty.

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""A rank of `benchmarks.scaling` to which something happens: `scaling_worker.py EVENT FOLDER [OPTION ...]`."""
+"""A rank of `benchmarks.scaling` to which something happens: arguments `EVENT FOLDER [OPTION ...]`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from pathlib import Path
 import torch
 from transformers import TrainerCallback
 from trl import SFTTrainer
-
-TESTS = Path(__file__).resolve().parents[1]
 
 
 class LateInTheLastStep(TrainerCallback):
@@ -37,8 +35,7 @@ def run_out_of_memory(mode):
 
 def main(event, folder, *options):
     if event == "fsdp2":
-        sys.path += [str(TESTS), str(TESTS / "trainers")]
-        from engine_worker import allow_engines_on_cpu
+        from tests.support.engine_runs import allow_engines_on_cpu
 
         allow_engines_on_cpu({})
     from benchmarks import scaling

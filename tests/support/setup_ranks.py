@@ -5,9 +5,9 @@ import os
 import traceback
 from pathlib import Path
 
-from engine_worker import FSDP2, allow_engines_on_cpu
-from support.setup_draws import draw_setup
-from support.setup_runs import check_setup
+from tests.support.engine_runs import FSDP2, allow_engines_on_cpu
+from tests.support.setup_draws import draw_setup
+from tests.support.setup_runs import check_setup
 
 
 def check_setups(folder, engine, seeds):

@@ -20,7 +20,6 @@ from accelerate.state import AcceleratorState, DistributedType
 from datasets import Dataset
 from packaging.version import Version
 from peft import LoraConfig
-from runs import config, make_model, make_trees, tokenizer, tree_dataset
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -30,7 +29,9 @@ from hf_prefix_tree import DataCollatorForPrefixTree, TreeLossMixin, TreeSFTTrai
 from hf_prefix_tree.batch import gather_supervised
 from hf_prefix_tree.trainers import mixin
 from hf_prefix_tree.tree import Branch, fold
+from tests.support.trainer_runs import config, distance, make_model, make_trees, tokenizer, tree_dataset, weights
 
+SAME = ("loss", "loss/sum", "loss/token_count", "grad_norm", "tree/branches", "tree/tokens", "tree/pair_ratio")
 FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}}
 
 needs_deepspeed = pytest.mark.skipif(
@@ -151,9 +152,9 @@ def train_engine(folder, options, ranks=1):
 
 
 def train_compiled(folder, options, ranks):
-    """[`train_engine`] with compiled layers, kernels left out; `graphs.txt` has how many graphs there are."""
+    """[`train_engine`] with traced layers, code generation left out; `graphs.txt` has how many graphs there are."""
     cut = mock.patch.object(DDPOptimizer, "compile_fn", side_effect=AssertionError("DDP cut the graph of a layer"))
-    with mock.patch.object(compilation, "BACKEND", "aot_eager"), cut:
+    with mock.patch.object(compilation, "BACKEND", "eager"), cut:
         train_engine(folder, {**options, "compile_layers": True}, ranks)
     Path(folder, "graphs.txt").write_text(str(counters["stats"]["unique_graphs"]))
 
@@ -293,3 +294,31 @@ def train_saving(folder, options, ranks, resume):
     if trainer.accelerator.is_main_process:
         torch.save(found, f"{folder}/weights.pt")
         Path(folder, "log.json").write_text(json.dumps(trainer.state.log_history))
+
+
+def read(folder):
+    return torch.load(folder / "weights.pt", map_location="cpu"), json.loads((folder / "log.json").read_text())
+
+
+def check(folder, expected, engine, rel=1e-5, apart=1e-5, start=None, num_steps=10):
+    got, log = read(folder)
+    assert (folder / "engine.txt").read_text() == engine
+    start = weights(make_model()) if start is None else start
+    assert distance(expected[0], start) > 1e-2
+    assert distance(got, expected[0], start) < apart
+    steps = 0
+    for own, other in zip(log, expected[1], strict=True):
+        for key in (name for name in SAME if name in own):
+            exact = key not in ("loss", "loss/sum", "grad_norm")
+            assert own[key] == pytest.approx(other[key], rel=1e-12 if exact else rel), key
+            steps += key == "loss"
+        if "eval_loss" in own:
+            assert own["eval_loss"] == pytest.approx(other["eval_loss"], rel=rel)
+    assert steps == num_steps
+
+
+def check_log_probs(folder):
+    seen = [entry for rank in range(2) for entry in json.loads((folder / f"log_probs{rank}.json").read_text())]
+    assert len(seen) > 2 * 10
+    assert {entry["dtype"] for entry in seen} == {"torch.float32"}
+    assert max(entry["error"] for entry in seen) < 1e-6

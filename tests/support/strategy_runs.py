@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import Dataset
-from models import random_branches
-from runs import config, make_model, tokenizer
 from transformers import Trainer, TrainingArguments
 
 from hf_prefix_tree import DataCollatorForPrefixTree, TreeLossMixin, TreeSFTTrainer
 from hf_prefix_tree.tree import Branch, fold
+from tests.support.models import random_branches
+from tests.support.trainer_runs import config, make_model, tokenizer
 
 # Name -> what is trained on, and the options.
 CASES = {
