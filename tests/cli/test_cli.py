@@ -297,7 +297,6 @@ def test_the_command_fails_without_a_traceback(tmp_path):
     assert done.stderr == f"hf-prefix-tree: {tmp_path / 'missing.jsonl'} is no file; pass a JSON Lines file.\n"
 
 
-@pytest.mark.slow
 def test_real_conversations(run, shared_data):
     tokenizer = shared_data("tokenizers/qwen3")
     conversations = shared_data("data/conversational_reasoning.jsonl")

@@ -47,7 +47,6 @@ def test_offline_run_equals_stock(tmp_path):
             assert entry[name] == pytest.approx(other[name], rel=1e-5, abs=1e-6), name
 
 
-@pytest.mark.slow
 def test_real_problems(shared_data, tmp_path, capsys):
     data, tokenizer = shared_data("data/gsm8k_4policies.jsonl"), shared_data("tokenizers/qwen3")
     trainer = start(

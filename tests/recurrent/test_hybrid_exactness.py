@@ -15,8 +15,6 @@ from tests.support.hybrids import FAMILIES, KINDS, errors, make_hybrid, served_h
 from tests.support.models import branch_runs, gradients, random_forest, relative_error
 
 TOLERANCE = 1e-9
-SLOW = pytest.mark.slow  # the reference of Kimi delta attention loops over the tokens of a chunk in Python
-KDA = ("kimi_linear", "bailing_hybrid")
 WAYS = {"forked": lambda segments: True, "linked": lambda segments: segments.num_levels < 2}
 
 
@@ -30,7 +28,7 @@ def edge_cases():
     return [fold(branches), fold([Branch(np.array([5]), [1.0])]), fold([Branch(np.array([6, 7]), [1.0, 1.0])])]
 
 
-@pytest.mark.parametrize("model_type", [pytest.param(name, marks=SLOW) if name in KDA else name for name in FAMILIES])
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_family_equals_independent_branches(model_type):
     served_here(model_type)
     model = prepare_model(make_hybrid(model_type)).train()
@@ -40,7 +38,7 @@ def test_every_family_equals_independent_branches(model_type):
     assert sum(p.grad is not None for p in model.parameters()) > 10
 
 
-@pytest.mark.parametrize("kind", ["delta", "mamba2", pytest.param("kda", marks=SLOW)])
+@pytest.mark.parametrize("kind", ["delta", "mamba2", "kda"])
 @pytest.mark.parametrize("way", WAYS)
 def test_forking_and_linking_are_exact(monkeypatch, kind, way):
     model = prepare_model(make_hybrid(KINDS[kind])).train()
