@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 PYTEST = -m pytest -n 2 --dist worksteal --durations=30
 
 demo: .venv/.ready
-	@.venv/bin/python -m hf_prefix_tree.demo
+	@.venv/bin/python -m examples.demo
 
 test: lint
 	.venv/bin/python $(PYTEST) -m "not slow and not perf"
@@ -39,7 +39,7 @@ test-wheel-lowest: requirements-dev.txt requirements-lowest.txt
 test-wheel test-wheel-lowest:
 	rm -rf build/$@ && mkdir -p build/$@
 	TORCH="$(TORCH)" PROJECT="$$(echo dist/*.whl)" $(PYTHON) scripts/create_venv.py build/$@/venv $^
-	cp -r tests benchmarks examples notebooks docs mkdocs.yml scripts pyproject.toml requirements-*.txt README.md build/$@
+	cp -r tests benchmarks conformance examples notebooks docs mkdocs.yml scripts pyproject.toml requirements-*.txt README.md build/$@
 	cd build/$@ && venv/bin/python $(PYTEST) -m "not perf"
 
 .venv/.ready: requirements-dev.txt

@@ -41,14 +41,14 @@ from benchmarks.common import (
 from benchmarks.mask import stock_block_mask
 from benchmarks.packed import causal, gather_paths, installed_kernels
 from benchmarks.shapes import QUICK, SHAPES, build, leaf_first_rows
-from hf_prefix_tree.attention import backend as backends
-from hf_prefix_tree.attention.backend import AttentionCall, choose_backend
-from hf_prefix_tree.attention.context import Mask, TreeContext
-from hf_prefix_tree.attention.interface import prefix_tree_attention
-from hf_prefix_tree.attention.mask import TreeBlockMask, tree_block_mask
-from hf_prefix_tree.batch import concatenate_trees
-from hf_prefix_tree.flops import attention_flops
-from hf_prefix_tree.tree import PrefixTree
+from hf_prefix_tree.modeling.attention import backend as backends
+from hf_prefix_tree.modeling.attention.backend import AttentionCall, choose_backend
+from hf_prefix_tree.modeling.attention.interface import prefix_tree_attention
+from hf_prefix_tree.modeling.attention.mask import TreeBlockMask, tree_block_mask
+from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.modeling.context import Mask, TreeContext
+from hf_prefix_tree.modeling.flops import attention_flops
+from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 METHODS = ("causal", "flex", "flash", "sdpa", "flex, leaf first", "flash, leaf first", "stock, leaf first", "gather")
 # Kernel options: rows and columns of the tiles of the backward, for gradients of keys and values, and of queries.

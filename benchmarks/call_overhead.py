@@ -22,8 +22,8 @@ from benchmarks.common import Row, make_parser, progress, report
 from benchmarks.flops import shape_config
 from benchmarks.shapes import QUICK, SHAPES, build
 from hf_prefix_tree import prepare_model
-from hf_prefix_tree.batch import GUARD, concatenate_trees
-from hf_prefix_tree.model import check_call
+from hf_prefix_tree.modeling.batch import UNPREPARED_SENTINEL, concatenate_trees
+from hf_prefix_tree.modeling.prepare import check_call
 
 CALLS, QUICK_CALLS, WARMUP = 200, 5, 20
 COLUMNS = ["shape", "tokens", "layers", "loss", "median_us", "low_us", "high_us", "calls"]
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     rows: list[Row] = []
     for shape in args.only:
         batch = concatenate_trees([build((QUICK if args.quick else SHAPES)[shape])], pad_token_id=0)
-        batch = {name: value.to(device) for name, value in batch.items() if name != GUARD}
+        batch = {name: value.to(device) for name, value in batch.items() if name != UNPREPARED_SENTINEL}
         for loss in ("model", "caller"):
             row = {"shape": shape, "tokens": batch["input_ids"].numel(), "layers": model.config.num_hidden_layers}
             timing = time_checks(model, batch, loss == "caller", QUICK_CALLS if args.quick else CALLS, device)

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.common import Row, make_parser, measure, report
 from benchmarks.shapes import FOLD_SHAPES, QUICK, build
-from hf_prefix_tree.tree import Branch, fold
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
 
 
 @contextmanager

@@ -30,8 +30,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.common import Row, default_device, make_parser, measure, peak_gib, progress, report
 from benchmarks.flops import model_config
+from examples.demo.tokenizer import train_tokenizer
 from hf_prefix_tree import TreeGRPOTrainer
-from hf_prefix_tree.demo.tokenizer import train_tokenizer
 
 TRAINERS = {"tree": TreeGRPOTrainer, "stock": GRPOTrainer}
 COLUMNS = [

@@ -33,9 +33,9 @@ from trl.trainer.utils import add_fused_lm_head
 from benchmarks.common import Results, Row, default_device, environment, make_parser, peak_gib, progress, report
 from benchmarks.flops import SHAPES, shape_config
 from hf_prefix_tree import prepare_model
-from hf_prefix_tree.batch import BLOCK_SIZE, WEIGHTED_BY_CALLER, concatenate_trees
-from hf_prefix_tree.synthetic import caterpillar
-from hf_prefix_tree.tree import PrefixTree
+from hf_prefix_tree.modeling.batch import BLOCK_SIZE, WEIGHTED_BY_CALLER, concatenate_trees
+from hf_prefix_tree.tree.prefix_tree import PrefixTree
+from hf_prefix_tree.tree.synthetic import caterpillar
 
 OPTIONS = ("plain", "checkpointing", "offloading", "lora", "qlora")
 COLUMNS = ["shape", "option", "largest_row", "peak_gib", "failure"]

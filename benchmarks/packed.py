@@ -24,11 +24,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.common import versions
-from hf_prefix_tree import layout
-from hf_prefix_tree.attention.context import TreeContext
-from hf_prefix_tree.attention.interface import prefix_tree_attention
-from hf_prefix_tree.batch import BLOCK_SIZE
-from hf_prefix_tree.tree import PrefixTree
+from hf_prefix_tree.modeling.attention.interface import prefix_tree_attention
+from hf_prefix_tree.modeling.batch import BLOCK_SIZE
+from hf_prefix_tree.modeling.context import TreeContext
+from hf_prefix_tree.tree import layout
+from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 IMPLEMENTATION = "packed_branches"
 

@@ -34,14 +34,14 @@ from datasets import (
 
 from benchmarks.common import Row, make_parser, measure, progress, report
 from benchmarks.fold import one_core
-from hf_prefix_tree.conversations import conversation_branches
-from hf_prefix_tree.conversations.messages import Message, normalize_messages, normalize_tools, split_reasoning
-from hf_prefix_tree.conversations.template import ChatTemplate
-from hf_prefix_tree.datasets import prepare_trees
-from hf_prefix_tree.packing import pack_rows
-from hf_prefix_tree.report.groups import read_json_lines, read_tools
-from hf_prefix_tree.splitting import split_tree
-from hf_prefix_tree.tree import PrefixTree, fold
+from hf_prefix_tree.data.messages import Message, normalize_messages, normalize_tools, split_reasoning
+from hf_prefix_tree.data.prepare import prepare_trees
+from hf_prefix_tree.data.template import ChatTemplate
+from hf_prefix_tree.data.turns import conversation_branches
+from hf_prefix_tree.report.gain import read_json_lines, read_tools
+from hf_prefix_tree.tree.packing import pack_rows
+from hf_prefix_tree.tree.prefix_tree import PrefixTree, fold
+from hf_prefix_tree.tree.splitting import split_tree
 
 CPU = torch.device("cpu")
 Talk = tuple[list[Message], list[Any] | None]  # normalized messages and tools
@@ -50,8 +50,8 @@ Talk = tuple[list[Message], list[Any] | None]  # normalized messages and tools
 def read(path: Path | None, tools_path: Path | None, tokenizer: str | None) -> tuple[list[dict[str, Any]], Any]:
     """Rows with `group`, `messages` and `tools`, the last two as JSON strings, and the tokenizer."""
     if path is None:
-        from hf_prefix_tree.demo.dialogues import dialogue_texts, generate_dialogues
-        from hf_prefix_tree.demo.tokenizer import train_tokenizer
+        from examples.demo.dialogues import dialogue_texts, generate_dialogues
+        from examples.demo.tokenizer import train_tokenizer
 
         rows = generate_dialogues(num_groups=2, trials=2)
         encoder: Any = train_tokenizer(dialogue_texts(rows))

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.common import Row
-from hf_prefix_tree.baselines import per_branch
-from hf_prefix_tree.rollouts import CROSS_ENTROPY_IGNORE_IDX
-from hf_prefix_tree.tree import PrefixTree
+from hf_prefix_tree.data.baselines import per_branch
+from hf_prefix_tree.nemo import CROSS_ENTROPY_IGNORE_IDX
+from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 MODES = ("tree", "per_branch", "grouped", "flat_steps")
 ON_TREES = ("tree", "grouped")  # the others are baselines on branches

@@ -3,7 +3,8 @@
 
     python -m benchmarks.recurrent --output recurrent.csv
 
-`fork` and `link` scan the tree (see `hf_prefix_tree.recurrent.scan`), `branches` scans every branch from its root,
+`fork` and `link` scan the tree (see `hf_prefix_tree.modeling.recurrent.scan`), `branches` scans every branch from its
+root,
 which is what training them one by one does. Forward and backward of one layer. `--quick` runs small shapes on a CPU;
 `--cpu` runs the real shapes there, with few heads, by the reference of Transformers.
 """
@@ -20,13 +21,13 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta
 
 from benchmarks.common import Row, default_device, make_parser, measure, peak_gib, progress, relative_error, report
 from benchmarks.shapes import QUICK, SHAPES, build
-from hf_prefix_tree.attention.context import TreeContext
-from hf_prefix_tree.batch import concatenate_trees
-from hf_prefix_tree.recurrent.delta_rule import delta_rule
-from hf_prefix_tree.recurrent.mamba2 import mamba2
-from hf_prefix_tree.recurrent.scan import Recurrence, fork, forking_is_cheaper, link
-from hf_prefix_tree.recurrent.segments import Batch, Segments
-from hf_prefix_tree.tree import PrefixTree, fold
+from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.modeling.context import TreeContext
+from hf_prefix_tree.modeling.recurrent.delta_rule import delta_rule
+from hf_prefix_tree.modeling.recurrent.mamba2 import mamba2
+from hf_prefix_tree.modeling.recurrent.scan import Recurrence, fork, forking_is_cheaper, link
+from hf_prefix_tree.modeling.recurrent.segments import Batch, Segments
+from hf_prefix_tree.tree.prefix_tree import PrefixTree, fold
 
 WAYS = ("fork", "link", "branches")
 RULES = ("delta", "mamba2")

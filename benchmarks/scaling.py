@@ -57,11 +57,11 @@ from benchmarks.common import Results, Row, default_device, environment, make_pa
 from benchmarks.flops import SHAPES, shape_config
 from benchmarks.published import MODES, ON_TREES, baseline_rows, check_figures, rows_per_step, set_figures
 from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer
-from hf_prefix_tree.attention.kernels import one_graph_for_all_lengths
-from hf_prefix_tree.flops import flop_counts
-from hf_prefix_tree.report.groups import parts_of
-from hf_prefix_tree.synthetic import caterpillar, caterpillar_set
-from hf_prefix_tree.tree import PrefixTree
+from hf_prefix_tree.modeling.attention.kernels import one_graph_for_all_lengths
+from hf_prefix_tree.modeling.flops import flop_counts
+from hf_prefix_tree.report.gain import parts_of
+from hf_prefix_tree.tree.prefix_tree import PrefixTree
+from hf_prefix_tree.tree.synthetic import caterpillar, caterpillar_set
 
 # As `torchrun` and `accelerate launch` say.
 RANKS, RANK = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))

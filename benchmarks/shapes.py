@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hf_prefix_tree import layout
-from hf_prefix_tree.batch import concatenate_trees
-from hf_prefix_tree.tree import PrefixTree, fold
+from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.tree import layout
+from hf_prefix_tree.tree.prefix_tree import PrefixTree, fold
 
 # Parent of each node (-1: root), its tokens, and whether they are supervised.
 Nodes = list[tuple[int, int, bool]]
@@ -109,7 +109,7 @@ def conversation_trees(
     """One tree per `group` of consecutive lines of a JSONL file with `messages`, one branch per assistant turn."""
     from transformers import AutoTokenizer
 
-    from hf_prefix_tree.conversations import conversation_branches
+    from hf_prefix_tree.data.turns import conversation_branches
 
     encoder = AutoTokenizer.from_pretrained(tokenizer)
     schemas = json.loads(tools.read_text()) if tools is not None else None

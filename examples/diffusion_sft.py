@@ -40,12 +40,12 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from datasets import Dataset, load_dataset
+from demo.tokenizer import train_tokenizer
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from hf_prefix_tree import DiffusionSFTConfig, DiffusionSFTTrainer, diffusion_generate
-from hf_prefix_tree.demo.tokenizer import train_tokenizer
 from hf_prefix_tree.report.text import console
 
 NAMES = ("Anna", "Ben", "Carl", "Dora", "Emma", "Finn", "Gina", "Hugo", "Iris", "Jack", "Kate", "Leo")

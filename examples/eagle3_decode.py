@@ -20,8 +20,8 @@ from trl import TrlParser
 
 from hf_prefix_tree import Eagle3DraftModel
 from hf_prefix_tree.eagle3.decoding import speculative_generate
+from hf_prefix_tree.eagle3.export import load_exported
 from hf_prefix_tree.eagle3.target import Eagle3Target
-from hf_prefix_tree.eagle3.validation import load_exported
 
 
 @dataclass

@@ -35,10 +35,9 @@ from trl import ModelConfig, ScriptArguments, TrlParser, get_quantization_config
 
 from hf_prefix_tree import Eagle3Config, Eagle3DraftModel, Eagle3Trainer, export_for_serving
 from hf_prefix_tree.eagle3.data import padding_token, prepare_eagle3_rows
-from hf_prefix_tree.eagle3.precompute import precompute_hidden_states
-from hf_prefix_tree.eagle3.samples import SampleOptions
-from hf_prefix_tree.eagle3.target import TARGET_FILE, Eagle3Target
-from hf_prefix_tree.eagle3.validation import validate_export
+from hf_prefix_tree.eagle3.export import validate_export
+from hf_prefix_tree.eagle3.packing import SampleOptions
+from hf_prefix_tree.eagle3.target import TARGET_FILE, Eagle3Target, precompute_hidden_states
 
 
 @dataclass

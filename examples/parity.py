@@ -22,12 +22,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from demo.dialogues import dialogue_texts, generate_dialogues
+from demo.tokenizer import train_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from hf_prefix_tree import PrefixTree, conversation_branches, fold, prepare_model
-from hf_prefix_tree.batch import concatenate_trees
-from hf_prefix_tree.demo.dialogues import dialogue_texts, generate_dialogues
-from hf_prefix_tree.demo.tokenizer import train_tokenizer
+from hf_prefix_tree.modeling.batch import concatenate_trees
 
 SHAPES = {
     "tiny": {

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from datasets import Dataset, load_dataset
+from demo.tokenizer import train_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
 from trl import (
     DPOConfig,
@@ -44,7 +45,6 @@ from trl import (
 )
 
 from hf_prefix_tree import TreeDPOTrainer
-from hf_prefix_tree.demo.tokenizer import train_tokenizer
 
 
 @dataclass

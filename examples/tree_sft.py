@@ -33,10 +33,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from trl import ModelConfig, ScriptArguments, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
 
 from hf_prefix_tree import PrefixTree, TreeSFTConfig, TreeSFTTrainer, prepare_trees
-from hf_prefix_tree.baselines import flat_steps, per_branch
-from hf_prefix_tree.report.groups import read_tools
+from hf_prefix_tree.data.baselines import flat_steps, per_branch
+from hf_prefix_tree.nemo import CROSS_ENTROPY_IGNORE_IDX
+from hf_prefix_tree.report.gain import read_tools
 from hf_prefix_tree.report.text import console, counts_list
-from hf_prefix_tree.rollouts import CROSS_ENTROPY_IGNORE_IDX
 
 
 @dataclass

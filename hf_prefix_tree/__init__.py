@@ -8,103 +8,103 @@ first use: neither TRL nor datasets is imported before a name that needs them.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hf_prefix_tree.attention.interface import register
+from hf_prefix_tree.modeling.attention.interface import register
 from hf_prefix_tree.version import __version__ as __version__
 
 if TYPE_CHECKING:  # what tools see; at run time `__getattr__` loads the same names on first use
-    from hf_prefix_tree.baselines import flat_steps as flat_steps
-    from hf_prefix_tree.baselines import per_branch as per_branch
-    from hf_prefix_tree.collators.diffusion import DataCollatorForDiffusionLM as DataCollatorForDiffusionLM
-    from hf_prefix_tree.collators.diffusion import DLLMCollator as DLLMCollator
-    from hf_prefix_tree.collators.eagle3 import DataCollatorForEagle3 as DataCollatorForEagle3
-    from hf_prefix_tree.collators.prefix_tree import DataCollatorForPrefixTree as DataCollatorForPrefixTree
-    from hf_prefix_tree.collators.rollouts import prefix_tree_collate_fn as prefix_tree_collate_fn
-    from hf_prefix_tree.conversations import conversation_branches as conversation_branches
-    from hf_prefix_tree.datasets import prepare_trees as prepare_trees
+    from hf_prefix_tree.data.baselines import flat_steps as flat_steps
+    from hf_prefix_tree.data.baselines import per_branch as per_branch
+    from hf_prefix_tree.data.images import fold_images as fold_images
+    from hf_prefix_tree.data.prepare import prepare_trees as prepare_trees
+    from hf_prefix_tree.data.turns import conversation_branches as conversation_branches
+    from hf_prefix_tree.diffusion.collator import DataCollatorForDiffusionLM as DataCollatorForDiffusionLM
+    from hf_prefix_tree.diffusion.collator import DLLMCollator as DLLMCollator
     from hf_prefix_tree.diffusion.config import DiffusionSFTConfig as DiffusionSFTConfig
     from hf_prefix_tree.diffusion.generation import diffusion_generate as diffusion_generate
     from hf_prefix_tree.diffusion.trainer import DiffusionSFTTrainer as DiffusionSFTTrainer
-    from hf_prefix_tree.eagle3.arguments import Eagle3Config as Eagle3Config
+    from hf_prefix_tree.eagle3.collator import DataCollatorForEagle3 as DataCollatorForEagle3
+    from hf_prefix_tree.eagle3.config import Eagle3Config as Eagle3Config
     from hf_prefix_tree.eagle3.config import Eagle3DraftConfig as Eagle3DraftConfig
     from hf_prefix_tree.eagle3.data import build_eagle3_dataloader as build_eagle3_dataloader
-    from hf_prefix_tree.eagle3.draft import Eagle3DraftModel as Eagle3DraftModel
     from hf_prefix_tree.eagle3.export import export_for_serving as export_for_serving
-    from hf_prefix_tree.eagle3.mapping_cache import load_or_build_token_mapping as load_or_build_token_mapping
-    from hf_prefix_tree.eagle3.mapping_cache import load_token_mapping as load_token_mapping
-    from hf_prefix_tree.eagle3.mapping_cache import save_token_mapping as save_token_mapping
+    from hf_prefix_tree.eagle3.model import Eagle3DraftModel as Eagle3DraftModel
     from hf_prefix_tree.eagle3.packing import pack_eagle3_dataset as pack_eagle3_dataset
-    from hf_prefix_tree.eagle3.token_mapping import build_token_mapping as build_token_mapping
     from hf_prefix_tree.eagle3.trainer import Eagle3Trainer as Eagle3Trainer
-    from hf_prefix_tree.images import fold_images as fold_images
-    from hf_prefix_tree.model import prepare_model as prepare_model
-    from hf_prefix_tree.model import unprepare_model as unprepare_model
-    from hf_prefix_tree.packing import pack_rows as pack_rows
-    from hf_prefix_tree.rollouts import CROSS_ENTROPY_IGNORE_IDX as CROSS_ENTROPY_IGNORE_IDX
-    from hf_prefix_tree.rollouts import FoldedRollouts as FoldedRollouts
-    from hf_prefix_tree.rollouts import fold_shared_prefix_rollouts as fold_shared_prefix_rollouts
-    from hf_prefix_tree.splitting import split_tree as split_tree
-    from hf_prefix_tree.synthetic import caterpillar as caterpillar
-    from hf_prefix_tree.synthetic import caterpillar_set as caterpillar_set
-    from hf_prefix_tree.trainers.config import TreeSFTConfig as TreeSFTConfig
-    from hf_prefix_tree.trainers.dpo import TreeDPOTrainer as TreeDPOTrainer
-    from hf_prefix_tree.trainers.folded import fold_shared_prefixes as fold_shared_prefixes
-    from hf_prefix_tree.trainers.grpo import TreeGRPOTrainer as TreeGRPOTrainer
-    from hf_prefix_tree.trainers.kto import TreeKTOTrainer as TreeKTOTrainer
-    from hf_prefix_tree.trainers.log_probs import tree_log_probs as tree_log_probs
-    from hf_prefix_tree.trainers.mixin import TreeLossMixin as TreeLossMixin
-    from hf_prefix_tree.trainers.rloo import TreeRLOOTrainer as TreeRLOOTrainer
-    from hf_prefix_tree.trainers.sft import TreeSFTTrainer as TreeSFTTrainer
-    from hf_prefix_tree.tree import Branch as Branch
-    from hf_prefix_tree.tree import PrefixTree as PrefixTree
-    from hf_prefix_tree.tree import fold as fold
+    from hf_prefix_tree.eagle3.vocabulary import build_token_mapping as build_token_mapping
+    from hf_prefix_tree.eagle3.vocabulary import load_or_build_token_mapping as load_or_build_token_mapping
+    from hf_prefix_tree.eagle3.vocabulary import load_token_mapping as load_token_mapping
+    from hf_prefix_tree.eagle3.vocabulary import save_token_mapping as save_token_mapping
+    from hf_prefix_tree.modeling.prepare import prepare_model as prepare_model
+    from hf_prefix_tree.modeling.prepare import unprepare_model as unprepare_model
+    from hf_prefix_tree.nemo import CROSS_ENTROPY_IGNORE_IDX as CROSS_ENTROPY_IGNORE_IDX
+    from hf_prefix_tree.nemo import FoldedRollouts as FoldedRollouts
+    from hf_prefix_tree.nemo import fold_shared_prefix_rollouts as fold_shared_prefix_rollouts
+    from hf_prefix_tree.nemo import prefix_tree_collate_fn as prefix_tree_collate_fn
+    from hf_prefix_tree.rl.folded_forward import fold_shared_prefixes as fold_shared_prefixes
+    from hf_prefix_tree.rl.log_probs import tree_log_probs as tree_log_probs
+    from hf_prefix_tree.rl.policy import TreeGRPOTrainer as TreeGRPOTrainer
+    from hf_prefix_tree.rl.policy import TreeRLOOTrainer as TreeRLOOTrainer
+    from hf_prefix_tree.rl.preference import TreeDPOTrainer as TreeDPOTrainer
+    from hf_prefix_tree.rl.preference import TreeKTOTrainer as TreeKTOTrainer
+    from hf_prefix_tree.sft.collator import DataCollatorForPrefixTree as DataCollatorForPrefixTree
+    from hf_prefix_tree.sft.config import TreeSFTConfig as TreeSFTConfig
+    from hf_prefix_tree.sft.mixin import TreeLossMixin as TreeLossMixin
+    from hf_prefix_tree.sft.trainer import TreeSFTTrainer as TreeSFTTrainer
+    from hf_prefix_tree.tree.packing import pack_rows as pack_rows
+    from hf_prefix_tree.tree.prefix_tree import Branch as Branch
+    from hf_prefix_tree.tree.prefix_tree import PrefixTree as PrefixTree
+    from hf_prefix_tree.tree.prefix_tree import fold as fold
+    from hf_prefix_tree.tree.splitting import split_tree as split_tree
+    from hf_prefix_tree.tree.synthetic import caterpillar as caterpillar
+    from hf_prefix_tree.tree.synthetic import caterpillar_set as caterpillar_set
 
 
 _HOMES = {
-    "Branch": "tree",
-    "PrefixTree": "tree",
-    "fold": "tree",
-    "conversation_branches": "conversations",
-    "CROSS_ENTROPY_IGNORE_IDX": "rollouts",
-    "FoldedRollouts": "rollouts",
-    "fold_shared_prefix_rollouts": "rollouts",
-    "caterpillar": "synthetic",
-    "caterpillar_set": "synthetic",
-    "flat_steps": "baselines",
-    "per_branch": "baselines",
-    "prepare_trees": "datasets",
-    "fold_images": "images",
-    "prepare_model": "model",
-    "unprepare_model": "model",
-    "DataCollatorForPrefixTree": "collators.prefix_tree",
-    "prefix_tree_collate_fn": "collators.rollouts",
-    "DataCollatorForDiffusionLM": "collators.diffusion",
-    "DLLMCollator": "collators.diffusion",
-    "split_tree": "splitting",
-    "pack_rows": "packing",
-    "build_token_mapping": "eagle3.token_mapping",
-    "save_token_mapping": "eagle3.mapping_cache",
-    "load_token_mapping": "eagle3.mapping_cache",
-    "load_or_build_token_mapping": "eagle3.mapping_cache",
-    "pack_eagle3_dataset": "eagle3.packing",
-    "DataCollatorForEagle3": "collators.eagle3",
-    "build_eagle3_dataloader": "eagle3.data",
-    "Eagle3DraftConfig": "eagle3.config",
-    "Eagle3DraftModel": "eagle3.draft",
-    "Eagle3Config": "eagle3.arguments",
-    "Eagle3Trainer": "eagle3.trainer",
-    "export_for_serving": "eagle3.export",
+    "flat_steps": "data.baselines",
+    "per_branch": "data.baselines",
+    "fold_images": "data.images",
+    "prepare_trees": "data.prepare",
+    "conversation_branches": "data.turns",
+    "DLLMCollator": "diffusion.collator",
+    "DataCollatorForDiffusionLM": "diffusion.collator",
     "DiffusionSFTConfig": "diffusion.config",
-    "DiffusionSFTTrainer": "diffusion.trainer",
     "diffusion_generate": "diffusion.generation",
-    "TreeLossMixin": "trainers.mixin",
-    "TreeSFTConfig": "trainers.config",
-    "TreeSFTTrainer": "trainers.sft",
-    "TreeDPOTrainer": "trainers.dpo",
-    "TreeKTOTrainer": "trainers.kto",
-    "fold_shared_prefixes": "trainers.folded",
-    "tree_log_probs": "trainers.log_probs",
-    "TreeGRPOTrainer": "trainers.grpo",
-    "TreeRLOOTrainer": "trainers.rloo",
+    "DiffusionSFTTrainer": "diffusion.trainer",
+    "DataCollatorForEagle3": "eagle3.collator",
+    "Eagle3Config": "eagle3.config",
+    "Eagle3DraftConfig": "eagle3.config",
+    "build_eagle3_dataloader": "eagle3.data",
+    "export_for_serving": "eagle3.export",
+    "Eagle3DraftModel": "eagle3.model",
+    "pack_eagle3_dataset": "eagle3.packing",
+    "Eagle3Trainer": "eagle3.trainer",
+    "build_token_mapping": "eagle3.vocabulary",
+    "load_or_build_token_mapping": "eagle3.vocabulary",
+    "load_token_mapping": "eagle3.vocabulary",
+    "save_token_mapping": "eagle3.vocabulary",
+    "prepare_model": "modeling.prepare",
+    "unprepare_model": "modeling.prepare",
+    "CROSS_ENTROPY_IGNORE_IDX": "nemo",
+    "FoldedRollouts": "nemo",
+    "fold_shared_prefix_rollouts": "nemo",
+    "prefix_tree_collate_fn": "nemo",
+    "fold_shared_prefixes": "rl.folded_forward",
+    "tree_log_probs": "rl.log_probs",
+    "TreeGRPOTrainer": "rl.policy",
+    "TreeRLOOTrainer": "rl.policy",
+    "TreeDPOTrainer": "rl.preference",
+    "TreeKTOTrainer": "rl.preference",
+    "DataCollatorForPrefixTree": "sft.collator",
+    "TreeSFTConfig": "sft.config",
+    "TreeLossMixin": "sft.mixin",
+    "TreeSFTTrainer": "sft.trainer",
+    "pack_rows": "tree.packing",
+    "Branch": "tree.prefix_tree",
+    "PrefixTree": "tree.prefix_tree",
+    "fold": "tree.prefix_tree",
+    "split_tree": "tree.splitting",
+    "caterpillar": "tree.synthetic",
+    "caterpillar_set": "tree.synthetic",
 }
 __all__ = ["__version__", *sorted(_HOMES)]
 

@@ -20,7 +20,7 @@ from rich.progress import track
 
 from hf_prefix_tree.report.estimate import ASSUMPTIONS, Estimate
 from hf_prefix_tree.report.estimate import estimate as predict
-from hf_prefix_tree.report.groups import Folded, Row, counts_of, fold_file, read_tools, top_counts
+from hf_prefix_tree.report.gain import Folded, Row, counts_of, fold_file, read_tools, top_counts
 from hf_prefix_tree.report.plot import check_matplotlib, plot_trees
 from hf_prefix_tree.report.text import console, counts_table, draw_tree
 

@@ -38,8 +38,8 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from examples.demo.tokenizer import train_tokenizer
 from hf_prefix_tree import DiffusionSFTConfig, DiffusionSFTTrainer, diffusion_generate
-from hf_prefix_tree.demo.tokenizer import train_tokenizer
 
 # %% [markdown]
 # ## Data

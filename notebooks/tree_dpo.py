@@ -37,8 +37,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 from trl import DPOConfig, DPOTrainer
 
+from examples.demo.tokenizer import train_tokenizer
 from hf_prefix_tree import TreeDPOTrainer
-from hf_prefix_tree.demo.tokenizer import train_tokenizer
 
 HAS_GPU = torch.cuda.is_available()
 

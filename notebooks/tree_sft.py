@@ -35,9 +35,9 @@ import torch
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from examples.demo.dialogues import dialogue_texts, generate_dialogues
+from examples.demo.tokenizer import train_tokenizer
 from hf_prefix_tree import PrefixTree, TreeSFTConfig, TreeSFTTrainer, prepare_trees
-from hf_prefix_tree.demo.dialogues import dialogue_texts, generate_dialogues
-from hf_prefix_tree.demo.tokenizer import train_tokenizer
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -128,8 +128,8 @@ print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 # One step of a fresh model, folded and branch by branch, on the same weights.
 
 # %%
+from examples.demo.compare import compare_step
 from hf_prefix_tree import prepare_model
-from hf_prefix_tree.demo.compare import compare_step
 
 model = prepare_model(make_model())
 tree = PrefixTree.from_dict(trees[0])

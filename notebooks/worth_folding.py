@@ -32,9 +32,9 @@ import numpy as np
 from datasets import Dataset
 from transformers import AutoConfig
 
+from examples.demo.dialogues import dialogue_texts, generate_dialogues
+from examples.demo.tokenizer import train_tokenizer
 from hf_prefix_tree import Branch, PrefixTree, caterpillar, fold, prepare_trees
-from hf_prefix_tree.demo.dialogues import dialogue_texts, generate_dialogues
-from hf_prefix_tree.demo.tokenizer import train_tokenizer
 from hf_prefix_tree.report.estimate import estimate
 
 rng = np.random.default_rng(0)

@@ -7,10 +7,10 @@ report. Floats are stored as hexadecimal; lists of integers and tensors of data 
 The bits of a matrix product depend on the machine and on the version of torch, so record before the change and
 compare after it, in the same environment:
 
-    python scripts/record_numbers.py --write             # at the commit before the change
-    python scripts/record_numbers.py                     # after it; exit code 1 if anything differs
-    python scripts/record_numbers.py --rtol 1e-13        # where two copies of a formula have become one
-    python scripts/record_numbers.py --only sft grpo     # groups whose names start so
+    python -m scripts.record_numbers --write             # at the commit before the change
+    python -m scripts.record_numbers                     # after it; exit code 1 if anything differs
+    python -m scripts.record_numbers --rtol 1e-13        # where two copies of a formula have become one
+    python -m scripts.record_numbers --only sft grpo     # groups whose names start so
 
 Models are float64. TRL's fused head rounds its results to float32, and so does what checkpointing computes again: in
 the groups of trainers (but for `plain_trainer` and `eagle3`) a last bit that changes before the head may show as 1e-8.
@@ -59,12 +59,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 
 import hf_prefix_tree as hpt
+from examples.demo.dialogues import as_json_strings, dialogue_texts, generate_dialogues
+from examples.demo.tokenizer import train_tokenizer
 
 # The only names that are not public: where these modules move, this is the place to follow them.
 from hf_prefix_tree.cli import main as cli
-from hf_prefix_tree.demo.dialogues import as_json_strings, dialogue_texts, generate_dialogues
-from hf_prefix_tree.demo.tokenizer import train_tokenizer
-from hf_prefix_tree.double import keep_double
+from hf_prefix_tree.modeling.double import keep_double
 
 RECORDED = Path(__file__).with_name("recorded_numbers.json")
 VOCAB, WINDOW = 97, 6

@@ -4,7 +4,7 @@
 from collections import defaultdict
 from pathlib import Path
 
-from hf_prefix_tree.trainers.options import OPTIONS, Honoured, Option, Refused
+from hf_prefix_tree.training.options import OPTIONS, Honoured, Option, Refused
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 TRAINERS = {

@@ -73,7 +73,7 @@ def qwen3_tokenizer(shared_data: Callable[[str], Path]) -> PreTrainedTokenizerBa
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """The demo's tokenizer: 1,024 tokens, trained on its dialogues, with a template that drops earlier reasoning."""
-    from hf_prefix_tree.demo.dialogues import dialogue_texts, generate_dialogues
-    from hf_prefix_tree.demo.tokenizer import train_tokenizer
+    from examples.demo.dialogues import dialogue_texts, generate_dialogues
+    from examples.demo.tokenizer import train_tokenizer
 
     return train_tokenizer(dialogue_texts(generate_dialogues(num_groups=6, trials=3, seed=0)))

@@ -20,54 +20,21 @@ PACKAGE = "hf_prefix_tree"
 # whose own imports are free (what it must not load is measured below).
 ROOMS = (
     "version",
-    "layout",
-    "folding",
     "tree",
-    "splitting",
-    "packing",
-    "conversations",
-    "rollouts",
-    "baselines",
-    "synthetic",
-    "flops",
-    "datasets",
-    "batch",
-    "loss",
-    "attention",
-    "recurrent",
-    "double",
-    "support",
-    "images",
-    "refusals",
-    "verify",
-    "verify_adapters",
-    "compilation",
-    "fingerprint",
-    "model",
-    "conformance",
-    "collators",
-    "trainers",
+    "data",
+    "modeling",
+    "training",
+    "sft",
+    "rl",
     "diffusion",
     "eagle3",
-    "__init__",
     "report",
-    "demo",
+    "__init__",
+    "nemo",
     "cli",
 )
-WITHOUT_TORCH = (
-    "version",
-    "layout",
-    "folding",
-    "tree",
-    "splitting",
-    "packing",
-    "conversations",
-    "rollouts",
-    "baselines",
-    "synthetic",
-    "flops",
-)
-WITH_TRL = ("trainers", "diffusion", "eagle3", "report", "demo", "cli")
+WITHOUT_TORCH = ("version", "tree")
+WITH_TRL = ("training", "sft", "rl", "diffusion", "eagle3", "report", "nemo", "cli")
 NOT_LOADED = ("datasets", "trl")
 
 
@@ -143,17 +110,16 @@ def test_modules_import_only_from_earlier_rooms():
 @pytest.mark.parametrize(
     ("module", "source", "expected"),
     [
-        ("tree", "import torch", "tree imports torch"),
-        ("folding", "def f():\n    from torch.nn import Linear", "folding imports torch"),
-        ("collators.prefix_tree", "import trl", "collators imports trl"),
-        ("model", "from trl.trainer import SFTTrainer", "model imports trl"),
-        ("layout", "from .tree import fold", "layout imports from tree"),
-        ("layout", "from . import tree", "layout imports from tree"),
-        ("attention.mask", "from ..model import prepare_model", "attention imports from model"),
-        ("attention.mask", "from .. import model", "attention imports from model"),
-        ("attention.mask", "import hf_prefix_tree.model", "attention imports from model"),
-        ("loss", "from hf_prefix_tree.collators.prefix_tree import X", "loss imports from collators"),
-        ("batch", "from hf_prefix_tree import fold_all", "batch imports from __init__"),
+        ("tree.layout", "import torch", "tree imports torch"),
+        ("tree.folding", "def f():\n    from torch.nn import Linear", "tree imports torch"),
+        ("modeling.batch", "import trl", "modeling imports trl"),
+        ("modeling.prepare", "from trl.trainer import SFTTrainer", "modeling imports trl"),
+        ("tree.layout", "from ..data import rows", "tree imports from data"),
+        ("tree.layout", "from .. import data", "tree imports from data"),
+        ("data.rows", "import hf_prefix_tree.modeling.prepare", "data imports from modeling"),
+        ("training.sampling", "def f():\n    from hf_prefix_tree.sft.collator import X", "training imports from sft"),
+        ("rl.policy", "from ..eagle3.trainer import X", "rl imports from eagle3"),
+        ("modeling.batch", "from hf_prefix_tree import fold_all", "modeling imports from __init__"),
         ("nowhere", "", "no room is named 'nowhere'"),
     ],
 )
@@ -163,8 +129,8 @@ def test_a_wrong_import_is_reported(module: str, source: str, expected: str):
 
 
 def test_right_imports_are_not_reported():
-    source = "import datasets, torch, trl\nfrom ..tree import fold\nfrom . import sft\nfrom .sft import X"
-    assert violations(f"{PACKAGE}.trainers", source, is_package=True) == []
-    assert violations(f"{PACKAGE}.trainers.grpo", source) == []
-    assert violations(f"{PACKAGE}.demo.__main__", f"from {PACKAGE} import TreeSFTTrainer") == []
-    assert violations(PACKAGE, "from .model import prepare_model", is_package=True) == []
+    source = "import datasets, torch, trl\nfrom ..tree import folding\nfrom . import config\nfrom .config import X"
+    assert violations(f"{PACKAGE}.sft", source, is_package=True) == []
+    assert violations(f"{PACKAGE}.rl.policy", source) == []
+    assert violations(f"{PACKAGE}.cli", f"from {PACKAGE} import TreeSFTTrainer") == []
+    assert violations(PACKAGE, "from .modeling.prepare import prepare_model", is_package=True) == []

@@ -31,7 +31,13 @@ def test_notebook_and_source_are_in_sync(source):
 @pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_notebook_runs(source, tmp_path):
-    environment = {**os.environ, "MPLBACKEND": "Agg", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(FOLDER.parent),
+        "MPLBACKEND": "Agg",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
         [sys.executable, str(source)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )

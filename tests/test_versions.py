@@ -4,7 +4,7 @@ import importlib
 import re
 from pathlib import Path
 
-from hf_prefix_tree import trainers
+from hf_prefix_tree.training import checks
 from hf_prefix_tree.version import TESTED
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
@@ -22,9 +22,9 @@ def test_the_tested_range_is_that_of_the_pins():
 def test_newer_versions_are_warned_of_at_import(monkeypatch, caplog):
     for name in TESTED:
         monkeypatch.setitem(TESTED, name, ("0.1", "99.0"))
-    importlib.reload(trainers)
+    importlib.reload(checks)
     assert not caplog.messages
     monkeypatch.setitem(TESTED, "trl", ("0.1", "0.2"))
-    importlib.reload(trainers)
+    importlib.reload(checks)
     (message,) = caplog.messages
     assert message.startswith("trl ") and "newer than 0.2" in message

@@ -8,7 +8,7 @@ from typing import Any
 
 from trl import SFTConfig
 
-from hf_prefix_tree.trainers.options import refuse_options
+from hf_prefix_tree.training.options import refuse_options
 
 OBJECTIVES = ("mdlm", "block", "hybrid")
 CORRUPTIONS = ("uniform", "blockwise", "random", "all_masked")

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hf_prefix_tree.collators.diffusion import SAMPLE_INDEX, SUPERVISION, DataCollatorForDiffusionLM, read_sample
-from hf_prefix_tree.collators.prefix_tree import PADDING_FEATURE
-from hf_prefix_tree.datasets.counts import LOSSES
-from hf_prefix_tree.datasets.cuts import CUT, cut_of, without_unsupervised
-from hf_prefix_tree.datasets.rows import MESSAGE_KINDS, RowOptions, row_branches, row_kind
+from hf_prefix_tree.data.counts import CUT, LOSSES, cut_of, without_unsupervised
+from hf_prefix_tree.data.rows import MESSAGE_KINDS, RowOptions, row_branches, row_kind
+from hf_prefix_tree.data.supervision import SUPERVISION, read_sample
+from hf_prefix_tree.diffusion.collator import SAMPLE_INDEX, DataCollatorForDiffusionLM
+from hf_prefix_tree.training.sampling import PADDING_FEATURE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from hf_prefix_tree.diffusion.attention import spans
 from hf_prefix_tree.diffusion.config import OBJECTIVES
 from hf_prefix_tree.diffusion.model import prepared_for_diffusion
-from hf_prefix_tree.support import base_causal_lm
+from hf_prefix_tree.modeling.attention.spans import spans
+from hf_prefix_tree.modeling.checks import base_causal_lm
 
 
 @torch.no_grad()

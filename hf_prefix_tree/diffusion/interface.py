@@ -17,9 +17,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from hf_prefix_tree.attention.backend import AttentionCall, can_use_flex
-from hf_prefix_tree.attention.kernels import attend_dense, attend_flex, attention_dtype
-from hf_prefix_tree.diffusion.attention import block_mask, dense_mask, spans
+from hf_prefix_tree.modeling.attention.backend import AttentionCall, why_not_flex
+from hf_prefix_tree.modeling.attention.kernels import attend_dense, attend_flex, attention_dtype
+from hf_prefix_tree.modeling.attention.spans import block_mask, dense_mask, spans
 
 IMPLEMENTATION = "diffusion"
 ATTN_BACKENDS = ("auto", "flex", "sdpa")
@@ -36,8 +36,8 @@ class DiffusionContext:
 
     Args:
         layout (`torch.Tensor` of shape `(B, 5, N)`, int32, *optional*):
-            Who sees whom, see [`~hf_prefix_tree.diffusion.attention.spans`]. `None` is full attention, whose padding
-            the mask function is told by Transformers.
+            Who sees whom, see [`~hf_prefix_tree.modeling.attention.spans.spans`]. `None` is full attention, whose
+            padding the mask function is told by Transformers.
         predict_positions (`torch.Tensor` of shape `(M,)`, int64, *optional*):
             Indices into the flattened `(B * N)` of the hidden states that go to the head; `None` for all.
         attn_backend (`str`, *optional*, defaults to `"auto"`):
@@ -129,7 +129,7 @@ def diffusion_mask(
                 attended = torch.ones((batch_size, q_length), dtype=torch.bool, device=device)
             layout = spans(attended)
         call = AttentionCall.of(config, device, attention_dtype(device, dtype), q_length)
-        reason = can_use_flex(device, call.dtype, min(call.head_dim, call.value_dim), q_length)
+        reason = why_not_flex(device, call.dtype, min(call.head_dim, call.value_dim), q_length)
         if context.attn_backend == "flex" and reason is not None:
             raise ValueError(f"`attn_backend='flex'` cannot serve this call: {reason}. Use `attn_backend='auto'`.")
         flex = context.attn_backend != "sdpa" and reason is None

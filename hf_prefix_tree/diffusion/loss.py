@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_prefix_tree.loss import weighted_token_loss
+from hf_prefix_tree.modeling.loss import weighted_token_loss
 
 
 class LossTerms(NamedTuple):

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_prefix_tree.attention.defaults import uses_attention_interface
-from hf_prefix_tree.diffusion.attention import ATTENDED
 from hf_prefix_tree.diffusion.interface import (
     ATTN_BACKENDS,
     IMPLEMENTATION,
@@ -26,8 +24,10 @@ from hf_prefix_tree.diffusion.interface import (
     register,
     set_active_context,
 )
-from hf_prefix_tree.model import is_prepared
-from hf_prefix_tree.support import backbone_of, base_causal_lm
+from hf_prefix_tree.modeling.attention.implementations import uses_attention_interface
+from hf_prefix_tree.modeling.attention.spans import ATTENDED
+from hf_prefix_tree.modeling.checks import backbone_of, base_causal_lm
+from hf_prefix_tree.modeling.prepare import is_prepared
 
 _STATE = "_hf_prefix_tree_diffusion"
 # Windows and chunks must hold the whole sequence, which is checked at each call. Layers without attention work on each
@@ -57,8 +57,9 @@ def prepare_diffusion_model(model: torch.nn.Module, *, attn_backend: str = "auto
     Makes a diffusion language model of a causal LM, in place. A second call changes nothing but `attn_backend`.
 
     Afterwards `model(input_ids, attention_mask=...)` attends both ways: the logits at a position predict its own
-    token. Two keyword arguments are new: `diffusion_layout`, from [`~hf_prefix_tree.diffusion.attention.spans`], says
-    who sees whom (with `position_ids`, which the two halves of an `[x_t | x_0]` row share), and `predict_positions`,
+    token. Two keyword arguments are new: `diffusion_layout`, from [`~hf_prefix_tree.modeling.attention.spans.spans`],
+    says who sees whom (with `position_ids`, which the two halves of an `[x_t | x_0]` row share), and
+    `predict_positions`,
     `(M,)` indices into the flattened batch, which hidden states go to the head: `outputs.logits` is then
     `[1, M, vocab]`. `config.is_causal` is `False`.
 

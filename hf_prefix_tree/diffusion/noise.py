@@ -1,103 +1,347 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""The noise of [`DiffusionSFTTrainer`]: which kind, in which blocks, from which seeds. Cost: see `corruption.py`."""
+"""The noise of diffusion language models: which supervised tokens are masked or replaced, with which probability.
+
+Random numbers have no state: each is a hash of a seed, what it is drawn for, and a counter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import math
+from dataclasses import dataclass
 
 import torch
-from transformers import TrainerCallback
 
-from hf_prefix_tree.collators.diffusion import SAMPLE_INDEX
-from hf_prefix_tree.diffusion.corruption import (
-    Noised,
-    corrupt_all_masked,
-    corrupt_blockwise,
-    corrupt_uniform,
-    corrupt_uniform_random,
-)
-from hf_prefix_tree.diffusion.draws import noise_seeds
-from hf_prefix_tree.diffusion.objective import supervised_tokens, window_starts
-
-if TYPE_CHECKING:
-    from hf_prefix_tree.diffusion.config import DiffusionSFTConfig
-
-EVALUATION = -1  # in the place of the epoch, from which training draws its noise
+# Constants of the splitmix64 generator, as signed 64-bit integers.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_FIRST = 0xBF58476D1CE4E5B9 - 2**64
+_SECOND = 0x94D049BB133111EB - 2**64
 
 
-def noise_kind(args: DiffusionSFTConfig, is_training: bool) -> str:
-    """The `corruption` of training; evaluation draws `"uniform"` for `"blockwise"`, which has no bound of the NLL."""
-    return "uniform" if args.corruption == "blockwise" and not is_training else args.corruption
-
-
-def bounds_nll(kind: str) -> bool:
+def noise_seeds(sample_index: torch.Tensor, *salts: int) -> torch.Tensor:
     """
-    Whether the noised tokens' `nll / p`, in expectation over the noise, bounds the negative log-likelihood: for
-    `"blockwise"` p is not each token's own probability, and `"random"` noise has none.
-    """
-    return kind in ("uniform", "all_masked")
-
-
-def draw_noise(
-    batch: Mapping[str, torch.Tensor],
-    args: DiffusionSFTConfig,
-    kind: str,
-    salts: tuple[int, ...],
-    *,
-    mask_token_id: int | None,
-    vocab_size: int,
-) -> Noised:
-    """
-    The noise of a micro-batch.
+    One seed per sample, from its index and whatever else the noise should depend on.
 
     Args:
-        batch (`Mapping[str, torch.Tensor]`): Of [`DataCollatorForDiffusionLM`], with `sample_index`.
-        args ([`DiffusionSFTConfig`]): The configuration.
-        kind (`str`): What [`noise_kind`] says.
-        salts (`tuple` of `int`): What the noise depends on besides the sample and `args.seed`: the pass over the
-            dataset, or `EVALUATION` and the number of the draw.
-        mask_token_id (`int`, *optional*): The token that hides others; `None` for `"random"` noise.
-        vocab_size (`int`): For `"random"` noise: how many tokens there are to draw from.
+        sample_index (`torch.Tensor` of shape `(B,)`, int64): Index of each sample in its dataset.
+        salts (`int`): For example the training's seed and the epoch: each value and each order gives other noise.
+
+    Returns:
+        `torch.Tensor` of shape `(B,)`, int64.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> noise_seeds(torch.tensor([0, 1]), 42, 3).tolist() == noise_seeds(torch.tensor([1, 0]), 42, 3).flip(0).tolist()
+    True
+
+    ```
+    """
+    seeds = _mix(sample_index.to(torch.int64))
+    for salt in salts:
+        # Mixed once more than the salt: index 3 in epoch 5 is not index 5 in epoch 3.
+        seeds = _mix(_mix(seeds) + _GOLDEN + _mix(torch.full_like(seeds, salt)))
+    return seeds
+
+
+def uniforms(seeds: torch.Tensor, kind: int, counters: torch.Tensor) -> torch.Tensor:
+    """Numbers in (0, 1), float64, one per sample and counter: the splitmix64 sequences that the seeds start."""
+    starts = _mix(_mix(seeds.to(counters.device)) + kind)[:, None]
+    bits = _mix(starts + (counters + 1) * _GOLDEN)
+    return (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """A bijection of 64-bit integers in which every bit of the input moves about half of the output's."""
+    x = (x ^ _shift_right(x, 30)) * _FIRST
+    x = (x ^ _shift_right(x, 27)) * _SECOND
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: torch.Tensor, by: int) -> torch.Tensor:
+    """`x >> by` that fills with zeros, as for unsigned integers."""
+    return (x >> by) & (2 ** (64 - by) - 1)
+
+
+DEFAULT_EPS = 1e-3
+# What a draw is for: draws of different kinds are independent.
+_LEVEL, _CHOICE, _TOKEN = range(3)
+
+
+@dataclass
+class Noised:
+    """A corrupted batch; all of shape `(B, L)`, on the device of the clean ids."""
+
+    input_ids: torch.Tensor  # int64: the ids that the model reads
+    is_noised: torch.Tensor  # bool: drawn to be hidden or replaced; only supervised positions
+    p: torch.Tensor  # float32: the probability of it, by which the MDLM loss divides
+
+
+def corrupt_uniform(
+    input_ids: torch.Tensor,
+    supervised: torch.Tensor,
+    *,
+    mask_token_id: int,
+    seeds: torch.Tensor,
+    eps: float = DEFAULT_EPS,
+    block_size: int | None = None,
+    block_start: torch.Tensor | None = None,
+) -> Noised:
+    """
+    Hide each supervised token with probability `p = (1 - eps) t + eps`, `t ~ U[0, 1)` per sequence or block.
+
+    Args:
+        input_ids (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, padded at the end.
+        supervised (`torch.Tensor` of shape `(B, L)`): Not 0 where a token may be hidden: the collator's `loss_mask`.
+        mask_token_id (`int`): Id that hides a token.
+        seeds (`torch.Tensor` of shape `(B,)`, int64): One per sample, see [`noise_seeds`].
+        eps (`float`, *optional*, defaults to `1e-3`): Lowest probability, above 0 and at most 1.
+        block_size (`int`, *optional*): Draw t per block of so many tokens instead of per sequence.
+        block_start (`torch.Tensor` of shape `(B,)`, int64, *optional*): Where each sample's first block starts, by
+            default 0. What lies before is one block of its own. Pass the response's start for response windows.
 
     Returns:
         [`Noised`].
 
     Raises:
-        `ValueError`: If the batch has no `sample_index`.
+        `ValueError`: If shapes don't fit or a number is out of range.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> ids, supervised = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 1, 1]])
+    >>> corrupt_uniform(ids, supervised, mask_token_id=9, seeds=torch.tensor([0]), eps=1.0).input_ids
+    tensor([[5, 9, 9, 9]])
+
+    ```
     """
-    if SAMPLE_INDEX not in batch:
+    supervised = _checked(input_ids, supervised, seeds, eps, block_size, block_start)
+    p = _levels(input_ids, seeds, eps, block_size, block_start)
+    is_noised = supervised & (uniforms(seeds, _CHOICE, _positions(input_ids)) < p)
+    return Noised(_hidden(input_ids, is_noised, mask_token_id), is_noised, p)
+
+
+def corrupt_blockwise(
+    input_ids: torch.Tensor,
+    supervised: torch.Tensor,
+    *,
+    mask_token_id: int,
+    seeds: torch.Tensor,
+    eps: float = DEFAULT_EPS,
+    half_life: float = 0.25,
+    block_size: int | None = None,
+    block_start: torch.Tensor | None = None,
+) -> Noised:
+    """
+    Hide exactly `round(m * n)` of the n supervised tokens of each sequence or block, the later ones more often.
+
+    `m ~ U(eps, 1)` per sequence or block, and is the p of all its tokens. The i-th supervised token is drawn without
+    replacement with weight `exp(lambda (1 - m) i)`, `lambda = ln 2 / (half_life * n)`: the weight of a token doubles
+    every `half_life * n` tokens as m goes to 0, and all weigh the same as m goes to 1. Halves round to even. A
+    sequence hides at least one token where it has one; a block may hide none.
+
+    Args:
+        input_ids (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, padded at the end.
+        supervised (`torch.Tensor` of shape `(B, L)`): Not 0 where a token may be hidden: the collator's `loss_mask`.
+        mask_token_id (`int`): Id that hides a token.
+        seeds (`torch.Tensor` of shape `(B,)`, int64): One per sample, see [`noise_seeds`].
+        eps (`float`, *optional*, defaults to `1e-3`): Lowest m, above 0 and at most 1.
+        half_life (`float`, *optional*, defaults to `0.25`): Share of the tokens after which the weight doubles.
+        block_size (`int`, *optional*): Draw m and count per block of so many tokens instead of per sequence.
+        block_start (`torch.Tensor` of shape `(B,)`, int64, *optional*): See [`corrupt_uniform`].
+
+    Returns:
+        [`Noised`].
+
+    Raises:
+        `ValueError`: If shapes don't fit or a number is out of range.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> ids, supervised = torch.arange(10)[None], torch.ones(1, 10)
+    >>> noised = corrupt_blockwise(ids, supervised, mask_token_id=99, seeds=torch.tensor([0]))
+    >>> noised.is_noised.sum().item() == round(noised.p[0, 0].item() * 10)
+    True
+
+    ```
+    """
+    if not half_life > 0:
+        raise ValueError(f"`half_life` must be above 0, got {half_life}.")
+    supervised = _checked(input_ids, supervised, seeds, eps, block_size, block_start)
+    positions, blocks = _positions(input_ids), _blocks(input_ids, block_size, block_start)
+    m = _levels(input_ids, seeds, eps, block_size, block_start)
+
+    counts = _per_block(supervised, blocks)
+    i = supervised.long().cumsum(1)  # in the row: inside a block only differences matter
+    wanted = torch.round(m.double() * counts).long()
+    if block_size is None:
+        wanted = torch.maximum(wanted, counts.clamp(max=1))
+
+    # The `wanted` largest of log weight + Gumbel noise are a draw without replacement.
+    slope = math.log(2) / (half_life * counts.clamp(min=1).double()) * (1 - m.double())
+    gumbel = -torch.log(-torch.log(uniforms(seeds, _CHOICE, positions)))
+    scores = (slope * i + gumbel).masked_fill(~supervised, -torch.inf)
+    order = scores.argsort(dim=1, descending=True, stable=True)
+    if block_size is not None:  # a stable sort by block keeps the order inside each
+        order = order.gather(1, blocks.gather(1, order).argsort(dim=1, stable=True))
+    places = torch.empty_like(order).scatter_(1, order, positions.expand_as(order))
+    places = places - _first_of_block(blocks)
+    is_noised = supervised & (places < wanted)
+    return Noised(_hidden(input_ids, is_noised, mask_token_id), is_noised, m)
+
+
+def corrupt_uniform_random(
+    input_ids: torch.Tensor,
+    supervised: torch.Tensor,
+    *,
+    vocab_size: int,
+    seeds: torch.Tensor,
+    eps: float = DEFAULT_EPS,
+    block_size: int | None = None,
+    block_start: torch.Tensor | None = None,
+) -> Noised:
+    """
+    Replace each supervised token with probability `t ~ U(eps, 1)` by a token drawn from the whole vocabulary.
+
+    The replacement may be the token itself; `is_noised` counts it. p is 1: this noise has no weighted loss.
+
+    Args:
+        input_ids (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, padded at the end.
+        supervised (`torch.Tensor` of shape `(B, L)`): Not 0 where a token may change: the collator's `loss_mask`.
+        vocab_size (`int`): Replacements are drawn from `[0, vocab_size)`.
+        seeds (`torch.Tensor` of shape `(B,)`, int64): One per sample, see [`noise_seeds`].
+        eps (`float`, *optional*, defaults to `1e-3`): Lowest t, above 0 and at most 1.
+        block_size (`int`, *optional*): Draw t per block of so many tokens instead of per sequence.
+        block_start (`torch.Tensor` of shape `(B,)`, int64, *optional*): See [`corrupt_uniform`].
+
+    Returns:
+        [`Noised`].
+
+    Raises:
+        `ValueError`: If shapes don't fit or a number is out of range.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> ids, supervised = torch.tensor([[5, 6, 7]]), torch.tensor([[0, 0, 1]])
+    >>> corrupt_uniform_random(ids, supervised, vocab_size=1, seeds=torch.tensor([0]), eps=1.0).input_ids
+    tensor([[5, 6, 0]])
+
+    ```
+    """
+    if vocab_size < 1:
+        raise ValueError(f"`vocab_size` must be at least 1, got {vocab_size}.")
+    supervised = _checked(input_ids, supervised, seeds, eps, block_size, block_start)
+    positions = _positions(input_ids)
+    t = _levels(input_ids, seeds, eps, block_size, block_start)
+    is_noised = supervised & (uniforms(seeds, _CHOICE, positions) < t)
+    tokens = (uniforms(seeds, _TOKEN, positions) * vocab_size).long()
+    return Noised(torch.where(is_noised, tokens, input_ids), is_noised, torch.ones_like(t))
+
+
+def corrupt_all_masked(input_ids: torch.Tensor, supervised: torch.Tensor, *, mask_token_id: int) -> Noised:
+    """
+    Hide every supervised token; p is 1.
+
+    Args:
+        input_ids (`torch.Tensor` of shape `(B, L)`, int64): Clean ids.
+        supervised (`torch.Tensor` of shape `(B, L)`): Not 0 where a token is hidden: the collator's `loss_mask`.
+        mask_token_id (`int`): Id that hides a token.
+
+    Returns:
+        [`Noised`].
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> corrupt_all_masked(torch.tensor([[5, 6, 7]]), torch.tensor([[0, 1, 1]]), mask_token_id=9).input_ids
+    tensor([[5, 9, 9]])
+
+    ```
+    """
+    supervised = _checked_mask(input_ids, supervised)
+    p = torch.ones(input_ids.shape, dtype=torch.float32, device=input_ids.device)
+    return Noised(_hidden(input_ids, supervised, mask_token_id), supervised, p)
+
+
+def _hidden(input_ids: torch.Tensor, is_noised: torch.Tensor, mask_token_id: int) -> torch.Tensor:
+    return input_ids.masked_fill(is_noised, mask_token_id)
+
+
+def _positions(input_ids: torch.Tensor) -> torch.Tensor:
+    return torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+
+
+def _blocks(input_ids: torch.Tensor, block_size: int | None, block_start: torch.Tensor | None) -> torch.Tensor:
+    """The block of each position, `(B, L)`, not decreasing; 0 is what lies before the first one, or all."""
+    if block_size is None:
+        return torch.zeros_like(input_ids)
+    start = torch.zeros_like(input_ids[:, :1]) if block_start is None else block_start.to(input_ids.device)[:, None]
+    return torch.div(_positions(input_ids) - start, block_size, rounding_mode="floor").clamp(min=-1) + 1
+
+
+def _first_of_block(blocks: torch.Tensor) -> torch.Tensor:
+    """The position at which each position's block starts."""
+    return torch.searchsorted(blocks, blocks)
+
+
+def _per_block(supervised: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """How many supervised tokens each position's block has."""
+    seen = torch.nn.functional.pad(supervised.long().cumsum(1), (1, 0))
+    return seen.gather(1, torch.searchsorted(blocks, blocks, right=True)) - seen.gather(1, _first_of_block(blocks))
+
+
+def _levels(
+    input_ids: torch.Tensor,
+    seeds: torch.Tensor,
+    eps: float,
+    block_size: int | None,
+    block_start: torch.Tensor | None,
+) -> torch.Tensor:
+    """`(1 - eps) u + eps` in float32, one u per sequence or block, spread over its positions: `(B, L)`."""
+    level = uniforms(seeds, _LEVEL, _blocks(input_ids, block_size, block_start))
+    return ((1 - eps) * level + eps).float()
+
+
+def _checked(
+    input_ids: torch.Tensor,
+    supervised: torch.Tensor,
+    seeds: torch.Tensor,
+    eps: float,
+    block_size: int | None,
+    block_start: torch.Tensor | None,
+) -> torch.Tensor:
+    """The supervised mask as bool, after the checks that all kinds of noise share."""
+    supervised = _checked_mask(input_ids, supervised)
+    if not 0 < eps <= 1:
+        raise ValueError(f"`eps` must be above 0 and at most 1, got {eps}: the loss divides by probabilities >= eps.")
+    if seeds.shape != input_ids.shape[:1] or seeds.dtype != torch.int64:
         raise ValueError(
-            f"The batch has no `{SAMPLE_INDEX}`, on which the noise depends: add a column of that name, counting "
-            "from 0, or leave out `skip_prepare_dataset`."
+            f"`seeds` must be int64 of shape ({len(input_ids)},), got {seeds.dtype} of shape {tuple(seeds.shape)}: "
+            "pass one seed per sample, as `noise_seeds` makes them."
         )
-    ids, supervised = batch["input_ids"], supervised_tokens(batch)
-    options: dict[str, Any] = {"seeds": noise_seeds(batch[SAMPLE_INDEX], args.seed, *salts), "eps": args.noise_eps}
-    if args.objective != "mdlm":
-        options["block_size"] = args.block_size
-        options["block_start"] = window_starts(supervised) if args.response_window else None
-    if kind == "random":
-        return corrupt_uniform_random(ids, supervised, vocab_size=vocab_size, **options)
-    assert mask_token_id is not None  # only "random" noise goes without
-    if kind == "all_masked":
-        return corrupt_all_masked(ids, supervised, mask_token_id=mask_token_id)
-    if kind == "blockwise":
-        options["half_life"] = args.half_life
-        return corrupt_blockwise(ids, supervised, mask_token_id=mask_token_id, **options)
-    return corrupt_uniform(ids, supervised, mask_token_id=mask_token_id, **options)
+    if block_size is not None and block_size < 1:
+        raise ValueError(f"`block_size` must be at least 1, got {block_size}: pass None for whole sequences.")
+    if block_start is not None:
+        if block_size is None:
+            raise ValueError("`block_start` is given without `block_size`: pass both or neither.")
+        if block_start.shape != input_ids.shape[:1]:
+            raise ValueError(f"`block_start` must have the shape ({len(input_ids)},), got {tuple(block_start.shape)}.")
+    return supervised
 
 
-class PassCounter(TrainerCallback):
-    """
-    Counts the passes over the dataset. `state.epoch` would do, but for a stream without a length it still names the
-    last pass when the next one begins, and a resumed training begins in the middle of one.
-    """
-
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.epoch = -1
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.epoch = max(int(state.epoch or 0), self.epoch + 1)
+def _checked_mask(input_ids: torch.Tensor, supervised: torch.Tensor) -> torch.Tensor:
+    if input_ids.ndim != 2 or input_ids.dtype != torch.int64:
+        raise ValueError(
+            f"`input_ids` must be int64 of shape (B, L), got {input_ids.dtype} of shape {tuple(input_ids.shape)}."
+        )
+    if supervised.shape != input_ids.shape:
+        raise ValueError(
+            f"`supervised` must have the shape {tuple(input_ids.shape)} of `input_ids`, got {tuple(supervised.shape)}."
+        )
+    return supervised.to(input_ids.device) != 0

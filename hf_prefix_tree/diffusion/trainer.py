@@ -1,14 +1,11 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""[`DiffusionSFTTrainer`]: TRL's `SFTTrainer` for diffusion language models.
-
-Loading, PEFT, checkpointing, saving and the fused head, which builds no logits, are TRL's. Overridden are what a
-dataset becomes, the loss and what it is divided by, and evaluation.
-"""
+"""[`DiffusionSFTTrainer`]: TRL's `SFTTrainer` for diffusion language models."""
 
 from __future__ import annotations
 
+import math
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import SequentialSampler
@@ -17,20 +14,153 @@ from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 from trl.trainer.utils import global_then_local_main_first
 
-from hf_prefix_tree.collators.diffusion import DataCollatorForDiffusionLM
+from hf_prefix_tree.diffusion.collator import DataCollatorForDiffusionLM
 from hf_prefix_tree.diffusion.config import DiffusionSFTConfig
 from hf_prefix_tree.diffusion.data import COLUMNS, WithEmptyRows, prepare_diffusion_rows
-from hf_prefix_tree.diffusion.metrics import Sums, evaluation_metrics, micro_batch_sums, training_metrics
 from hf_prefix_tree.diffusion.model import prepare_diffusion_model
-from hf_prefix_tree.diffusion.noise import EVALUATION, PassCounter, bounds_nll, draw_noise, noise_kind
-from hf_prefix_tree.diffusion.objective import objective_row, supervised_tokens
-from hf_prefix_tree.diffusion.start import check_collator, default_collator, find_mask_token_id
-from hf_prefix_tree.loss import weighted_mean
-from hf_prefix_tree.trainers.arguments import check_arguments
-from hf_prefix_tree.trainers.engines import keep_output_dtype, refuse_engines
-from hf_prefix_tree.trainers.mixin import without_empty_mask
-from hf_prefix_tree.trainers.padding import fill_uneven_steps
-from hf_prefix_tree.trainers.sampling import length_sampler
+from hf_prefix_tree.diffusion.objective import (
+    EVALUATION,
+    ObjectiveRow,
+    PassCounter,
+    bounds_nll,
+    draw_noise,
+    noise_kind,
+    objective_row,
+    supervised_tokens,
+)
+from hf_prefix_tree.modeling.batch import BLOCK_SIZE
+from hf_prefix_tree.modeling.loss import safe_divisor, weighted_mean
+from hf_prefix_tree.sft.mixin import without_empty_mask
+from hf_prefix_tree.training.checks import check_arguments, keep_output_dtype, refuse_engines
+from hf_prefix_tree.training.sampling import fill_uneven_steps, length_sampler
+
+
+class Sums(NamedTuple):
+    """Scalars of some micro-batches, added up."""
+
+    loss: torch.Tensor
+    bound: torch.Tensor
+    next_token: torch.Tensor
+    correct: torch.Tensor
+    predicted: torch.Tensor
+    supervised: torch.Tensor
+
+
+def micro_batch_sums(
+    row: ObjectiveRow, nll: torch.Tensor, is_top1: torch.Tensor, supervised: torch.Tensor
+) -> torch.Tensor:
+    """
+    The [`Sums`] of a micro-batch as one tensor, so that they can be added up and gathered.
+
+    Args:
+        row ([`ObjectiveRow`]): The micro-batch.
+        nll (`torch.Tensor` of shape `(M,)`, float64): Of its predictions, detached.
+        is_top1 (`torch.Tensor` of shape `(M,)`, bool): Which of them are right.
+        supervised (`torch.Tensor`): Scalar: its supervised tokens.
+
+    Returns:
+        `torch.Tensor` of shape `(6,)`, float64.
+    """
+    sums = Sums(
+        loss=(nll * row.loss_weights).sum(),
+        bound=(nll * row.bound_weights).sum(),
+        next_token=nll[row.is_next_token].sum(),
+        correct=is_top1.sum(),
+        predicted=nll.new_tensor(len(nll)),
+        supervised=supervised,
+    )
+    return torch.stack([value.double() for value in sums])
+
+
+def training_metrics(sums: Sums, objective: str, has_bound: bool) -> dict[str, float]:
+    """
+    What a window of training logs besides its loss.
+
+    Args:
+        sums ([`Sums`]): Of all micro-batches of the window, on all ranks.
+        objective (`str`): `"mdlm"`, `"block"` or `"hybrid"`.
+        has_bound (`bool`): Whether the noise bounds the negative log-likelihood, see [`bounds_nll`].
+    """
+    metrics = {"mean_token_accuracy": _ratio(sums.correct, sums.predicted)}
+    if has_bound:
+        metrics["nll_bound"] = _ratio(sums.bound, sums.supervised)
+    if objective == "hybrid":
+        metrics["next_token_loss"] = _ratio(sums.next_token, sums.supervised)
+    return metrics
+
+
+def evaluation_metrics(sums: Sums, objective: str, has_bound: bool) -> dict[str, float]:
+    """The same for a whole evaluation, with its loss and perplexity: NaN where it has no supervised token."""
+    metrics = {"loss": _ratio(sums.loss, sums.supervised), **training_metrics(sums, objective, has_bound)}
+    if has_bound:
+        metrics["perplexity"] = math.exp(min(metrics["nll_bound"], 700.0))  # 700: the largest that has one
+    # a mean of nothing: 0 would be the best there is, and an error would end the training that evaluates
+    return metrics if sums.supervised else dict.fromkeys(metrics, math.nan)
+
+
+def _ratio(total: torch.Tensor, count: torch.Tensor) -> float:
+    return (total / safe_divisor(count, total)).item()
+
+
+def default_collator(args: DiffusionSFTConfig, tokenizer: Any) -> DataCollatorForDiffusionLM:
+    """The collator with the numbers of `args`; on a GPU it pads to whole blocks of FlexAttention."""
+    on_gpu = args.device.type == "cuda" and args.attn_backend != "sdpa"
+    return DataCollatorForDiffusionLM(
+        pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        block_size=args.block_size,
+        pad_seq_len_divisible=args.pad_to_multiple_of or (BLOCK_SIZE if on_gpu else None),
+        max_seq_len=args.max_length,
+        supervise_padding=args.supervise_padding,
+        response_window=args.response_window,
+        processing_class=tokenizer,
+    )
+
+
+def check_collator(collator: object, args: DiffusionSFTConfig) -> None:
+    """Raises `ValueError` for a collator that is none, or that has other blocks than `args`."""
+    if not isinstance(collator, DataCollatorForDiffusionLM) or not collator.keeps_sample_index:
+        raise ValueError(f"`data_collator` must be a `DataCollatorForDiffusionLM`, got `{type(collator).__name__}`.")
+    for name in ("block_size", "response_window"):
+        if getattr(collator, name) != getattr(args, name):
+            raise ValueError(
+                f"`data_collator` has `{name}={getattr(collator, name)}` and `args` has {getattr(args, name)}: pass "
+                "the same, or blocks of the noise and the mask would not be those of the fill."
+            )
+
+
+def find_mask_token_id(
+    args: DiffusionSFTConfig, tokenizer: Any, model: Any, collator: DataCollatorForDiffusionLM
+) -> int | None:
+    """
+    The id that hides others; raises `ValueError` where there is none, or it has another meaning. `None` for
+    `corruption="random"`, which hides nothing.
+    """
+    if args.corruption == "random":
+        return None
+    mask_token_id = args.mask_token_id
+    if mask_token_id is None:
+        mask_token_id = getattr(tokenizer, "mask_token_id", None)
+    if mask_token_id is None:
+        raise ValueError(
+            "There is no mask token: add one with `tokenizer.add_special_tokens({'mask_token': '<|mask|>'})` and "
+            "`model.resize_token_embeddings(len(tokenizer))`, or pass the id of a token that your data never holds as "
+            "`mask_token_id`."
+        )
+    size = model.get_input_embeddings().num_embeddings
+    if not 0 <= mask_token_id < size:
+        raise ValueError(
+            f"`mask_token_id` is {mask_token_id}, but the model has {size} embeddings: call "
+            "`model.resize_token_embeddings(len(tokenizer))` first."
+        )
+    for supervised, token_id, what in (
+        (True, collator.block_pad_token_id, "also ends a response"),
+        (collator.supervise_padding, collator.pad_token_id, "also pads, which `supervise_padding` teaches"),
+    ):
+        if supervised and mask_token_id == token_id:
+            raise ValueError(
+                f"`mask_token_id` is {mask_token_id}, which {what}: pass a token that your data never holds."
+            )
+    return mask_token_id
 
 
 class DiffusionSFTTrainer(SFTTrainer):

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Training of EAGLE-3 draft heads: conversations or token ids and a target model come in, a trained draft goes out.
+"""EAGLE-3 draft heads: vocabulary, packing, training, export, speculative decoding.
 
-The draft is exported in the formats of vLLM, SGLang and speculators; `speculative_generate` tries it on its target.
+In: conversations and a target model. Out: a draft that serving engines load.
 """

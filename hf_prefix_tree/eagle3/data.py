@@ -1,8 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""[`build_eagle3_dataloader`]: from conversations or token columns to batches of EAGLE-3 rows.
-
-Cost: rendering and packing happen once, up front (for streams, as they are read); a batch is stacked lists.
-"""
+"""[`build_eagle3_dataloader`]: from conversations or token columns to batches of EAGLE-3 documents."""
 
 from __future__ import annotations
 
@@ -15,11 +12,16 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from hf_prefix_tree.collators.eagle3 import DOCUMENT_KEYS, HIDDEN_STATES, DataCollatorForEagle3
-from hf_prefix_tree.datasets.cuts import CUT, cut_of, kept_of, without_unsupervised
-from hf_prefix_tree.eagle3.packing import PACKED_COLUMNS, pack_eagle3_dataset
-from hf_prefix_tree.eagle3.samples import SampleOptions, documents_of, rows_of_batch
-from hf_prefix_tree.trainers.padding import PaddedDataset, PaddedStream
+from hf_prefix_tree.data.counts import CUT, cut_of, kept_of, without_unsupervised
+from hf_prefix_tree.eagle3.collator import DOCUMENT_KEYS, HIDDEN_STATES, DataCollatorForEagle3
+from hf_prefix_tree.eagle3.packing import (
+    PACKED_COLUMNS,
+    SampleOptions,
+    documents_of,
+    pack_eagle3_dataset,
+    rows_of_batch,
+)
+from hf_prefix_tree.training.sampling import PaddedDataset, PaddedStream
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

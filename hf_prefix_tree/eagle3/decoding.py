@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_prefix_tree.eagle3.draft import Eagle3DraftModel
+from hf_prefix_tree.eagle3.model import Eagle3DraftModel
 from hf_prefix_tree.eagle3.target import Eagle3Target
 
 

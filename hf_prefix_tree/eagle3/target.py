@@ -1,36 +1,34 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""[`Eagle3Target`]: what a draft head learns from: a frozen causal LM's hidden states and distribution.
-
-Packed documents run as a forest of chains on this library's own attention: exact for sliding windows and sinks, with
-FlexAttention on a GPU. Only hidden states leave the forward; its logits exist for a chunk of slots at a time. It runs
-in its own dtype whatever autocast the draft trains under, so that states are the same online, in evaluation and
-precomputed.
-
-Cost: one forward without gradients, and the head on every slot.
-"""
+"""[`Eagle3Target`]: hidden states and distribution of a frozen causal LM, computed on the fly or read from disk."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig, PreTrainedModel
 
-from hf_prefix_tree.batch import IGNORE_INDEX, WEIGHTED_BY_CALLER
+from hf_prefix_tree.data.supervision import IGNORE_INDEX
 from hf_prefix_tree.eagle3.attention import document_tree
+from hf_prefix_tree.eagle3.collator import DOCUMENT_KEYS, HIDDEN_STATES, DataCollatorForEagle3
 from hf_prefix_tree.eagle3.config import check_aux_layer_ids, default_aux_layer_ids
 from hf_prefix_tree.eagle3.loss import CHUNK_SIZE
-from hf_prefix_tree.model import ensure_verified, follow_trees
-from hf_prefix_tree.support import backbone_of
-from hf_prefix_tree.verify import weights_are_whole
+from hf_prefix_tree.eagle3.packing import PACKED_COLUMNS
+from hf_prefix_tree.modeling.batch import WEIGHTED_BY_CALLER
+from hf_prefix_tree.modeling.checks import backbone_of
+from hf_prefix_tree.modeling.prepare import ensure_verified, install_tree_hooks
+from hf_prefix_tree.modeling.verify import is_materialized
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PretrainedConfig
 
 TARGET_FILE, TARGET_WEIGHTS = "eagle3_target.json", "eagle3_target.safetensors"
@@ -65,7 +63,7 @@ class Eagle3Target:
         num_layers = len(backbone_of(model).layers)  # type: ignore[union-attr]  # checked
         self.aux_layer_ids = list(default_aux_layer_ids(num_layers) if aux_layer_ids is None else aux_layer_ids)
         check_aux_layer_ids(self.aux_layer_ids, num_layers)
-        self.model: PreTrainedModel | None = follow_trees(model, attn_backend=attn_backend)
+        self.model: PreTrainedModel | None = install_tree_hooks(model, attn_backend=attn_backend)
         model.requires_grad_(False)
         model.eval()
         self.embedding = model.get_input_embeddings().weight
@@ -188,7 +186,7 @@ class Eagle3Target:
                 f"`model` must be a causal LM of Transformers, got {type(model).__name__}: merge adapters first "
                 "(`merge_and_unload()`), and don't wrap it."
             )
-        if not weights_are_whole(model) or len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        if not is_materialized(model) or len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
             raise ValueError(
                 f"The target ({type(model).__name__}) is sharded, spread over devices or has no weights yet: load it "
                 "whole on one device, or precompute its hidden states (`precompute_hidden_states`) where that fits."
@@ -216,3 +214,60 @@ def _keep(captured: dict[str | int, torch.Tensor], name: str | int) -> Callable[
         captured[name] = output[0] if isinstance(output, tuple) else output
 
     return hook
+
+
+def precompute_hidden_states(
+    target: Eagle3Target, rows: Any, output_dir: str | os.PathLike[str], split: str = "train"
+) -> Dataset:
+    """
+    Write the target's hidden states for every row, one file a row. The ranks of a process group share the work.
+
+    Args:
+        target ([`Eagle3Target`]):
+            The target, on the device that it runs on.
+        rows (`Dataset` or list of `dict`):
+            Packed rows, or documents (`input_ids`, `loss_mask`), as [`Eagle3Trainer`] would train on them.
+        output_dir (`str` or `os.PathLike`):
+            Folder for the files. Pass it to [`Eagle3Trainer`] as `target_model`.
+        split (`str`, *optional*, defaults to `"train"`):
+            Name of these rows, where the folder holds several sets of them.
+
+    Returns:
+        `Dataset`: the rows with the column `hidden_states`, the path of each row's file; also in
+        `output_dir/rows/{split}`, for `datasets.load_from_disk`.
+    """
+    from datasets import Dataset
+    from safetensors.torch import save_file
+
+    if target.model is None:
+        raise ValueError("`target` is that of precomputed hidden states and can't run: pass one with its model.")
+    if not hasattr(rows, "__len__"):
+        raise ValueError("`rows` is a stream: pass a dataset of known length, every row gets a file.")
+    folder = Path(output_dir).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    is_parallel = dist.is_available() and dist.is_initialized()
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if is_parallel else (0, 1)
+    paths = [str(folder / f"{split}_{index:08d}.safetensors") for index in range(len(rows))]
+    collate = DataCollatorForEagle3(pad_token_id=0)
+    for index in range(rank, len(rows), ranks):
+        batch = {name: value.to(target.model.device) for name, value in collate([rows[index]]).items()}
+        states = {name: value[0].cpu().contiguous() for name, value in target.states(batch).items()}
+        tokens = {name: batch[name][0].cpu() for name in ("input_ids", "seq_lens")}
+        save_file({**tokens, **states}, paths[index], metadata={"target_fingerprint": target.fingerprint})
+    columns = PACKED_COLUMNS if "doc_remaining" in rows[0] else DOCUMENT_KEYS
+    described = Dataset.from_list(
+        [{**{name: row[name] for name in columns}, HIDDEN_STATES: path} for row, path in zip(rows, paths, strict=True)]
+    )
+    if rank == 0:
+        weights = {"embed_tokens.weight": target.embedding, "lm_head.weight": target.head}
+        save_file({name: w.detach().cpu().clone() for name, w in weights.items()}, str(folder / TARGET_WEIGHTS))
+        config = {
+            "aux_layer_ids": target.aux_layer_ids,
+            "fingerprint": target.fingerprint,
+            "config": target.config.to_dict(),
+        }
+        (folder / TARGET_FILE).write_text(json.dumps(config))
+        described.save_to_disk(str(folder / "rows" / split))
+    if is_parallel:
+        dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
+    return described

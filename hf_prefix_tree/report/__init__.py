@@ -1,2 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""What folding does to a data set: counts, predicted FLOPs and memory, and pictures of trees."""
+"""What folding does to a dataset: counts, predicted FLOPs and memory, pictures of trees.
+
+In: a file of rows. Out: tables, text and plots.
+"""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_prefix_tree.flops import activation_bytes, flop_counts
-from hf_prefix_tree.report.groups import parts_of
-from hf_prefix_tree.tree import PrefixTree
+from hf_prefix_tree.modeling.flops import activation_bytes, flop_counts
+from hf_prefix_tree.report.gain import parts_of
+from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

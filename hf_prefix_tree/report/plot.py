@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from hf_prefix_tree.tree import PrefixTree
+from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

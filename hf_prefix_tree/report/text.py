@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from hf_prefix_tree.tree import PrefixTree
+from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,7 +9,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from benchmarks.flops import model_config
 from benchmarks.shapes import SHAPES, build
-from hf_prefix_tree.flops import activation_bytes, cost_per_count, flop_counts, step_flops
+from hf_prefix_tree.modeling.flops import activation_bytes, cost_per_count, flop_counts, step_flops
 from tests.support.models import kept_bytes
 
 

@@ -15,9 +15,9 @@ from benchmarks.flops import MODELS, model_config
 from benchmarks.microbatches import BranchStep, pack, scan_starts_anew
 from benchmarks.packed import Packed
 from benchmarks.shapes import FOLD_SHAPES, QUICK, SHAPES, build, conversation_trees, leaf_first_rows, lightest_first
-from hf_prefix_tree.attention.mask import dense_mask
-from hf_prefix_tree.demo.dialogues import generate_dialogues
-from hf_prefix_tree.flops import flop_counts
+from examples.demo.dialogues import generate_dialogues
+from hf_prefix_tree.modeling.attention.mask import dense_mask
+from hf_prefix_tree.modeling.flops import flop_counts
 
 original_scan = modeling_qwen3_5.torch_chunk_gated_delta_rule
 ENVIRONMENT = {"device", "python", "torch", "transformers", "trl", "flash-attn-4", "cuda", "commit", "date"}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import largest_row, published, scaling
-from hf_prefix_tree.synthetic import caterpillar, caterpillar_set
+from hf_prefix_tree.tree.synthetic import caterpillar, caterpillar_set
 
 
 @pytest.fixture(autouse=True)

@@ -12,11 +12,11 @@ import torch
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from hf_prefix_tree import cli, fold, prepare_model
-from hf_prefix_tree.batch import concatenate_trees
-from hf_prefix_tree.flops import activation_bytes, step_flops
+from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.modeling.flops import activation_bytes, step_flops
 from hf_prefix_tree.report.plot import sampled_mask
 from hf_prefix_tree.report.text import console, draw_tree
-from hf_prefix_tree.tree import Branch
+from hf_prefix_tree.tree.prefix_tree import Branch
 from tests.support.models import kept_bytes
 
 

@@ -8,18 +8,18 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AutoModelForCausalLM, BigBirdConfig, Gemma3Config, LlamaConfig
 
-import hf_prefix_tree.attention.interface as interface_module
-import hf_prefix_tree.support as support_module
+import hf_prefix_tree.modeling.attention.interface as interface_module
+import hf_prefix_tree.modeling.checks as support_module
+from conformance.build import build_forest, build_model
+from conformance.configs import tiny_config
+from conformance.forest import conformance_forest
 from hf_prefix_tree import prepare_model, unprepare_model
-from hf_prefix_tree.attention.context import TreeContext
-from hf_prefix_tree.attention.interface import prefix_tree_attention
-from hf_prefix_tree.attention.mask import dense_mask, tree_block_mask
-from hf_prefix_tree.batch import concatenate_trees
-from hf_prefix_tree.conformance.build import build_forest, build_model
-from hf_prefix_tree.conformance.configs import tiny_config
-from hf_prefix_tree.conformance.forest import conformance_forest
-from hf_prefix_tree.support import attention_windows, checked_length, rope_limit
-from hf_prefix_tree.tree import Branch, fold
+from hf_prefix_tree.modeling.attention.interface import prefix_tree_attention
+from hf_prefix_tree.modeling.attention.mask import dense_mask, tree_block_mask
+from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.modeling.checks import attention_windows, checked_length, rope_limit
+from hf_prefix_tree.modeling.context import TreeContext
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
 
 
 def forest_row(**kwargs):

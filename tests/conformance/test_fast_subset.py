@@ -7,17 +7,18 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-import hf_prefix_tree.attention.context as context_module
-import hf_prefix_tree.attention.interface as interface_module
-import hf_prefix_tree.model as model_module
-from hf_prefix_tree.attention.mask import dense_mask
-from hf_prefix_tree.batch import IGNORE_INDEX, Supervised, decode_weights
-from hf_prefix_tree.conformance.build import VARIANTS
-from hf_prefix_tree.conformance.check import CONTROL, EXACT, FAILED, NOT_BUILT, REFUSED, TOLERANCE, check_architecture
-from hf_prefix_tree.conformance.configs import CHUNK, WINDOW, tiny_config
-from hf_prefix_tree.conformance.forest import conformance_forest
-from hf_prefix_tree.conformance.runner import run_all
-from hf_prefix_tree.conformance.table import markdown_table, read_statuses
+import hf_prefix_tree.modeling.attention.interface as interface_module
+import hf_prefix_tree.modeling.context as context_module
+import hf_prefix_tree.modeling.prepare as model_module
+from conformance.build import VARIANTS
+from conformance.check import CONTROL, EXACT, FAILED, NOT_BUILT, REFUSED, TOLERANCE, check_architecture
+from conformance.configs import CHUNK, WINDOW, tiny_config
+from conformance.forest import conformance_forest
+from conformance.runner import run_all
+from conformance.table import markdown_table, read_statuses
+from hf_prefix_tree.data.supervision import IGNORE_INDEX
+from hf_prefix_tree.modeling.attention.mask import dense_mask
+from hf_prefix_tree.modeling.batch import Supervised, decode_weights
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
 FROM_BEST = (EXACT, REFUSED, NOT_BUILT, FAILED)
@@ -165,8 +166,8 @@ def test_what_is_broken_is_reported(monkeypatch, model_type, module, attribute, 
     variant = "images" if attribute == "place_images" else "text"
     monkeypatch.setattr(module, attribute, broken)
     assert check_architecture(model_type, variant=variant).status in (REFUSED, FAILED)
-    monkeypatch.setattr(model_module, "verify_tree_forward", lambda model, forward: None)
-    monkeypatch.setattr(model_module, "verify_images", lambda model, forward: None)
+    monkeypatch.setattr(model_module, "verify_tree_forward", lambda *args: None)
+    monkeypatch.setattr(model_module, "verify_images", lambda *args: None)
     result = check_architecture(model_type, variant=variant)
     assert result.status == FAILED, result
     assert "differ by" in result.reason and result.error > 1e-4

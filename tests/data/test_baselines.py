@@ -10,14 +10,14 @@ import json
 import numpy as np
 import pytest
 
-from hf_prefix_tree.baselines import flat_steps, per_branch
-from hf_prefix_tree.conversations import conversation_branches
-from hf_prefix_tree.splitting import split_tree
-from hf_prefix_tree.synthetic import caterpillar, caterpillar_set
-from hf_prefix_tree.tree import Branch, fold
+from hf_prefix_tree.data.baselines import flat_steps, per_branch
+from hf_prefix_tree.data.turns import conversation_branches
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
+from hf_prefix_tree.tree.splitting import split_tree
+from hf_prefix_tree.tree.synthetic import caterpillar, caterpillar_set
 
 
-@pytest.mark.parametrize("name", ["baselines", "synthetic", "collators.rollouts"])
+@pytest.mark.parametrize("name", ["data.baselines", "tree.synthetic", "nemo"])
 def test_examples_in_docstrings(name):
     failed, tried = doctest.testmod(importlib.import_module(f"hf_prefix_tree.{name}"))
     assert failed == 0 and tried > 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
-from hf_prefix_tree.conversations import conversation_branches
+from hf_prefix_tree.data.turns import conversation_branches
 from tests.support.branch_parts import supervised_parts
 
 # Turn-end tokens and other control tokens, as templates write them.

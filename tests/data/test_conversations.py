@@ -8,8 +8,8 @@ import json
 
 import pytest
 
-from hf_prefix_tree.conversations import conversation_branches
-from hf_prefix_tree.tree import fold
+from hf_prefix_tree.data.turns import conversation_branches
+from hf_prefix_tree.tree.prefix_tree import fold
 from tests.support.branch_parts import all_parts, supervised_parts
 
 SYSTEM = {"role": "system", "content": "S"}

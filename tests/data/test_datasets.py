@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict, Features, IterableDataset, List, Value, load_dataset, load_from_disk
 
-from hf_prefix_tree.conversations import conversation_branches
-from hf_prefix_tree.datasets import pipeline, prepare_trees
-from hf_prefix_tree.demo.dialogues import generate_dialogues
-from hf_prefix_tree.rollouts import rollout_branches
-from hf_prefix_tree.splitting import split_tree
-from hf_prefix_tree.tree import Branch, PrefixTree, fold
+from examples.demo.dialogues import generate_dialogues
+from hf_prefix_tree.data import prepare as pipeline
+from hf_prefix_tree.data.nodes import rollout_branches
+from hf_prefix_tree.data.prepare import prepare_trees
+from hf_prefix_tree.data.turns import conversation_branches
+from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
+from hf_prefix_tree.tree.splitting import split_tree
 
 HI = {"role": "user", "content": "Hi"}
 HELLO = {"role": "assistant", "content": "Hello"}

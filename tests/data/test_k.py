@@ -11,12 +11,11 @@ import torch
 from datasets import Dataset
 
 from hf_prefix_tree import DataCollatorForPrefixTree, prepare_trees
-from hf_prefix_tree.baselines import flat_steps, per_branch
-from hf_prefix_tree.collators.rollouts import prefix_tree_collate_fn
-from hf_prefix_tree.report.groups import counts_of, fold_file
-from hf_prefix_tree.rollouts import fold_shared_prefix_rollouts
-from hf_prefix_tree.splitting import split_tree
-from hf_prefix_tree.tree import Branch, PrefixTree, fold
+from hf_prefix_tree.data.baselines import flat_steps, per_branch
+from hf_prefix_tree.nemo import fold_shared_prefix_rollouts, prefix_tree_collate_fn
+from hf_prefix_tree.report.gain import counts_of, fold_file
+from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
+from hf_prefix_tree.tree.splitting import split_tree
 
 # Three branches supervise something, two don't: one starts like the others, one doesn't.
 BRANCHES = [

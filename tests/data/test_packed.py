@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from datasets import Dataset, IterableDataset, concatenate_datasets, load_from_disk
 
-from hf_prefix_tree.datasets import packed as packed_module
-from hf_prefix_tree.datasets import prepare_trees
-from hf_prefix_tree.packing import pack_rows
-from hf_prefix_tree.tree import Branch, PrefixTree, fold
+from hf_prefix_tree.data import packed as packed_module
+from hf_prefix_tree.data.prepare import prepare_trees
+from hf_prefix_tree.tree.packing import pack_rows
+from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
 
 FORK = {
     "branches": [{"input_ids": [5, 6, 7], "weights": [0, 1, 1]}, {"input_ids": [5, 6, 8, 9], "weights": [0, 1, 1, 1]}]

@@ -9,9 +9,9 @@ import time
 import pytest
 from datasets import load_dataset
 
-from hf_prefix_tree.conversations import conversation_branches
-from hf_prefix_tree.datasets import prepare_trees
-from hf_prefix_tree.tree import PrefixTree, fold
+from hf_prefix_tree.data.prepare import prepare_trees
+from hf_prefix_tree.data.turns import conversation_branches
+from hf_prefix_tree.tree.prefix_tree import PrefixTree, fold
 from tests.support.branch_parts import supervised_parts
 
 

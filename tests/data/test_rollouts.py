@@ -8,8 +8,9 @@ import json
 
 import pytest
 
-from hf_prefix_tree.rollouts import CROSS_ENTROPY_IGNORE_IDX, fold_shared_prefix_rollouts, rollout_branches
-from hf_prefix_tree.tree import fold
+from hf_prefix_tree.data.nodes import rollout_branches
+from hf_prefix_tree.nemo import CROSS_ENTROPY_IGNORE_IDX, fold_shared_prefix_rollouts
+from hf_prefix_tree.tree.prefix_tree import fold
 
 # The values of the interface that this one has to agree with: prompt, completions, what comes out.
 GOLDENS = [

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 from datasets import Dataset, IterableDataset
 
-from hf_prefix_tree.datasets import prepare_trees
-from hf_prefix_tree.datasets.selection import METRICS
-from hf_prefix_tree.tree import PrefixTree
+from hf_prefix_tree.data.prepare import prepare_trees
+from hf_prefix_tree.data.selection import METRICS
+from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 
@@ -45,8 +45,8 @@ def selected(rows: list[dict], tokenizer=None, **options) -> list[int]:
 
 @pytest.mark.parametrize("mode", ["per_turn", "side_leaf"])
 def test_branching_scores_of_literal_conversations(tiny_tokenizer, mode):
-    from hf_prefix_tree.datasets.rows import RowOptions
-    from hf_prefix_tree.datasets.selection import _score_row
+    from hf_prefix_tree.data.rows import RowOptions
+    from hf_prefix_tree.data.selection import _score_row
 
     def score(row: dict, kind: str = "conversation", reasoning: str = mode) -> dict:
         options = RowOptions(kind, None, {}, reasoning, None, "group", {}, True, None, "truncate", "")

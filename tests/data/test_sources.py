@@ -14,8 +14,8 @@ import pytest
 from datasets import Dataset, IterableDataset
 from datasets.fingerprint import generate_random_fingerprint
 
-from hf_prefix_tree.datasets import prepare_trees
-from hf_prefix_tree.tree import Branch, PrefixTree, fold
+from hf_prefix_tree.data.prepare import prepare_trees
+from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
 from tests.support.branch_parts import parts
 from tests.support.mooncake import mooncake_branches
 

@@ -11,9 +11,9 @@ import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer
 
+from examples.demo.dialogues import as_json_strings, dialogue_texts, generate_dialogues
+from examples.demo.tokenizer import train_tokenizer
 from hf_prefix_tree import PrefixTree, conversation_branches, prepare_trees
-from hf_prefix_tree.demo.dialogues import as_json_strings, dialogue_texts, generate_dialogues
-from hf_prefix_tree.demo.tokenizer import train_tokenizer
 
 ROWS = generate_dialogues(num_groups=6, trials=4, seed=3)
 ASSISTANT_TURNS = [

@@ -7,12 +7,12 @@ import dataclasses
 
 import pytest
 
+from examples.demo import compare
+from examples.demo.__main__ import GRADIENT_BOUND, LOSS_BOUND, report
+from examples.demo.compare import Comparison, compare_step
 from hf_prefix_tree import fold
-from hf_prefix_tree.demo import compare
-from hf_prefix_tree.demo.__main__ import GRADIENT_BOUND, LOSS_BOUND, report
-from hf_prefix_tree.demo.compare import Comparison, compare_step
-from hf_prefix_tree.model import prepare_model
-from hf_prefix_tree.tree import Branch
+from hf_prefix_tree.modeling.prepare import prepare_model
+from hf_prefix_tree.tree.prefix_tree import Branch
 from tests.support.models import make_model
 
 # The last two sides of the forks come after other sides in the layout, and hidden states inside them predict tokens.

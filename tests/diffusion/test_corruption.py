@@ -10,14 +10,15 @@ import random
 import pytest
 import torch
 
-from hf_prefix_tree.diffusion.corruption import (
+from hf_prefix_tree.diffusion.noise import (
     Noised,
     corrupt_all_masked,
     corrupt_blockwise,
     corrupt_uniform,
     corrupt_uniform_random,
+    noise_seeds,
+    uniforms,
 )
-from hf_prefix_tree.diffusion.draws import noise_seeds, uniforms
 
 MASK = 999
 VOCAB = 50

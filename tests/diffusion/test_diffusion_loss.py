@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from hf_prefix_tree.diffusion.corruption import corrupt_uniform
-from hf_prefix_tree.diffusion.draws import noise_seeds
 from hf_prefix_tree.diffusion.loss import (
     block_diffusion_loss,
     block_diffusion_terms,
@@ -20,7 +18,8 @@ from hf_prefix_tree.diffusion.loss import (
     mdlm_terms,
     next_token_terms,
 )
-from hf_prefix_tree.loss import weighted_mean
+from hf_prefix_tree.diffusion.noise import corrupt_uniform, noise_seeds
+from hf_prefix_tree.modeling.loss import weighted_mean
 
 LN4 = math.log(4)
 ZERO = torch.zeros(1, 4, 4)

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from hf_prefix_tree.diffusion.corruption import (
+from hf_prefix_tree.diffusion.model import prepare_diffusion_model
+from hf_prefix_tree.diffusion.noise import (
     corrupt_all_masked,
     corrupt_blockwise,
     corrupt_uniform,
     corrupt_uniform_random,
 )
-from hf_prefix_tree.diffusion.model import prepare_diffusion_model
 from tests.support.diffusion_runs import (
     EVALUATION,
     MASK,

@@ -20,7 +20,7 @@ from hf_prefix_tree import (
 )
 from hf_prefix_tree.diffusion.data import prepare_diffusion_rows
 from hf_prefix_tree.diffusion.model import prepare_diffusion_model, unprepare_diffusion_model
-from hf_prefix_tree.trainers.engines import refuse_engines
+from hf_prefix_tree.training.checks import refuse_engines
 from tests.support.diffusion_runs import (
     BY_LENGTH,
     EVALUATION,

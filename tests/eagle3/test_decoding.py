@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from examples.demo.dialogues import generate_dialogues
 from hf_prefix_tree import DataCollatorForEagle3, Eagle3Config, Eagle3DraftConfig, Eagle3DraftModel, Eagle3Trainer
-from hf_prefix_tree.demo.dialogues import generate_dialogues
+from hf_prefix_tree.eagle3.export import load_exported, validate_export
 from hf_prefix_tree.eagle3.target import Eagle3Target
-from hf_prefix_tree.eagle3.validation import load_exported, validate_export
 from tests.support.drafts import AUX
 from tests.support.eagle3_runs import OPTIONS
 

@@ -10,14 +10,14 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.attention import flex_attention as flex_module
 
 from hf_prefix_tree import Eagle3DraftConfig, Eagle3DraftModel
-from hf_prefix_tree.attention import kernels
-from hf_prefix_tree.double import keep_double
-from hf_prefix_tree.eagle3 import draft as draft_module
-from hf_prefix_tree.eagle3 import layer as layer_module
+from hf_prefix_tree.eagle3 import model as draft_module
+from hf_prefix_tree.eagle3 import model as layer_module
 from hf_prefix_tree.eagle3.attention import Documents, dense_steps, flex_steps
 from hf_prefix_tree.eagle3.config import default_aux_layer_ids
 from hf_prefix_tree.eagle3.loss import StepSums, accepted_length, supervised_slots
 from hf_prefix_tree.eagle3.target import Eagle3Target
+from hf_prefix_tree.modeling.attention import kernels
+from hf_prefix_tree.modeling.double import keep_double
 from tests.support.drafts import (
     AUX,
     DRAFT_VOCAB,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from datasets import Dataset
 
+from examples.demo.dialogues import generate_dialogues
 from hf_prefix_tree import DataCollatorForEagle3, build_eagle3_dataloader, pack_eagle3_dataset
-from hf_prefix_tree.demo.dialogues import generate_dialogues
 
 KEYS = ("input_ids", "loss_mask", "attention_mask", "position_ids", "doc_remaining", "seq_lens")
 

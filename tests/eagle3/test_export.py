@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_prefix_tree import export_for_serving
-from hf_prefix_tree.eagle3.validation import load_exported, validate_export
+from hf_prefix_tree.eagle3.export import load_exported, validate_export
 from tests.support.drafts import AUX, DRAFT_VOCAB, VOCAB, collated, make_draft, random_documents, random_states
 
 LAYER = [

@@ -12,8 +12,13 @@ import pytest
 import torch
 
 from hf_prefix_tree import build_token_mapping, load_or_build_token_mapping, load_token_mapping, save_token_mapping
-from hf_prefix_tree.eagle3.mapping_cache import data_fingerprint
-from hf_prefix_tree.eagle3.token_mapping import count_supervised, d2t_from_ids, ids_from_d2t, t2d_from_ids
+from hf_prefix_tree.eagle3.vocabulary import (
+    count_supervised,
+    d2t_from_ids,
+    data_fingerprint,
+    ids_from_d2t,
+    t2d_from_ids,
+)
 from tests.support.mapping_files import BROKEN, BROKEN_IN_ITSELF, CONFIG, DRAFT, VOCAB, loader, samples
 from tests.support.mapping_ranks import build_and_break
 from tests.support.ranks import run_ranks
@@ -330,7 +335,8 @@ def test_counts_are_summed_over_nccl(tmp_path):
     """One process, the NCCL backend: the collectives take tensors of the GPU only."""
     import torch.distributed as dist
 
-    from hf_prefix_tree.eagle3 import mapping_cache, token_mapping
+    from hf_prefix_tree.eagle3 import vocabulary as mapping_cache
+    from hf_prefix_tree.eagle3 import vocabulary as token_mapping
 
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:

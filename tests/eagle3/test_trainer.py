@@ -10,6 +10,7 @@ from datasets import Dataset, load_from_disk
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
+from examples.demo.dialogues import generate_dialogues
 from hf_prefix_tree import (
     DataCollatorForEagle3,
     Eagle3Config,
@@ -19,11 +20,9 @@ from hf_prefix_tree import (
     export_for_serving,
     load_token_mapping,
 )
-from hf_prefix_tree.demo.dialogues import generate_dialogues
+from hf_prefix_tree.eagle3.export import validate_export
 from hf_prefix_tree.eagle3.loss import StepSums
-from hf_prefix_tree.eagle3.precompute import precompute_hidden_states
-from hf_prefix_tree.eagle3.target import Eagle3Target
-from hf_prefix_tree.eagle3.validation import validate_export
+from hf_prefix_tree.eagle3.target import Eagle3Target, precompute_hidden_states
 from tests.support.drafts import AUX, TARGETS, VOCAB, collated, make_target
 from tests.support.eagle3_ranks import train_and_evaluate
 from tests.support.eagle3_runs import BY_LENGTH, distance, documents, small_draft, train, trainer_of, weights

@@ -14,8 +14,8 @@ import yaml
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from trl import SFTTrainer
 
+from examples.demo.dialogues import generate_dialogues
 from hf_prefix_tree import TreeSFTTrainer, conversation_branches
-from hf_prefix_tree.demo.dialogues import generate_dialogues
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((REPO_ROOT / "examples" / "ablation").glob("*.yaml"))

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from hf_prefix_tree import prepare_model
-from hf_prefix_tree.attention.context import TreeContext
-from hf_prefix_tree.attention.kernels import attend_flex
-from hf_prefix_tree.tree import Branch, fold
+from hf_prefix_tree.modeling.attention.kernels import attend_flex
+from hf_prefix_tree.modeling.context import TreeContext
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from tests.support.gpu_rows import attend, error, forest, model_of, row_of
 from tests.support.models import CONFIGS, VOCAB, branch_runs, gradients
 

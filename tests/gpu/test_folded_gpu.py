@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from trl.trainer.utils import add_fused_lm_head
 
 from hf_prefix_tree import tree_log_probs
-from hf_prefix_tree.trainers.folded import fold_shared_prefixes
+from hf_prefix_tree.rl.folded_forward import fold_shared_prefixes
 from tests.support.gpu_rows import model_of
 from tests.support.models import VOCAB, gradients
 from tests.support.padded_rows import OUTPUTS, Tokens, distinct_prefixes, padded_rows

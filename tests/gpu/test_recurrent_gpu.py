@@ -9,14 +9,14 @@ import pytest
 import torch
 from packaging.version import Version
 
+from conformance.configs import tiny_config
 from hf_prefix_tree import prepare_model
-from hf_prefix_tree.attention.context import TreeContext
-from hf_prefix_tree.batch import concatenate_trees
-from hf_prefix_tree.conformance.configs import tiny_config
-from hf_prefix_tree.double import keep_double
-from hf_prefix_tree.recurrent import delta_rule, scan
-from hf_prefix_tree.recurrent.segments import Segments
-from hf_prefix_tree.tree import fold
+from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.modeling.context import TreeContext
+from hf_prefix_tree.modeling.double import keep_double
+from hf_prefix_tree.modeling.recurrent import delta_rule, scan
+from hf_prefix_tree.modeling.recurrent.segments import Segments
+from hf_prefix_tree.tree.prefix_tree import fold
 from tests.support.hybrids import make_hybrid
 from tests.support.models import branch_runs, gradients, random_branches
 
@@ -177,7 +177,7 @@ def test_bf16_models_are_as_exact_as_their_branches(monkeypatch, caplog, model_t
     trees = forest(3, 2, num_branches=8, max_length=200)
     row = {key: value.to(DEVICE) for key, value in concatenate_trees(trees, pad_token_id=0).items()}
     exact = hybrid(model_type, torch.float32)
-    with caplog.at_level(logging.INFO, logger="hf_prefix_tree.recurrent"):
+    with caplog.at_level(logging.INFO, logger="hf_prefix_tree.modeling.recurrent"):
         delta_rule.line_kernel.cache_clear()
         rounded = hybrid(model_type, torch.bfloat16)
     if model_type == "qwen3_5_text":  # which scan runs is said once, never silently

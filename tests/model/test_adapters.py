@@ -10,10 +10,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.config import MontecloraConfig, VeloraConfig
 
-import hf_prefix_tree.model as model_module
+import hf_prefix_tree.modeling.prepare as model_module
 from hf_prefix_tree import prepare_model
-from hf_prefix_tree.batch import concatenate_trees
-from hf_prefix_tree.double import keep_double
+from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.modeling.double import keep_double
 from tests.support.models import branch_runs, gradients, make_model, random_forest, relative_error
 
 TARGETS = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}

@@ -9,14 +9,14 @@ import torch
 from packaging.version import Version
 from transformers import DeepseekV3Config, Gemma2Config, Qwen3Config
 
-import hf_prefix_tree.attention.backend as backend
+import hf_prefix_tree.modeling.attention.backend as backend
 from hf_prefix_tree import prepare_model
-from hf_prefix_tree.attention.backend import AttentionCall, choose_backend
-from hf_prefix_tree.attention.context import TreeContext
-from hf_prefix_tree.attention.interface import prefix_tree_attention
-from hf_prefix_tree.attention.kernels import attend_dense
-from hf_prefix_tree.attention.mask import dense_mask, tree_block_mask
-from hf_prefix_tree.batch import concatenate_trees
+from hf_prefix_tree.modeling.attention.backend import AttentionCall, choose_backend
+from hf_prefix_tree.modeling.attention.interface import prefix_tree_attention
+from hf_prefix_tree.modeling.attention.kernels import attend_dense
+from hf_prefix_tree.modeling.attention.mask import dense_mask, tree_block_mask
+from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.modeling.context import TreeContext
 from tests.support.models import CONFIGS, make_model, random_forest
 
 GPU = torch.device("cuda", 0)
@@ -267,7 +267,7 @@ def test_no_memory_says_nothing_about_flash(error, monkeypatch):
 
 def test_the_kernel_that_was_chosen_is_what_runs(monkeypatch):
     """As on a GPU: the choice reaches every layer with its block mask."""
-    import hf_prefix_tree.attention.interface as interface
+    import hf_prefix_tree.modeling.attention.interface as interface
 
     row = concatenate_trees(random_forest(0), pad_token_id=0)
     ran = []
@@ -288,7 +288,7 @@ def test_the_kernel_that_was_chosen_is_what_runs(monkeypatch):
 
 def test_the_check_of_a_model_does_not_force_flash(monkeypatch):
     """It may run in float32, where training under autocast is not, and on rows without a full block."""
-    import hf_prefix_tree.attention.interface as interface
+    import hf_prefix_tree.modeling.attention.interface as interface
 
     seen = []
     choose = lambda requested, *args: seen.append(requested) or "sdpa"  # noqa: E731
@@ -303,7 +303,7 @@ def test_the_check_of_a_model_does_not_force_flash(monkeypatch):
 def test_sinks_are_known_before_the_call(monkeypatch):
     seen = []
     choose = backend.choose_backend
-    import hf_prefix_tree.attention.interface as interface
+    import hf_prefix_tree.modeling.attention.interface as interface
 
     monkeypatch.setattr(interface, "choose_backend", lambda *args: seen.append(args[1]) or choose(*args))
     row = concatenate_trees(random_forest(0), pad_token_id=0)

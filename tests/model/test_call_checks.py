@@ -15,12 +15,13 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from trl.trainer.utils import add_fused_lm_head
 
-from hf_prefix_tree import PrefixTree, prepare_model, refusals, tree_log_probs, unprepare_model
-from hf_prefix_tree.batch import WEIGHTED_BY_CALLER, concatenate_trees
-from hf_prefix_tree.conformance.build import build_model
-from hf_prefix_tree.model import follow_trees
-from hf_prefix_tree.support import base_causal_lm
-from hf_prefix_tree.tree import Branch, fold
+from conformance.build import build_model
+from hf_prefix_tree import PrefixTree, prepare_model, tree_log_probs, unprepare_model
+from hf_prefix_tree.modeling import checks as refusals
+from hf_prefix_tree.modeling.batch import WEIGHTED_BY_CALLER, concatenate_trees
+from hf_prefix_tree.modeling.checks import base_causal_lm
+from hf_prefix_tree.modeling.prepare import install_tree_hooks
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from tests.support.models import CONFIGS, branch_runs, make_model, random_forest
 
 
@@ -365,7 +366,7 @@ class ZLoss(Qwen3ForCausalLM):
 def test_a_term_in_the_forward_is_refused(calls_loss_function, only_in_training, trainer):
     model = ZLoss._from_config(CONFIGS["qwen3"], dtype=torch.float32, attn_implementation="prefix_tree")
     model.calls_loss_function, model.only_in_training = calls_loss_function, only_in_training
-    (prepare_model if trainer == "stock" else follow_trees)(model)
+    (prepare_model if trainer == "stock" else install_tree_hooks)(model)
     with pytest.raises(ValueError, match=r"ZLoss returns the loss .*cross-entropy of its logits is .*another term"):
         model.train()(**batch())
     model(**{key: x for key, x in batch().items() if key not in ("labels", "loss_weights")})  # logits are right

@@ -8,10 +8,16 @@ import torch
 from datasets import Dataset
 
 from hf_prefix_tree import DataCollatorForPrefixTree, fold_shared_prefix_rollouts
-from hf_prefix_tree.batch import concatenate_trees, decode_weights, encode_weights, gather_supervised, summed_weights
-from hf_prefix_tree.collators.rollouts import prefix_tree_collate_fn
-from hf_prefix_tree.loss import weighted_token_loss
-from hf_prefix_tree.tree import Branch, fold
+from hf_prefix_tree.modeling.batch import (
+    concatenate_trees,
+    decode_weights,
+    encode_weights,
+    gather_supervised,
+    summed_weights,
+)
+from hf_prefix_tree.modeling.loss import weighted_token_loss
+from hf_prefix_tree.nemo import prefix_tree_collate_fn
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from tests.support.models import random_forest
 
 

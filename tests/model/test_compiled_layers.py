@@ -14,9 +14,10 @@ from peft import LoraConfig, get_peft_model
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
-from hf_prefix_tree import compilation, prepare_model, unprepare_model
-from hf_prefix_tree.batch import concatenate_trees
-from hf_prefix_tree.model import ensure_verified, is_prepared
+from hf_prefix_tree import prepare_model, unprepare_model
+from hf_prefix_tree.modeling import compilation
+from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.modeling.prepare import ensure_verified, is_prepared
 from tests.support.models import CONFIGS, gradients, make_model, random_forest, relative_error
 
 
@@ -59,7 +60,9 @@ def pair(name):
     prepare_model(model)
     prepare_model(compiled)  # verified before it is compiled, which saves the graph without gradients
     prepare_model(compiled, compile_layers=True)
-    with mock.patch("hf_prefix_tree.model._verify", lambda base, state, forward: state.verified_on.add("cpu")):
+    with mock.patch(
+        "hf_prefix_tree.modeling.prepare._verify", lambda base, state, forward: state.verified_on.add("cpu")
+    ):
         ensure_verified(compiled, compiled)
     return model, compiled
 

@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-import hf_prefix_tree.attention.context as context_module
-import hf_prefix_tree.attention.interface as interface_module
-import hf_prefix_tree.model as model_module
+import hf_prefix_tree.modeling.attention.interface as interface_module
+import hf_prefix_tree.modeling.context as context_module
+import hf_prefix_tree.modeling.prepare as model_module
 from hf_prefix_tree import prepare_model
-from hf_prefix_tree.attention.mask import dense_mask
-from hf_prefix_tree.batch import IGNORE_INDEX, Supervised, concatenate_trees, decode_weights
-from hf_prefix_tree.double import keep_double
-from hf_prefix_tree.tree import Branch, fold
+from hf_prefix_tree.data.supervision import IGNORE_INDEX
+from hf_prefix_tree.modeling.attention.mask import dense_mask
+from hf_prefix_tree.modeling.batch import Supervised, concatenate_trees, decode_weights
+from hf_prefix_tree.modeling.double import keep_double
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from tests.support.models import CONFIGS, VOCAB, branch_runs, gradients, make_model, random_forest, relative_error
 
 TOLERANCE = 1e-10

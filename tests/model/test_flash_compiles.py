@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hf_prefix_tree.attention import backend
+from hf_prefix_tree.modeling.attention import backend
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,7 +21,7 @@ import sys
 import torch
 import torch._subclasses.fake_tensor as fake_tensor
 
-import hf_prefix_tree.attention.flash as flash
+import hf_prefix_tree.modeling.attention.flash as flash
 
 fake_tensor.init_gpu_context = lambda device: None  # there may be none
 kind, rows, heads, kv_heads, head_dim = sys.argv[1], *map(int, sys.argv[2:])

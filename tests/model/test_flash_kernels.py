@@ -13,12 +13,12 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-import hf_prefix_tree.attention.flash as flash
-from hf_prefix_tree.attention.context import TreeContext
-from hf_prefix_tree.attention.kernels import attend_dense, one_graph_for_all_lengths
-from hf_prefix_tree.attention.mask import dense_mask
-from hf_prefix_tree.batch import concatenate_trees
-from hf_prefix_tree.tree import Branch, fold
+import hf_prefix_tree.modeling.attention.flash as flash
+from hf_prefix_tree.modeling.attention.kernels import attend_dense, one_graph_for_all_lengths
+from hf_prefix_tree.modeling.attention.mask import dense_mask
+from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.modeling.context import TreeContext
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
 
 STOCK, FIRST, LAST = object(), object(), object()  # orders of blocks
 

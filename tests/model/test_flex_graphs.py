@@ -9,11 +9,11 @@ import torch
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import hf_prefix_tree.attention.kernels as kernels
-import hf_prefix_tree.attention.mask as mask_module
-from hf_prefix_tree.attention.mask import dense_mask, tree_block_mask
-from hf_prefix_tree.batch import concatenate_trees
-from hf_prefix_tree.tree import Branch, fold
+import hf_prefix_tree.modeling.attention.kernels as kernels
+import hf_prefix_tree.modeling.attention.mask as mask_module
+from hf_prefix_tree.modeling.attention.mask import dense_mask, tree_block_mask
+from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
 
 
 @pytest.fixture

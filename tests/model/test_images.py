@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-import hf_prefix_tree.model as model_module
+import hf_prefix_tree.modeling.prepare as model_module
+from conformance.build import build_forest, build_model
 from hf_prefix_tree import prepare_model, unprepare_model
-from hf_prefix_tree.batch import concatenate_trees
-from hf_prefix_tree.conformance.build import build_forest, build_model
-from hf_prefix_tree.images import fold_images, image_model, place_images
-from hf_prefix_tree.tree import Branch, fold
+from hf_prefix_tree.data.images import fold_images
+from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.modeling.images import image_model, place_images
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
 
 IMAGE = 90
 GRID = torch.tensor([[1, 4, 4]])  # 4 tokens after merging 2 x 2 patches

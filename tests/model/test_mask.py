@@ -10,9 +10,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import hf_prefix_tree.attention.mask as mask_module
-from hf_prefix_tree.attention.mask import dense_mask, tree_block_mask
-from hf_prefix_tree.batch import concatenate_trees
+import hf_prefix_tree.modeling.attention.mask as mask_module
+from hf_prefix_tree.modeling.attention.mask import dense_mask, tree_block_mask
+from hf_prefix_tree.modeling.batch import concatenate_trees
 from tests.support.models import random_forest
 
 

@@ -11,11 +11,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-import hf_prefix_tree.model as model_module
+import hf_prefix_tree.modeling.prepare as model_module
 from hf_prefix_tree import prepare_model
-from hf_prefix_tree.batch import concatenate_trees
-from hf_prefix_tree.fingerprint import CodeWatch
-from hf_prefix_tree.model import ensure_verified
+from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.modeling.fingerprint import CodeWatch
+from hf_prefix_tree.modeling.prepare import ensure_verified
 from tests.support.models import VOCAB, make_model, random_forest
 
 WRONG = "attention interface|does not give the same logits"
@@ -204,7 +204,7 @@ def test_a_copy_is_checked_by_itself(monkeypatch):
 def test_sharded_weights_are_not_checked_by_one_rank(monkeypatch):
     model = prepare_model(make_model("llama", dtype=torch.float32))
     patch_forwards(model, monkeypatch)
-    monkeypatch.setattr(model_module, "weights_are_whole", lambda model: False)
+    monkeypatch.setattr(model_module, "is_materialized", lambda model: False)
     with pytest.raises(ValueError, match=r"LlamaForCausalLM was patched after its check.*one rank cannot check"):
         model(**batch())
 

@@ -17,11 +17,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-import hf_prefix_tree.attention.context as context_module
+import hf_prefix_tree.modeling.context as context_module
+from conformance.build import build_model
 from hf_prefix_tree import PrefixTree, prepare_model, unprepare_model
-from hf_prefix_tree.batch import GUARD, concatenate_trees, encode_weights
-from hf_prefix_tree.conformance.build import build_model
-from hf_prefix_tree.model import ensure_verified, is_prepared
+from hf_prefix_tree.modeling.batch import UNPREPARED_SENTINEL, concatenate_trees, encode_weights
+from hf_prefix_tree.modeling.prepare import ensure_verified, is_prepared
 from tests.support.models import CONFIGS, VOCAB, make_model, random_forest
 
 
@@ -237,7 +237,7 @@ def test_a_model_that_was_not_prepared_raises(implementation):
 
 def test_a_row_without_its_guard_and_a_bypassed_hook_raise():
     model, row = make_model("qwen3", dtype=torch.float32), batch()
-    del row[GUARD]
+    del row[UNPREPARED_SENTINEL]
     with pytest.raises(ValueError, match="prepare_model"):
         model(**row)
     prepare_model(model)

@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from hf_prefix_tree.attention.context import TreeContext
-from hf_prefix_tree.batch import concatenate_trees
-from hf_prefix_tree.tree import Branch, fold
+from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.modeling.context import TreeContext
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from tests.support.models import random_forest
 
 

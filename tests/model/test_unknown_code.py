@@ -9,8 +9,8 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
 from hf_prefix_tree import prepare_model
-from hf_prefix_tree.batch import concatenate_trees
-from hf_prefix_tree.double import keep_double
+from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.modeling.double import keep_double
 from tests.support.models import branch_runs, gradients, make_model, random_forest, relative_error
 
 
@@ -150,7 +150,7 @@ def test_own_code_that_leaves_tokens_apart_is_exact():
 
 
 def test_known_code_is_not_tested(monkeypatch):
-    monkeypatch.setattr("hf_prefix_tree.verify._refuse_bypass", lambda *args: 1 / 0)
+    monkeypatch.setattr("hf_prefix_tree.modeling.verify._refuse_bypass", lambda *args: 1 / 0)
     prepare_model(make_model("llama", dtype=torch.float32))
     with pytest.raises(ZeroDivisionError):
         prepare_model(replaced(AsksForAttention))

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from hf_prefix_tree import prepare_model
-from hf_prefix_tree.batch import concatenate_trees
-from hf_prefix_tree.double import keep_double
-from hf_prefix_tree.recurrent import convolution, hooks, scan
-from hf_prefix_tree.tree import Branch, fold
+from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.modeling.double import keep_double
+from hf_prefix_tree.modeling.recurrent import convolution, hooks, scan
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from tests.support.hybrids import FAMILIES, KINDS, errors, make_hybrid, served_here
 from tests.support.models import branch_runs, gradients, random_forest, relative_error
 

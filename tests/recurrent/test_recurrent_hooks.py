@@ -11,11 +11,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from hf_prefix_tree import prepare_model, unprepare_model
-from hf_prefix_tree.attention.context import TreeContext
-from hf_prefix_tree.batch import concatenate_trees
-from hf_prefix_tree.double import keep_double
-from hf_prefix_tree.recurrent import hooks
-from hf_prefix_tree.recurrent.delta_rule import line_kernel
+from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.modeling.context import TreeContext
+from hf_prefix_tree.modeling.double import keep_double
+from hf_prefix_tree.modeling.recurrent import hooks
+from hf_prefix_tree.modeling.recurrent.delta_rule import line_kernel
 from tests.support.hybrids import FAMILIES, KINDS, errors, make_hybrid, served_here
 from tests.support.models import branch_runs, gradients, random_forest, relative_error
 

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from hf_prefix_tree.attention.context import TreeContext
-from hf_prefix_tree.batch import concatenate_trees
-from hf_prefix_tree.recurrent import scan
-from hf_prefix_tree.recurrent.convolution import convolve_on_tree
-from hf_prefix_tree.recurrent.scan import Recurrence, fork, forking_is_cheaper, link
-from hf_prefix_tree.recurrent.segments import Segments
-from hf_prefix_tree.tree import Branch, fold
+from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.modeling.context import TreeContext
+from hf_prefix_tree.modeling.recurrent import scan
+from hf_prefix_tree.modeling.recurrent.convolution import convolve_on_tree
+from hf_prefix_tree.modeling.recurrent.scan import Recurrence, fork, forking_is_cheaper, link
+from hf_prefix_tree.modeling.recurrent.segments import Segments
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from tests.support.models import random_forest
 
 

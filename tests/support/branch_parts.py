@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hf_prefix_tree.conversations import ConversationBranches
-from hf_prefix_tree.tree import Branch
+from hf_prefix_tree.data.turns import ConversationBranches
+from hf_prefix_tree.tree.prefix_tree import Branch
 
 
 def parts(branch: Branch, tokenizer) -> list[str]:

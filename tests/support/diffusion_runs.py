@@ -7,12 +7,11 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 
+from examples.demo.tokenizer import train_tokenizer
 from hf_prefix_tree import DataCollatorForDiffusionLM, DiffusionSFTConfig, DiffusionSFTTrainer
-from hf_prefix_tree.demo.tokenizer import train_tokenizer
-from hf_prefix_tree.diffusion.attention import spans
-from hf_prefix_tree.diffusion.corruption import corrupt_uniform
-from hf_prefix_tree.diffusion.draws import noise_seeds
 from hf_prefix_tree.diffusion.loss import block_diffusion_loss, hybrid_loss, mdlm_loss
+from hf_prefix_tree.diffusion.noise import corrupt_uniform, noise_seeds
+from hf_prefix_tree.modeling.attention.spans import spans
 from tests.support.models import VOCAB, make_model
 
 MASK, SIZE = VOCAB - 1, 4

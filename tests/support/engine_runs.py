@@ -24,11 +24,12 @@ from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-import hf_prefix_tree.model
-from hf_prefix_tree import DataCollatorForPrefixTree, TreeLossMixin, TreeSFTTrainer, compilation
-from hf_prefix_tree.batch import gather_supervised
-from hf_prefix_tree.trainers import mixin
-from hf_prefix_tree.tree import Branch, fold
+import hf_prefix_tree.modeling.prepare
+from hf_prefix_tree import DataCollatorForPrefixTree, TreeLossMixin, TreeSFTTrainer
+from hf_prefix_tree.modeling import compilation
+from hf_prefix_tree.modeling.batch import gather_supervised
+from hf_prefix_tree.sft import mixin
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from tests.support.trainer_runs import config, distance, make_model, make_trees, tokenizer, tree_dataset, weights
 
 SAME = ("loss", "loss/sum", "loss/token_count", "grad_norm", "tree/branches", "tree/tokens", "tree/pair_ratio")
@@ -101,7 +102,7 @@ def make_trainer(folder, options, ranks=1):
         ranks = 1
     peft_config = lora() if options.pop("lora", False) else None
     # Where there is a GPU, a model is checked at the first step, when ZeRO-3 has taken its weights apart.
-    is_later = mock.patch.object(hf_prefix_tree.model, "weights_are_whole", return_value=False)
+    is_later = mock.patch.object(hf_prefix_tree.modeling.prepare, "is_materialized", return_value=False)
     with is_later if "deepspeed" in options else nullcontext():
         return TreeSFTTrainer(
             model=model,

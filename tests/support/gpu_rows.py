@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_prefix_tree.attention.context import TreeContext
-from hf_prefix_tree.attention.interface import prefix_tree_attention
-from hf_prefix_tree.batch import concatenate_trees
-from hf_prefix_tree.tree import fold
+from hf_prefix_tree.modeling.attention.interface import prefix_tree_attention
+from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.modeling.context import TreeContext
+from hf_prefix_tree.tree.prefix_tree import fold
 from tests.support.models import CONFIGS, random_branches
 
 HEAD_DIM = 32

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_prefix_tree.batch import concatenate_trees
-from hf_prefix_tree.conformance.configs import tiny_config
+from conformance.configs import tiny_config
+from hf_prefix_tree.modeling.batch import concatenate_trees
 from tests.support.models import branch_runs, gradients, relative_error
 
 # One architecture for each kind of mixer.

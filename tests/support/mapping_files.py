@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch.utils.data import DataLoader, DistributedSampler
 
 from hf_prefix_tree import save_token_mapping
-from hf_prefix_tree.collators.eagle3 import DataCollatorForEagle3
+from hf_prefix_tree.eagle3.collator import DataCollatorForEagle3
 
 VOCAB, DRAFT = 50, 12
 CONFIG = {"target_vocab_size": VOCAB, "draft_vocab_size": DRAFT, "special_token_ids": [49, 3]}

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from hf_prefix_tree import build_eagle3_dataloader, build_token_mapping, load_or_build_token_mapping
-from hf_prefix_tree.eagle3.token_mapping import _summed_over_ranks, count_supervised
-from hf_prefix_tree.trainers.padding import PaddedDataset
+from hf_prefix_tree.eagle3.vocabulary import _summed_over_ranks, count_supervised
+from hf_prefix_tree.training.sampling import PaddedDataset
 from tests.support.mapping_files import BROKEN, CONFIG, loader, samples
 
 

@@ -15,7 +15,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from hf_prefix_tree.tree import Branch, fold
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
 
 VOCAB = 97
 WINDOW = 6  # tokens; shorter than the paths of the forests

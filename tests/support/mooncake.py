@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hf_prefix_tree.tree import Branch
+from hf_prefix_tree.tree.prefix_tree import Branch
 
 BLOCK = 512
 

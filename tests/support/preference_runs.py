@@ -101,7 +101,7 @@ class Folds:
     """Notes what each folded call should compute: the different prefixes of its rows."""
 
     def __init__(self, monkeypatch):
-        from hf_prefix_tree.trainers import folded
+        from hf_prefix_tree.rl import folded_forward as folded
 
         self.tokens = []
         fold_rows = folded.fold_rows

@@ -10,7 +10,13 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-PRELOADED = ["hf_prefix_tree.trainers.sft", "hf_prefix_tree.eagle3", "datasets", "peft", "trl.trainer.sft_trainer"]
+PRELOADED = [
+    "hf_prefix_tree.sft.trainer",
+    "hf_prefix_tree.eagle3.trainer",
+    "datasets",
+    "peft",
+    "trl.trainer.sft_trainer",
+]
 
 
 def run_ranks(function, folder, *args, ranks=2, timeout=240, may_die=False, gpus=False):

@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
+from conformance.configs import tiny_config
 from hf_prefix_tree import (
     DataCollatorForPrefixTree,
     TreeLossMixin,
@@ -24,8 +25,7 @@ from hf_prefix_tree import (
     prepare_model,
     prepare_trees,
 )
-from hf_prefix_tree.conformance.configs import tiny_config
-from hf_prefix_tree.double import keep_double
+from hf_prefix_tree.modeling.double import keep_double
 from tests.support.definition import decoded
 from tests.support.models import make_model
 from tests.support.setup_checks import LEARNING_RATE, Run, compare

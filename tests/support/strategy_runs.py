@@ -13,7 +13,7 @@ from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
 from hf_prefix_tree import DataCollatorForPrefixTree, TreeLossMixin, TreeSFTTrainer
-from hf_prefix_tree.tree import Branch, fold
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from tests.support.models import random_branches
 from tests.support.trainer_runs import config, make_model, tokenizer
 

@@ -8,7 +8,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer
-from hf_prefix_tree.tree import Branch, fold
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from tests.support.models import CONFIGS, random_branches
 from tests.support.tokenizer import tokenizer
 

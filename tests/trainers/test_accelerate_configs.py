@@ -15,7 +15,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from hf_prefix_tree.demo.dialogues import generate_dialogues
+from examples.demo.dialogues import generate_dialogues
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = REPO_ROOT / "examples" / "accelerate"

@@ -13,10 +13,17 @@ from datasets import Dataset, load_dataset
 from transformers import Qwen3Config
 
 from hf_prefix_tree import DataCollatorForPrefixTree, prepare_trees
-from hf_prefix_tree.flops import cost_per_count
-from hf_prefix_tree.trainers import balance
-from hf_prefix_tree.trainers.balance import RowCounts, deal, row_costs
-from hf_prefix_tree.trainers.sampling import STRATEGIES, StepSampler, linked_rows, split_tree_ids
+from hf_prefix_tree.modeling.flops import cost_per_count
+from hf_prefix_tree.sft.collator import RowCounts
+from hf_prefix_tree.training import sampling as balance
+from hf_prefix_tree.training.sampling import (
+    STRATEGIES,
+    StepSampler,
+    assign_rows,
+    linked_rows,
+    row_costs,
+    split_tree_ids,
+)
 from tests.support.engine_runs import train_saving, uneven_rows
 from tests.support.ranks import run_ranks
 from tests.support.trainer_runs import make_model, make_trees
@@ -72,7 +79,7 @@ def test_dealing_against_every_other_way(batch_size, above):
     rng, found = np.random.default_rng(0), []
     for _ in range(20):
         costs = rng.lognormal(sigma=0.5, size=8)
-        time = of_batches(costs, deal(costs, 2, batch_size), 2, batch_size).max(axis=1).sum()
+        time = of_batches(costs, assign_rows(costs, 2, batch_size), 2, batch_size).max(axis=1).sum()
         found.append(time / least_time(costs, 2, batch_size) - 1)
     assert min(found) > -1e-9 and np.mean(found) <= above + 1e-9
 
@@ -82,22 +89,22 @@ def test_dealing(ranks, batch_size, rounds):
     rng, found = np.random.default_rng(0), []
     for _ in range(20):
         costs = rng.lognormal(sigma=0.5, size=ranks * batch_size * rounds)
-        order = deal(costs, ranks, batch_size)
+        order = assign_rows(costs, ranks, batch_size)
         assert sorted(order) == list(range(len(costs)))
-        assert (deal(costs, ranks, batch_size) == order).all()
+        assert (assign_rows(costs, ranks, batch_size) == order).all()
         batches = [of_batches(costs, rows, ranks, batch_size) for rows in (order, np.arange(len(costs)))]
         found.append([own.max(axis=1).sum() for own in batches])
     dealt, undealt = np.mean(found, axis=0)
     assert dealt < 0.95 * undealt if ranks > 1 else dealt == pytest.approx(undealt)
-    assert deal(np.zeros(ranks * batch_size), ranks, batch_size).tolist() == list(range(ranks * batch_size))
+    assert assign_rows(np.zeros(ranks * batch_size), ranks, batch_size).tolist() == list(range(ranks * batch_size))
 
 
 def test_dealing_by_hand():
     # a heavy row costs one round, not two; then the heavier row of a round goes to the rank that had less
-    order = deal(np.array([1.0, 1.0, 0.0, 3.0, 1.0, 0.0]), ranks=2, batch_size=1)
+    order = assign_rows(np.array([1.0, 1.0, 0.0, 3.0, 1.0, 0.0]), ranks=2, batch_size=1)
     assert order.tolist() == [3, 0, 4, 1, 5, 2]
     costs = np.arange(8.0, 0.0, -1.0)
-    assert of_batches(costs, deal(costs, 2, 1), 2, 1).tolist() == [[8, 7], [5, 6], [4, 3], [1, 2]]
+    assert of_batches(costs, assign_rows(costs, 2, 1), 2, 1).tolist() == [[8, 7], [5, 6], [4, 3], [1, 2]]
 
 
 def test_steps_do_not_depend_on_the_ranks():

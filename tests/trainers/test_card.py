@@ -5,7 +5,7 @@ import importlib.metadata
 import pytest
 
 from hf_prefix_tree import __version__
-from hf_prefix_tree.trainers.card import add_section, tree_section
+from hf_prefix_tree.sft.card import add_section, tree_section
 from tests.support.trainer_runs import make_trees, train
 
 

@@ -16,7 +16,7 @@ import torch
 from peft import PeftModel
 
 from hf_prefix_tree import TreeSFTTrainer
-from hf_prefix_tree.trainers.engines import earlier_gradients_aside, refuse_engines
+from hf_prefix_tree.training.checks import earlier_gradients_aside, refuse_engines
 from tests.support.engine_runs import (
     FSDP2,
     check,

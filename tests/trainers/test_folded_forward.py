@@ -10,8 +10,8 @@ from peft import LoraConfig, get_peft_model
 from trl.trainer.utils import add_fused_lm_head
 
 from hf_prefix_tree import prepare_model, tree_log_probs, unprepare_model
-from hf_prefix_tree.trainers import folded
-from hf_prefix_tree.trainers.folded import fold_shared_prefixes
+from hf_prefix_tree.rl import folded_forward as folded
+from hf_prefix_tree.rl.folded_forward import fold_shared_prefixes
 from tests.support.models import VOCAB, gradients, relative_error
 from tests.support.padded_rows import OUTPUTS, Tokens, distinct_prefixes, padded_rows
 from tests.support.trainer_runs import make_model
@@ -357,7 +357,7 @@ def test_a_graph_of_the_whole_model_holds_no_tree():
 
 
 def test_images_fall_through_and_text_of_the_same_model_folds(caplog):
-    from hf_prefix_tree.conformance.build import build_model
+    from conformance.build import build_model
 
     stock, tree = (build_model("qwen2_5_vl", variant="images").float() for _ in range(2))
     for model in (stock, tree):

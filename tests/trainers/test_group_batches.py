@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hf_prefix_tree.trainers.groups import TOO_MANY, SortedRows, select_rows
-from hf_prefix_tree.tree import Branch, fold
+from hf_prefix_tree.rl.folded_rows import TOO_MANY, SortedRows, select_rows
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
 
 
 def padded(rows, prompt_width):

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from hf_prefix_tree import DataCollatorForPrefixTree, TreeLossMixin, TreeSFTTrainer, prepare_model
-from hf_prefix_tree.tree import fold
+from hf_prefix_tree.tree.prefix_tree import fold
 from tests.support.strategy_runs import TorchDataset, groups_of, sums_of
 from tests.support.trainer_runs import config, distance, make_model, tokenizer, weights
 

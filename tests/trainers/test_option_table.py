@@ -19,7 +19,7 @@ from hf_prefix_tree import (
     TreeLossMixin,
     TreeSFTConfig,
 )
-from hf_prefix_tree.trainers.options import OPTIONS, Honoured, Refused
+from hf_prefix_tree.training.options import OPTIONS, Honoured, Refused
 from hf_prefix_tree.version import TESTED
 from tests.support.policy_runs import build
 from tests.support.preference_runs import pairs, unpaired
@@ -42,7 +42,6 @@ REFUSED_VALUES = {
     **{"completion_only_loss": False, "loss_type": "dft", "label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0},
     **{"use_liger_kernel": True, "average_tokens_across_devices": False, "truncation_mode": "keep_end"},
     **{"batch_eval_metrics": True, "include_for_metrics": ["loss"], "torch_compile": True, "pad_token": "<eos>"},
-    "train_sampling_strategy": "batch_rebalance",
 }
 REFUSED = [(name, option) for name, table in OPTIONS.items() for option in table if isinstance(table[option], Refused)]
 

@@ -13,7 +13,7 @@ from peft import LoraConfig, PrefixTuningConfig
 from trl import SFTConfig
 
 from hf_prefix_tree import DataCollatorForPrefixTree, TreeSFTConfig, TreeSFTTrainer, prepare_trees
-from hf_prefix_tree.trainers.config import PREPARATION
+from hf_prefix_tree.sft.config import PREPARATION
 from tests.support.tokenizer import tokenizer
 from tests.support.trainer_runs import config, make_model, make_trees, tree_dataset
 

@@ -17,8 +17,8 @@ from hf_prefix_tree import (
     fold_shared_prefixes,
     prepare_model,
 )
-from hf_prefix_tree.model import _warn_of_training_without_trees
-from hf_prefix_tree.tree import fold
+from hf_prefix_tree.modeling.prepare import _warn_of_training_without_trees
+from hf_prefix_tree.tree.prefix_tree import fold
 from tests.support.models import VOCAB, branch_runs, gradients
 from tests.support.trainer_runs import (
     config,

@@ -11,7 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from trl import SFTConfig, SFTTrainer
 
 from hf_prefix_tree import DataCollatorForPrefixTree, TreeLossMixin, prepare_model, tree_log_probs
-from hf_prefix_tree.model import follow_trees
+from hf_prefix_tree.modeling.prepare import install_tree_hooks
 from tests.support.models import branch_runs, gradients, relative_error
 from tests.support.trainer_runs import config, make_model, make_trees, tokenizer, tree_dataset
 
@@ -99,7 +99,7 @@ def by_mixin(model):
     Other(model=model, args=args, data_collator=DataCollatorForPrefixTree(pad_token_id=0))
 
 
-@pytest.mark.parametrize("prepare", [prepare_model, follow_trees, by_log_probs, by_mixin])
+@pytest.mark.parametrize("prepare", [prepare_model, install_tree_hooks, by_log_probs, by_mixin])
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_a_trainer_that_counts_labels_is_refused(tmp_path, prepare, evaluates):
     model, trees = make_model(), make_trees(2)
@@ -192,6 +192,8 @@ def liger_forward(self, input_ids=None, labels=None, shift_labels=None, num_item
                 logits, labels, self.config.vocab_size, num_items_in_batch, shift_labels=shift_labels
             )
         return CausalLMOutputWithPast(loss=loss, logits=logits)
+    if shift_labels is None:
+        shift_labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     reduction = "mean" if num_items_in_batch is None else "sum"
     loss = torch.nn.functional.cross_entropy(logits[0], shift_labels[0], reduction=reduction)
     return CausalLMOutputWithPast(loss=loss if num_items_in_batch is None else loss / num_items_in_batch)

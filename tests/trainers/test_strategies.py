@@ -9,8 +9,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from hf_prefix_tree.collators.prefix_tree import PADDING_FEATURE
-from hf_prefix_tree.trainers.padding import PaddedDataset
+from hf_prefix_tree.training.sampling import PADDING_FEATURE, PaddedDataset
 from tests.support.ranks import run_ranks
 from tests.support.strategy_runs import CASES, groups_of, run_cases, sums_of
 

@@ -8,7 +8,7 @@ import torch
 from trl import DPOConfig, DPOTrainer
 
 from hf_prefix_tree import TreeDPOTrainer
-from hf_prefix_tree.trainers import folded
+from hf_prefix_tree.rl import folded_forward as folded
 from tests.support.preference_runs import Run, assert_equal_runs, check, pairs
 
 TRAININGS = {

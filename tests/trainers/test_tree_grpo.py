@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_prefix_tree.tree import Branch, fold
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from tests.support.models import VOCAB
 from tests.support.policy_runs import CountedTokens, assert_same_training, build, rollouts, run
 from tests.support.trainer_runs import distance

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from trl.trainer.utils import add_fused_lm_head
 
 from hf_prefix_tree import prepare_model, tree_log_probs
-from hf_prefix_tree.double import keep_double
+from hf_prefix_tree.modeling.double import keep_double
 from tests.support.models import VOCAB, gradients, random_branches, relative_error
 from tests.support.models import make_model as double_model
 from tests.support.padded_rows import Tokens
@@ -255,7 +255,7 @@ def test_no_sequences_give_no_results():
 @pytest.mark.parametrize("broken", ["causal", "index"])
 def test_a_wrong_layout_would_show(broken, monkeypatch):
     """Negative controls: a causal mask over the tree row, and the token before in the row as the predecessor."""
-    from hf_prefix_tree.trainers import folded
+    from hf_prefix_tree.rl import folded_forward as folded
 
     fold_rows = folded.fold_rows
 

@@ -7,7 +7,7 @@ import inspect
 import pytest
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from hf_prefix_tree.trainers.grpo import MEANS_OVER_COMPLETIONS, SUMS
+from hf_prefix_tree.rl.policy import MEANS_OVER_COMPLETIONS, SUMS
 
 TRAINERS = pytest.mark.parametrize("trainer", [GRPOTrainer, RLOOTrainer])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hf_prefix_tree.tree import Branch, PrefixTree, fold
+from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
 
 
 def branch(*ids: int, weights: list[float] | None = None) -> Branch:

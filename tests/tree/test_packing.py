@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hf_prefix_tree.packing import fill, pack_rows
+from hf_prefix_tree.tree.packing import fill, pack_rows
 
 
 def plain_best_fit(lengths: list[int], max_tokens: int) -> list[list[int]]:

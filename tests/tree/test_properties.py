@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hf_prefix_tree.tree import Branch, PrefixTree, fold
+from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
 
 WEIGHTINGS = ["tree", "branch", "branch_mean", "once"]
 Plain = tuple[list[int], list[float]]  # a branch: token ids and weights

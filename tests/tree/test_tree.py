@@ -9,8 +9,8 @@ import datasets
 import numpy as np
 import pytest
 
-from hf_prefix_tree import layout
-from hf_prefix_tree.tree import Branch, PrefixTree, TreeStats, fold
+from hf_prefix_tree.tree import layout
+from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, TreeStats, fold
 
 BRANCHES = [
     Branch([1, 2, 3, 4], [0, 0.25, 0.25, 1]),

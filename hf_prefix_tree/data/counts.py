@@ -1,0 +1,185 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Counts of what was read, what was made of it and what was dropped or truncated: per tree, summed, logged."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, IterableDataset, List, Value
+
+from hf_prefix_tree.tree.layout import TreeStats
+
+logger = logging.getLogger(__name__)
+
+# What is counted as lost, and how the log says it.
+LOSSES = {
+    "truncated": "branches truncated to `max_length`",
+    "overlong": "branches dropped as longer than `max_length`",
+    "unsupervised": "branches without a supervised token",
+    "prefix_mismatches": "turns whose prompt is no token prefix of their rendering, supervised from where they differ",
+    "unrendered_reasoning": "turns whose reasoning the chat template leaves out",
+    "unclosed_reasoning": "turns whose `<think>` is never closed, trained on as if the reasoning had ended there",
+    "unrendered_messages": "messages whose content or `function_call` the chat template leaves out",
+    "filled": "rows whose tool schemas or arguments are Arrow structs, which lose nulls and the order of their keys "
+    "(store them as JSON strings, or build the dataset with `on_mixed_types='use_json'`)",
+    "skipped": "rows skipped",
+    "oversized": "trees dropped as larger than `max_packed_tokens`",
+    "empty": "trees left out because nothing in them is supervised",
+}
+COUNTS = ("rows", *LOSSES)
+SIZES = tuple(field.name for field in dataclasses.fields(TreeStats))
+FEATURES = {**dict.fromkeys((*COUNTS, *SIZES), Value("int64")), "errors": List(Value("string"))}
+NO_SIZES = dict.fromkeys(SIZES, 0)
+
+
+class Report:
+    """The sum of the counts of many trees, and what selection and packing count besides (`further`)."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._errors: list[str] = []
+        self._stats = TreeStats(**NO_SIZES)
+        self._trees = 0
+        self._max_branches = 0
+        self.further: dict[str, Any] = {}
+
+    def add(self, counts: dict[str, Any]) -> None:
+        """Add what one tree's rows counted: a value of `FEATURES`."""
+        self._counts.update({name: counts[name] for name in COUNTS})
+        self._errors += counts["errors"]
+        self._stats += TreeStats(**{name: counts[name] for name in SIZES})
+        self._trees += counts["branches"] > 0
+        self._max_branches = max(self._max_branches, counts["branches"])
+
+    def losses(self) -> str:
+        """What was lost, with the first few errors; empty if nothing was."""
+        losses = [f"{self._counts[name]} {what}" for name, what in LOSSES.items() if self._counts[name]]
+        errors = [error.rstrip(".") for error in self._errors[:3]]
+        return "; ".join([*losses, *errors, *(["..."] if len(self._errors) > 3 else [])])
+
+    def sizes(self) -> str:
+        """The trees in one line. There is at least one."""
+        stats = self._stats
+        return (
+            f"K {stats.branches / self._trees:.2f} on average and {self._max_branches} at most, {stats.tree_tokens} "
+            f"tokens, longest path {stats.longest_path}, token ratio {stats.token_ratio:.2f}, pair ratio "
+            f"{stats.pair_ratio:.2f}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything that was counted, by name. `prepare_trees` documents the names."""
+        return {
+            **{name: self._counts[name] for name in COUNTS},
+            "trees": self._trees,
+            "max_branches": self._max_branches,
+            **dataclasses.asdict(self._stats),
+            "errors": list(self._errors),
+            **self.further,
+        }
+
+    def __str__(self) -> str:
+        return f"{self._counts['rows']} rows: {self._stats.branches} branches"
+
+    def log(self) -> None:
+        """Log the sum: a warning if something was lost."""
+        if losses := self.losses():
+            logger.warning("Prepared %s. Not all is trained on as it was: %s.", self, losses)
+        else:
+            logger.info("Prepared %s.", self)
+
+
+CUT = "_cut"  # the column: one of the values below
+WHOLE, SHORTENED, UNSUPERVISED = range(3)
+
+
+def cut_of(supervised: Sequence[Any] | np.ndarray, length: int, first: int = 0) -> int:
+    """
+    What a cap does to a sample.
+
+    Args:
+        supervised (sequence or `np.ndarray`): What each token counts: 0 or `False` where it is not supervised.
+        length (`int`): The cap.
+        first (`int`, *optional*, defaults to 0): Index of the first token that can be supervised.
+
+    Example:
+
+    ```python
+    >>> cut_of([0, 0, 1], 3) == WHOLE, cut_of([0, 0, 1, 1], 3) == SHORTENED, cut_of([0, 0, 1], 2) == UNSUPERVISED
+    (True, True, True)
+
+    ```
+    """
+    if len(supervised) <= length:
+        return WHOLE
+    return SHORTENED if any(supervised[first:length]) else UNSUPERVISED
+
+
+def kept_of(cuts: Sequence[int], cap: tuple[str, int]) -> list[int]:
+    """
+    The indices of the samples that stay; logs a warning if any was cut.
+
+    Args:
+        cuts (sequence of `int`): What [`cut_of`] says of each sample.
+        cap (`tuple[str, int]`): The argument that cuts, and its value.
+
+    Raises:
+        `ValueError`: If no sample stays, though there were some.
+    """
+    name, value = cap
+    kept = [index for index, cut in enumerate(cuts) if cut != UNSUPERVISED]
+    cut, left_out = sum(cut != WHOLE for cut in cuts), len(cuts) - len(kept)
+    losses = (
+        f"{cut} samples truncated to `{name}={value}`, {left_out} of them left out because no supervised token "
+        "remained"
+    )
+    if left_out and not kept:
+        raise ValueError(f"no sample is left of {len(cuts)} ({losses}); raise `{name}`, or shorten the samples.")
+    if cut:
+        logger.warning(
+            "Prepared %d samples. Not all is trained on as it was: %s; raise `%s`, or shorten the samples.",
+            len(cuts),
+            losses,
+            name,
+        )
+    return kept
+
+
+def without_unsupervised(dataset: Dataset | IterableDataset, cap: tuple[str, int]) -> Dataset | IterableDataset:
+    """
+    The samples that stay, without the column `CUT`. A stream, which nobody has counted, warns once, while it is read.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): Has the column `CUT`.
+        cap (`tuple[str, int]`): As for [`kept_of`].
+    """
+    if isinstance(dataset, IterableDataset):
+        return dataset.filter(_Keeps(cap), input_columns=CUT).remove_columns(CUT)
+    kept = kept_of(dataset[CUT], cap)
+    dataset = dataset.remove_columns(CUT)
+    return dataset.select(kept) if len(kept) < len(dataset) else dataset
+
+
+class _Keeps:
+    """Whether a sample of a stream stays; warns of the first one that is cut."""
+
+    def __init__(self, cap: tuple[str, int]) -> None:
+        self.cap = cap
+        self.has_warned = False
+
+    def __call__(self, cut: int) -> bool:
+        if cut != WHOLE and not self.has_warned:
+            self.has_warned = True
+            name, value = self.cap
+            logger.warning(
+                "A sample of a stream is truncated to `%s=%d`, and so are all longer ones, uncounted; those left with "
+                "no supervised token are left out. Raise `%s`, or shorten the samples.",
+                name,
+                value,
+                name,
+            )
+        return cut != UNSUPERVISED

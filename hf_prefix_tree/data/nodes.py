@@ -1,0 +1,201 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Branches that a row gives in parts: a prompt with completions, a tree of texts, or the steps of a search.
+
+Cost: linear in the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_prefix_tree.tree.folding import as_list, integer_array, weight_array
+from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def rollout_branches(prompt_ids: npt.ArrayLike, completions: Sequence[npt.ArrayLike]) -> list[Branch]:
+    """
+    One branch per completion: the prompt, which is context, and the completion, whose every token is supervised.
+
+    Args:
+        prompt_ids (array-like of `int`, shape `[P]`):
+            Token ids of the prompt. May be empty; a completion's first token then has no predecessor and weighs 0.
+        completions (sequence of array-likes of `int`):
+            Token ids of each completion, at least one completion, none empty.
+
+    Raises:
+        `ValueError`: If `completions` or one of them is empty, or an id is invalid.
+
+    Example:
+
+    ```python
+    >>> [branch.input_ids.tolist() for branch in rollout_branches([5, 6], [[7], [8, 9]])]
+    [[5, 6, 7], [5, 6, 8, 9]]
+
+    ```
+    """
+    prompt, ids = _prompt_and_completions(prompt_ids, completions)
+    return [
+        Branch(np.concatenate([prompt, own]), np.concatenate([np.zeros(len(prompt)), np.ones(len(own))]))
+        for own in ids
+    ]
+
+
+def as_branch(branch: object, index: int) -> Branch:
+    """
+    An entry of `branches`, in a row of a dataset or a feature of a collator, as a branch.
+
+    Args:
+        branch ([`Branch`] or `Mapping` with `input_ids` and `weights`): The entry.
+        index (`int`): Which one it is, for the error.
+
+    Raises:
+        `ValueError`: If it is neither.
+    """
+    if isinstance(branch, Branch):
+        return branch
+    found = type(branch).__name__
+    if isinstance(branch, Mapping):
+        given = {name: value for name, value in branch.items() if value is not None}  # Arrow fills what is missing
+        if given.keys() >= {"input_ids", "weights"}:
+            return Branch(given["input_ids"], given["weights"])
+        found = f"the keys {sorted(given)}"
+    raise ValueError(f"`branches[{index}]` must be a `Branch` or have `input_ids` and `weights`, got {found}.")
+
+
+def _prompt_and_completions(
+    prompt_ids: npt.ArrayLike, completions: Sequence[npt.ArrayLike]
+) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
+    prompt = integer_array(prompt_ids, "prompt_ids")
+    ids = [integer_array(item, f"completions[{i}]") for i, item in enumerate(as_list(completions, "completions"))]
+    if not ids:
+        raise ValueError("`completions` is empty; pass at least one completion.")
+    for i, completion in enumerate(ids):
+        if not len(completion):
+            raise ValueError(f"`completions[{i}]` is empty; drop it or give it at least one token.")
+    return prompt, ids
+
+
+def text_tree_branches(
+    parents: Sequence[int | None],
+    texts: Sequence[str],
+    weights: Sequence[float] | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[Branch]:
+    """
+    The branches of a tree given by its texts, one per node without children.
+
+    Args:
+        parents (sequence of `int` or `None`):
+            Parent of each node, -1 or `None` for a root. A parent comes before its children.
+        texts (sequence of `str`):
+            Text of each node, not that of its ancestors.
+        weights (sequence of `float`, *optional*):
+            One weight per node, for all its tokens. 1 if not given.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The model's tokenizer.
+
+    Raises:
+        `ValueError`: If a text is no string, the lengths differ, or the parents are no tree.
+    """
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise ValueError(f"`texts[{index}]` is a {type(text).__name__}; pass a string.")
+    own = np.ones(len(texts)) if weights is None else weight_array(weights, "weights")
+    for name, given in (("parents", parents), ("weights", own)):
+        if len(given) != len(texts):
+            raise ValueError(f"`{name}` has {len(given)} entries for {len(texts)} `texts`; pass one per node.")
+    ids = [
+        tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        for text in texts
+    ]
+    before = _ids_before_a_text(tokenizer)
+    for index, parent in enumerate(parents):
+        if parent is None or parent == -1:
+            ids[index] = before + ids[index]
+    per_token = [np.full(len(x), weight) for x, weight in zip(ids, own, strict=True)]
+    return PrefixTree.from_nodes(parents, ids, per_token).branches()
+
+
+def search_tree_branches(prompt: Any, steps: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> list[Branch]:
+    """
+    The branches of a search: one per kept text that no other kept text extends.
+
+    Kept steps are supervised. The prompt and a step that was not kept are context. A step that was not kept and that
+    no kept step extends is in no branch: nothing could be trained on it.
+
+    Args:
+        prompt (`str`):
+            What all texts follow. A line break sets it apart, unless it ends with white space.
+        steps (sequence of `{"step": int, "text": str, "kept": bool}`):
+            The texts: one of step 0 is a first step, one of step k > 0 a text of step k - 1 and the step that follows
+            it. Equal texts of a step are one, kept if any of them is.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The model's tokenizer.
+
+    Raises:
+        `ValueError`: If a step is malformed, extends no text of the step before, or none is kept.
+    """
+    if not isinstance(prompt, str):
+        raise ValueError(f"`input` is a {type(prompt).__name__}; pass the text that all steps follow.")
+    kept_of: dict[int, dict[str, bool]] = {}
+    for index, step in enumerate(steps):
+        _check_step(step, index)
+        level = kept_of.setdefault(step["step"], {})
+        level[step["text"]] = level.get(step["text"], False) or step["kept"]
+    nodes: dict[tuple[int, str], tuple[int, str] | None] = {}  # the text before each, in the order of the steps
+    for number in sorted(kept_of):
+        for text in kept_of[number]:
+            nodes[number, text] = _extended(number, text, kept_of.get(number - 1, {})) if number else None
+    wanted: dict[tuple[int, str], int] = {}
+    for key in nodes:
+        if kept_of[key[0]][key[1]]:
+            node: tuple[int, str] | None = key
+            while node is not None and node not in wanted:
+                wanted[node] = 0
+                node = nodes[node]
+    if not wanted:
+        raise ValueError("`nodes` has no kept step, so nothing to train on; drop the row.")
+    parents, texts, weights = [-1], [prompt if prompt[-1:].isspace() else f"{prompt}\n"], [0.0]
+    for number, text in sorted(wanted, key=lambda key: key[0]):
+        before = nodes[number, text]
+        wanted[number, text] = len(texts)
+        parents.append(wanted[before] if before is not None else 0)
+        texts.append(text[len(before[1]) :] if before is not None else text)
+        weights.append(float(kept_of[number][text]))
+    return text_tree_branches(parents, texts, weights, tokenizer)
+
+
+def _check_step(step: Any, index: int) -> None:
+    if not isinstance(step, Mapping):
+        raise ValueError(f"`nodes[{index}]` is a {type(step).__name__}; pass a dict with `step`, `text` and `kept`.")
+    for name, of in (("step", int), ("text", str), ("kept", bool)):
+        if not isinstance(step.get(name), of):
+            raise ValueError(f"`nodes[{index}].{name}` is {step.get(name)!r}; pass a {of.__name__}.")
+    if step["step"] < 0:
+        raise ValueError(f"`nodes[{index}].step` is {step['step']}; number the steps from 0.")
+
+
+def _extended(number: int, text: str, before: Mapping[str, bool]) -> tuple[int, str]:
+    """The text of the step before that this one extends: a kept one if there is, of those the longest."""
+    found = [other for other in before if text.startswith(other)]
+    if not found:
+        raise ValueError(
+            f"`nodes` has the text {text[-60:]!r} of step {number}, which extends no text of step {number - 1}; add "
+            "that step, or number the steps from 0."
+        )
+    return number - 1, max(found, key=lambda other: (before[other], len(other)))
+
+
+def _ids_before_a_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special tokens before a text, e.g. a begin token."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full = tokenizer("a")["input_ids"]
+    at = next(i for i in range(len(full)) if full[i : i + len(plain)] == plain)
+    return full[:at]

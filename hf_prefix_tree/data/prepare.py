@@ -1,0 +1,405 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""[`prepare_trees`]: a dataset of any supported row kind to a dataset of folded trees.
+
+The steps are fold, select, pack. `datasets` runs and caches them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from datasets import Dataset, IterableDataset
+
+from hf_prefix_tree.data.counts import Report
+from hf_prefix_tree.data.messages import Tools
+from hf_prefix_tree.data.packed import check_weightings, log_packing, pack_dataset, pack_stream
+from hf_prefix_tree.data.rows import MESSAGE_KINDS, TEXT_KINDS, RowOptions, group_key, row_kind
+from hf_prefix_tree.data.selection import METRICS, SCORES, order_units, select_trees
+from hf_prefix_tree.data.trees import (
+    COUNTED_FEATURES,
+    REPORT,
+    TREE_FEATURES,
+    skipped_row,
+    tree_of_unit,
+    trees_of_batch,
+    trees_of_stream,
+)
+from hf_prefix_tree.data.turns import REASONING_MODES
+from hf_prefix_tree.tree.folding import check_weighting
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `prepare_trees` was asked for, checked. `settings` are those of `tree_of_rows`."""
+
+    settings: dict[str, Any]
+    group_by: str | None
+    max_packed_tokens: int | None
+    pack_trees: bool
+    selection_metric: str | None
+    selection_num_proc: int | None
+    max_examples: int | None
+    num_proc: int | None
+
+
+def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
+    """The trees of a dataset, or the rows that they are packed in. The report is added what was counted."""
+    units: list[list[int]] | None = None
+    if plan.group_by is not None:
+        members: dict[Any, list[int]] = {}
+        for index, group in enumerate(dataset[plan.group_by]):
+            try:
+                members.setdefault(group_key(group, plan.group_by), []).append(index)
+            except ValueError as error:
+                report.add(skipped_row(index, error, plan.settings["on_error"]))
+        units = list(members.values())
+        if not units:
+            raise ValueError(f"no tree is left of {report} ({report.losses()}); pass another `group_by`.")
+
+    def prepare(chosen: list[int] | None, num_proc: int | None = plan.num_proc) -> Dataset:
+        rows = units
+        if chosen is not None:
+            rows = [units[unit] if units is not None else [unit] for unit in chosen]
+        # One row stands for each unit; the others of a group are read when its turn comes.
+        return (dataset if rows is None else dataset.select([own[0] for own in rows])).map(
+            tree_of_unit,
+            with_indices=True,
+            remove_columns=dataset.column_names,
+            features=COUNTED_FEATURES,
+            fn_kwargs=plan.settings | {"source": None if units is None else dataset, "units": rows},
+            num_proc=num_proc if num_proc is None or rows is None else min(num_proc, len(rows)),
+            writer_batch_size=100,
+            desc="Folding trees",
+        )
+
+    if plan.max_examples is None:
+        trees = prepare(None)
+        for tree_counts in trees[REPORT]:
+            report.add(tree_counts)
+        filled = [index for index, tree_counts in enumerate(trees[REPORT]) if tree_counts["branches"]]
+        if len(filled) < len(trees):
+            trees = trees.select(filled)
+    else:
+        candidates = list(range(len(dataset) if units is None else len(units)))
+        ratio = None
+        if plan.selection_metric in SCORES:
+            assert plan.selection_metric is not None
+            candidates = order_units(
+                dataset,
+                units,
+                plan.selection_metric,
+                plan.settings["options"],
+                plan.settings["on_error"],
+                plan.selection_num_proc,
+            )
+        elif plan.selection_metric is not None:
+            ratio = plan.selection_metric
+        processes = (plan.selection_num_proc if ratio else None) or plan.num_proc
+        trees = select_trees(lambda chosen: prepare(chosen, processes), candidates, plan.max_examples, ratio, report)
+    report.log()
+    if not len(trees):
+        raise ValueError(f"no tree is left of {report} ({report.losses()}); change the rows, or what drops them.")
+    lengths = [tree_counts["tree_tokens"] for tree_counts in trees[REPORT]]
+    trees = trees.remove_columns(REPORT)
+    if plan.max_packed_tokens is not None:
+        trees, packing = pack_dataset(trees, lengths, plan.max_packed_tokens, plan.pack_trees, plan.num_proc)
+        report.further |= packing
+        log_packing(packing, plan.max_packed_tokens)
+    return trees
+
+
+def prepare_stream(dataset: IterableDataset, columns: list[str], plan: Plan) -> IterableDataset:
+    """The same for a stream, which is counted batch by batch, while it is read."""
+    if plan.group_by is None:
+        trees = dataset.map(
+            trees_of_batch,
+            with_indices=True,
+            batched=True,
+            batch_size=64,
+            remove_columns=columns,
+            features=TREE_FEATURES,
+            fn_kwargs=plan.settings,
+        )
+    else:
+        trees = IterableDataset.from_generator(
+            trees_of_stream,
+            features=TREE_FEATURES,
+            gen_kwargs={"dataset": dataset, "group_by": plan.group_by, "settings": plan.settings},
+        )
+    if plan.max_examples is not None:
+        trees = trees.take(plan.max_examples)
+    if plan.max_packed_tokens is not None:
+        trees = pack_stream(trees, plan.max_packed_tokens, plan.pack_trees)
+    return trees
+
+
+OVERLONG = ("truncate", "drop", "raise")
+OVERFLOW = ("split", "drop", "raise")
+ON_ERROR = ("raise", "skip")
+# Rooms whose code decides what a dataset becomes: everything that this room imports.
+CODE = ("tree", "data")
+
+
+def prepare_trees(
+    dataset: Dataset | IterableDataset,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    reasoning: str = "per_turn",
+    weighting: str = "tree",
+    group_by: str | None = None,
+    tools: Tools | Mapping[str, Tools] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    empty_thinking_in_prompt: bool = True,
+    max_length: int | None = None,
+    overlong: str = "truncate",
+    max_packed_tokens: int | None = None,
+    overflow: str = "split",
+    pack_trees: bool = True,
+    selection_metric: str | None = None,
+    selection_num_proc: int | None = None,
+    max_examples: int | None = None,
+    column_names: Mapping[str, str] | None = None,
+    on_error: str = "raise",
+    num_proc: int | None = None,
+    counts: MutableMapping[str, Any] | None = None,
+) -> Dataset | IterableDataset:
+    """
+    Fold a dataset into trees: its rows are then what [`PrefixTree.to_dict`] returns, one tree a row.
+
+    With `max_packed_tokens`, a row holds several trees, up to so many tokens. It has the columns `trees`, a list of
+    what [`PrefixTree.to_dict`] returns, and, one `int` for each, `tree_ids` and `num_parts`. A tree that is larger is
+    split with [`split_tree`]: its parts have the same id, which no other tree has, and must be trained on in one
+    optimizer step. `num_parts` says how many they are, 1 for a whole tree. Each part has a row of its own, which only
+    whole trees fill up; the rows of a tree's parts come one after another. The id is made of a tree's tokens and its
+    index, so that data sets which were prepared apart can be concatenated.
+
+    The columns say what the rows are:
+
+    | columns | a row is | its branches |
+    |---|---|---|
+    | `messages` | a conversation | see [`conversation_branches`]; `tools` and `chat_template_kwargs` may be columns |
+    | `prompt`, `completions` or `completion` | strings, or lists of messages | one per completion, or per its turns |
+    | `prompt_ids`, `completions` | token ids | one per completion, see [`rollout_branches`] |
+    | `branches` | a list of `input_ids`, `weights` | these |
+    | `parents`, `nodes` | a tree by its nodes: token ids, or `input_ids`, `weights` | one per leaf |
+    | `parents`, `texts` | a tree by its nodes' texts, with `weights`: one per node | one per leaf |
+    | `input`, `nodes` | a search: nodes are `step`, `text`, `kept`, see [`search_tree_branches`] | one per kept leaf |
+    | `input_ids` | token ids, with `labels` (unshifted), `weights` or TRL's masks | itself |
+    | those of a tree | a tree | it is weighted anew if its `weighting` is another one, selected and packed |
+    | `trees`, `tree_ids`, `num_parts` | packed trees | the dataset is returned as it is |
+
+    K of a tree is the number of branches that its rows hold, those that supervise nothing included (also where
+    `overlong="truncate"` left nothing to supervise); of such a branch the tree keeps the first token. Branches that
+    `overlong="drop"` drops, and those of skipped rows, are not counted. Trees that supervise nothing are left out.
+    Whatever is dropped, truncated or skipped is logged at the end, for a streaming dataset batch by batch. Arrow keeps
+    neither the order of keys nor nulls in its structs: tool schemas and arguments are best stored as JSON strings or
+    `Json` features.
+
+    Args:
+        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            One split.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            Needed for rows of text.
+        reasoning (`str`, *optional*, defaults to `"per_turn"`):
+            See [`conversation_branches`].
+        weighting (`str`, *optional*, defaults to `"tree"`):
+            See [`fold`]. Packed trees and parts of split ones must have it already.
+        group_by (`str`, *optional*):
+            Column whose equal values make one tree of their rows, e.g. `"group"`. A null is an error. Of a streaming
+            dataset only consecutive rows are put together, by a single reader.
+        tools (sequence, `str` or `Mapping`, *optional*):
+            Tools of rows that have none of their own: a list, a JSON string, or either by the value of the row's
+            `group_by` column (`"group"` without one).
+        chat_template_kwargs (`Mapping[str, Any]`, *optional*):
+            Further variables for the chat template. A row's own take precedence.
+        empty_thinking_in_prompt (`bool`, *optional*, defaults to `True`):
+            See [`conversation_branches`].
+        max_length (`int`, *optional*):
+            Longest branch, in tokens.
+        overlong (`str`, *optional*, defaults to `"truncate"`):
+            What becomes of a longer branch: `"truncate"` keeps its start, `"drop"` drops it, so that K is smaller,
+            `"raise"` makes its row an error.
+        max_packed_tokens (`int`, *optional*):
+            Tokens that a row of packed trees holds. At least `max_length`, if that is given. Of a streaming dataset,
+            up to 1,000 consecutive trees are packed together.
+        overflow (`str`, *optional*, defaults to `"split"`):
+            What becomes of a tree that is larger: `"split"` splits it (a branch that is longer makes its row an
+            error), `"drop"` drops it, `"raise"` makes its row an error.
+        pack_trees (`bool`, *optional*, defaults to `True`):
+            Whether trees share rows. If not, each row holds one tree or part.
+        selection_metric (`str`, *optional*):
+            The `max_examples` trees with the highest value are taken, highest first, ties by index: `"num_turns"`,
+            `"branching_score"` (see [`order_units`]), `"token_ratio"` or `"pair_ratio"` (see [`TreeStats`]; all trees
+            are prepared for it). Not for streaming datasets.
+        selection_num_proc (`int`, *optional*):
+            Number of processes for the metric.
+        max_examples (`int`, *optional*):
+            Largest number of trees, before they are split. Without a metric, the first ones. One that is invalid (its
+            rows can't be read under `on_error="skip"`, no branch is left, or it is dropped) is replaced by the next.
+        column_names (`Mapping[str, str]`, *optional*):
+            Columns of `dataset` that have another name than here, e.g. `{"messages": "conversation"}`. All other
+            arguments use the names here. A column that has such a name already is not read.
+        on_error (`str`, *optional*, defaults to `"raise"`):
+            Whether a row that can't be read stops the preparation (`"raise"`) or is skipped (`"skip"`).
+        num_proc (`int`, *optional*):
+            Number of processes. Not for streaming datasets.
+        counts (`MutableMapping[str, Any]`, *optional*):
+            Is filled with what was counted. Not for streaming datasets, which are counted while they are read.
+
+            - `rows` that were read, `trees`, `max_branches` of one, the fields of [`TreeStats`], and `errors`;
+            - branches `truncated`, `overlong`, `unsupervised`; turns with `prefix_mismatches`,
+              `unrendered_reasoning`, `unclosed_reasoning`; `unrendered_messages`; rows `filled`, `skipped`; trees
+              `oversized` or `empty`: what was lost;
+            - with `max_examples`: `candidates` (rows or groups), `valid` ones of those prepared, `selected`;
+            - with `max_packed_tokens`: `packed_rows`, their `fill` (0 to 1), `split_trees`, `parts`,
+              `weightless_parts` (left out: all that they supervise is in other parts), `duplicated_tokens`.
+
+    Returns:
+        A dataset of the kind that was passed.
+
+    Raises:
+        `ValueError`: If an option is unknown or doesn't fit, the columns fit no kind of rows, a row can't be read (its
+            index is named), or no tree is left.
+    """
+    for name, value, known in (
+        ("reasoning", reasoning, REASONING_MODES),
+        ("overlong", overlong, OVERLONG),
+        ("overflow", overflow, OVERFLOW),
+        ("selection_metric", selection_metric, (None, *METRICS)),
+        ("on_error", on_error, ON_ERROR),
+    ):
+        if value not in known:
+            raise ValueError(f"`{name}` is {value!r}; pass one of {', '.join(map(repr, known))}.")
+    check_weighting(weighting)
+    for name, number in (("max_length", max_length), ("max_packed_tokens", max_packed_tokens)):
+        if number is not None and number < 2:
+            raise ValueError(f"`{name}` is {number}; pass at least 2, a branch's first token is not supervised.")
+    if max_length is not None and max_packed_tokens is not None and max_length > max_packed_tokens:
+        raise ValueError(
+            f"`max_length` is {max_length}, above `max_packed_tokens`, which is {max_packed_tokens}: a row holds "
+            "whole branches; lower the first or raise the second."
+        )
+    if max_examples is not None and max_examples < 1:
+        raise ValueError(f"`max_examples` is {max_examples}; pass at least 1, or leave it out.")
+    if selection_metric is not None and max_examples is None:
+        raise ValueError(f"`selection_metric` is {selection_metric!r}, but `max_examples` is None; pass how many.")
+    if not isinstance(dataset, Dataset | IterableDataset):
+        raise ValueError(f"`dataset` is a {type(dataset).__name__}; pass one split, a Dataset or an IterableDataset.")
+    if isinstance(dataset, Dataset) and dataset.format["type"] is not None:
+        raise ValueError(f"`dataset` has the format {dataset.format['type']!r}; pass `dataset.with_format(None)`.")
+    columns = dataset.column_names or list(next(iter(dataset), {}))
+    if column_names:
+        dataset, columns = _renamed(dataset, columns, column_names)
+    kind = row_kind(columns)
+    if kind in ("tree", "packed"):
+        for option, given, default in (
+            ("group_by", group_by, None),
+            ("max_length", max_length, None),
+            ("overlong", overlong, "truncate"),
+            ("reasoning", reasoning, "per_turn"),
+        ):
+            if given != default:
+                raise ValueError(
+                    f"`{option}` is {given!r}, but `dataset` holds trees already; pass it where they are folded."
+                )
+        nothing_asked = max_packed_tokens is max_examples is counts is None
+        if kind == "packed":
+            if not nothing_asked:
+                raise ValueError(
+                    "`dataset` holds packed rows already; pass `max_packed_tokens`, `max_examples` and `counts` where "
+                    "they are packed."
+                )
+            return check_weightings(dataset, "trees", weighting)
+        if nothing_asked and isinstance(dataset, Dataset) and set(dataset.unique("weighting")) <= {weighting}:
+            return dataset
+    if kind in TEXT_KINDS and tokenizer is None:
+        raise ValueError(f"`tokenizer` is None, but {kind} rows are text; pass the model's tokenizer.")
+    if group_by is not None and group_by not in columns:
+        raise ValueError(f"`group_by` is {group_by!r}, which is no column; pass one of {', '.join(sorted(columns))}.")
+    if selection_metric in SCORES and kind not in MESSAGE_KINDS:
+        raise ValueError(
+            f"`selection_metric` is {selection_metric!r}, but {kind} rows have no messages; pass 'token_ratio' or "
+            "'pair_ratio'."
+        )
+    options = RowOptions(
+        kind=kind,
+        tokenizer=tokenizer if kind in TEXT_KINDS else None,
+        features=dict(dataset.features or {}),
+        reasoning=reasoning,
+        tools=tools,
+        group_column=group_by or "group",
+        chat_template_kwargs=dict(chat_template_kwargs or {}),
+        empty_thinking_in_prompt=empty_thinking_in_prompt,
+        max_length=max_length,
+        overlong=overlong,
+        code=code_state(),
+    )
+    plan = Plan(
+        settings={
+            "options": options,
+            "weighting": weighting,
+            "on_error": on_error,
+            "max_packed_tokens": max_packed_tokens,
+            "overflow": overflow,
+        },
+        group_by=group_by,
+        max_packed_tokens=max_packed_tokens,
+        pack_trees=pack_trees,
+        selection_metric=selection_metric,
+        selection_num_proc=selection_num_proc,
+        max_examples=max_examples,
+        num_proc=num_proc,
+    )
+    if isinstance(dataset, IterableDataset):
+        for name, given in (("num_proc", num_proc), ("selection_num_proc", selection_num_proc)):
+            if given is not None:
+                raise ValueError(f"`{name}` is {given}, but a stream is read in one process; leave it out.")
+        if selection_metric is not None or counts is not None:
+            name = "counts" if selection_metric is None else "selection_metric"
+            raise ValueError(f"`{name}` needs all rows, but `dataset` is a stream; pass a Dataset, or leave it out.")
+        return prepare_stream(dataset, columns, plan)
+    if not len(dataset):
+        raise ValueError("`dataset` has no rows; pass at least one.")
+    report = Report()
+    trees = prepare_dataset(dataset, plan, report)
+    if counts is not None:
+        counts.update(report.as_dict())
+    return trees
+
+
+def _renamed(
+    dataset: Dataset | IterableDataset, columns: list[str], column_names: Mapping[str, str]
+) -> tuple[Dataset | IterableDataset, list[str]]:
+    """The dataset with the names of columns that are used here; a column of such a name gives way."""
+    for name, theirs in column_names.items():
+        if theirs not in columns:
+            raise ValueError(
+                f"`column_names[{name!r}]` is {theirs!r}, which is no column; pass one of "
+                f"{', '.join(sorted(columns))}."
+            )
+    if len(set(column_names.values())) < len(column_names):
+        raise ValueError(f"`column_names` is {dict(column_names)!r}; name each column once.")
+    hidden = [name for name in column_names if name in columns and name not in column_names.values()]
+    new = {theirs: name for name, theirs in column_names.items() if name != theirs}
+    dataset = dataset.remove_columns(hidden).rename_columns(new)
+    return dataset, [new.get(name, name) for name in columns if name not in hidden]
+
+
+def code_state(package: Path = Path(__file__).parents[1]) -> str:
+    """
+    A hash of the code that preparation runs: `datasets` knows a function by its name, and would take the result of
+    other code from its cache.
+    """
+    digest = hashlib.sha256(transformers.__version__.encode())
+    for room in CODE:
+        for file in sorted((package / room).rglob("*.py")) or [package / f"{room}.py"]:
+            digest.update(file.read_bytes())
+    return digest.hexdigest()

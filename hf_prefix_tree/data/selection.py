@@ -1,0 +1,178 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""The rows or groups that make the best trees: scored, ordered, and prepared until enough of them are valid.
+
+Cost: a cheap score is one pass over the messages; then as many units are prepared as it takes to find enough valid
+ones. `token_ratio` and `pair_ratio` prepare all units.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features, Value, concatenate_datasets
+
+from hf_prefix_tree.data.counts import Report
+from hf_prefix_tree.data.messages import Message, normalize_messages, split_reasoning
+from hf_prefix_tree.data.rows import RowOptions, row_conversations
+from hf_prefix_tree.data.trees import REPORT
+
+logger = logging.getLogger(__name__)
+
+SCORES = ("branching_score", "num_turns")  # known before anything is tokenized
+RATIOS = {"token_ratio": ("branch_tokens", "tree_tokens"), "pair_ratio": ("branch_pairs", "tree_pairs")}
+METRICS = (*SCORES, *RATIOS)
+_UNREADABLE = -1
+
+
+def order_units(
+    dataset: Dataset,
+    units: list[list[int]] | None,
+    metric: str,
+    options: RowOptions,
+    on_error: str,
+    num_proc: int | None,
+) -> list[int]:
+    """
+    Indices of the units, highest score first, ties by index. A unit is one row, or the rows that `units` lists.
+
+    `"num_turns"` is the number of assistant turns to train on. `"branching_score"` is the characters of visible
+    context (contents and tool calls of the messages before, without reasoning) before each turn that forks, summed. A
+    turn forks if it has reasoning, which later turns don't see; under `reasoning="per_turn"` also if another turn of
+    its conversation follows, because its rendering ends or forks there; and the last turn of each conversation of a
+    unit but the last one, because the next one forks from it. Under `"keep"` only the last of these counts.
+
+    Raises:
+        `ValueError`: If a row can't be read, unless `on_error` is `"skip"`: its unit then comes last.
+    """
+    scored = dataset.map(
+        _score_row,
+        with_indices=True,
+        remove_columns=dataset.column_names,
+        features=Features({"score": Value("int64"), "last": Value("int64")}),
+        fn_kwargs={"metric": metric, "options": options, "on_error": on_error},
+        num_proc=num_proc if num_proc is None else min(num_proc, len(dataset)),
+        desc="Scoring rows",
+    )
+    scores, lasts = np.array(scored["score"]), np.array(scored["last"])
+    totals = np.array(
+        [
+            scores[rows].sum() + lasts[rows[:-1]].sum() if scores[rows].min() >= 0 else _UNREADABLE
+            for rows in (units if units is not None else ([row] for row in range(len(dataset))))
+        ]
+    )
+    if totals.max() <= 0:
+        logger.warning(
+            "`selection_metric=%r` is 0 for all of %d rows or groups: the first ones are taken.", metric, len(totals)
+        )
+    return np.argsort(-totals, kind="stable").tolist()
+
+
+def select_trees(
+    prepare: Callable[[list[int]], Dataset],
+    candidates: Sequence[int],
+    max_examples: int,
+    ratio: str | None,
+    report: Report,
+) -> Dataset:
+    """
+    The first `max_examples` valid trees of the candidates, or those with the highest ratio; fewer if there are not
+    enough.
+
+    Args:
+        prepare (`Callable[[list[int]], Dataset]`):
+            Prepares units: a row with the counts in the column `REPORT` for each, no branches if it is invalid.
+        candidates (sequence of `int`):
+            Units, best first.
+        max_examples (`int`):
+            How many to take.
+        ratio (`str`, *optional*):
+            A key of `RATIOS`: all candidates are prepared and ordered by it, ties as they come.
+        report ([`Report`]):
+            Is added the counts of those taken, and of the invalid ones among those prepared.
+    """
+    tables: list[Dataset] = []
+    taken: list[int] = []
+    valid = 0
+    waiting = list(candidates)
+    size = len(waiting) if ratio else max_examples
+    while waiting and len(taken) < max_examples:
+        chunk, waiting = waiting[:size], waiting[size:]
+        before = sum(map(len, tables))
+        tables.append(prepare(chunk))
+        counts = list(tables[-1][REPORT])
+        order = list(range(len(counts)))
+        if ratio:
+            over, under = RATIOS[ratio]
+            order = sorted(order, key=lambda i: -counts[i][over] / max(counts[i][under], 1))
+        for index in order:
+            is_valid = counts[index]["branches"] > 0
+            valid += is_valid
+            if is_valid and len(taken) < max_examples:
+                taken.append(before + index)
+                report.add(counts[index])
+            elif not is_valid:
+                report.add(counts[index])
+        size = max(max_examples - len(taken), 8)  # replacements, a few at a time
+    report.further |= {"candidates": len(candidates), "valid": valid, "selected": len(taken)}
+    if taken:
+        logger.warning(  # no loss, but to be seen without further settings, as all that is said once
+            "Selected %d trees of %d valid ones among %d prepared (%d candidates): %s.",
+            len(taken),
+            valid,
+            sum(map(len, tables)),
+            len(candidates),
+            report.sizes(),
+        )
+    return concatenate_datasets(tables).select(taken)
+
+
+def _score_row(row: Mapping[str, Any], index: int, metric: str, options: RowOptions, on_error: str) -> dict[str, int]:
+    try:
+        conversations = [
+            _turns(normalize_messages(messages, parse_arguments=False), num_prompt_messages)
+            for messages, num_prompt_messages in row_conversations(row, options)
+        ]
+    except ValueError as error:
+        if on_error == "raise":
+            raise ValueError(f"row {index}: {error}") from error
+        return {"score": _UNREADABLE, "last": 0}
+    if metric == "num_turns":
+        return {"score": sum(map(len, conversations)), "last": 0}
+    score = last = 0
+    for turns in filter(None, conversations):
+        score += last
+        (*earlier, (context, reasons)) = turns
+        reasons = reasons and options.reasoning != "keep"
+        score += sum(
+            before
+            for before, has_reasoning in earlier
+            if options.reasoning == "per_turn" or (has_reasoning and options.reasoning != "keep")
+        )
+        score += context if reasons else 0
+        last = 0 if reasons else context
+    return {"score": score, "last": last}
+
+
+def _turns(messages: list[Message], num_prompt_messages: int) -> list[tuple[int, bool]]:
+    """Characters of visible context before each assistant turn to train on, and whether it has reasoning."""
+    turns, context = [], 0
+    for index, message in enumerate(messages):
+        reasoning, visible = split_reasoning(message)
+        if message["role"] == "assistant" and index >= num_prompt_messages:
+            turns.append((context, bool(reasoning)))
+        context += _characters(visible)
+    return turns
+
+
+def _characters(message: Message) -> int:
+    content = message["content"]
+    texts = [content] if isinstance(content, str) else [str(part.get("text", "")) for part in content]
+    for call in message.get("tool_calls", ()):
+        function = call.get("function", call)
+        arguments = function.get("arguments", "")
+        texts += [str(function.get("name", "")), arguments if isinstance(arguments, str) else json.dumps(arguments)]
+    return sum(map(len, texts))

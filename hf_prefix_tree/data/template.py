@@ -1,0 +1,263 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""A tokenizer's chat template, rendered many times: compiled once, its inputs copied once per conversation.
+
+Texts equal those of `tokenizer.apply_chat_template(messages, tokenize=False)`. That function copies messages and tools
+for every rendering and serializes every tool anew; for an agent dialogue, rendered once per turn, this is most of it.
+
+Cost: one pass of the template over the messages per rendering.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+from hf_prefix_tree.data.messages import Message
+from hf_prefix_tree.data.tokenization import SegmentTokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hf_prefix_tree.data.tokenization import Ids
+
+# Arguments of `apply_chat_template` that are not for the template.
+_OWN_ARGUMENTS = {
+    "conversation",
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "sanitize_control_tokens",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+}
+_MARK = "Zq7xMark"  # stands for a message's text where the template's own text around it is looked for
+
+
+class ChatTemplate:
+    """
+    The chat template of a tokenizer, and the tokenizer that goes with it.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Tokenizer with a chat template. Not to be changed afterwards.
+        source (`str`):
+            The template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+        self.segments = SegmentTokenizer(tokenizer)
+        self.takes_enable_thinking = re.search(r"\benable_thinking\b", source) is not None
+        self._tokenizer = tokenizer
+        self._source = source
+        self._special_tokens = dict(tokenizer.special_tokens_map)
+        self._json: dict[Any, tuple[Any, str]] = {}
+        self._compiled = self._compile()
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: list[Any] | None,
+        variables: dict[str, Any],
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """
+        Render normalized messages.
+
+        Raises:
+            `ValueError`: If the template raises. The message gives its reason.
+        """
+        try:
+            if self._compiled is None:
+                return self._tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=tools,
+                    chat_template=self._source,
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                    **variables,
+                )
+            return self._compiled.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens | variables,
+            )
+        except Exception as error:  # whatever a template does with data that it was not written for
+            what = f"the prompt after {len(messages)} messages" if add_generation_prompt else "the messages"
+            raise ValueError(
+                f"the chat template can't render {what}: {type(error).__name__}: {error}. Fix the messages (roles: "
+                f"{', '.join(message['role'] for message in messages[-4:]) or 'none'} at the end), or pass another "
+                "`chat_template`."
+            ) from error
+
+    def count_left_out(
+        self, text: str, messages: Sequence[Message], tools: list[Any] | None, variables: dict[str, Any]
+    ) -> int:
+        """
+        Messages whose content the template leaves out of `text`, its rendering of them, or whose `function_call`.
+
+        Templates change what they print, so that content which isn't found proves little. A mark in its place tells
+        which messages to look at: one is left out for certain if the rendering is the same when it is empty. The
+        content of assistant messages is not looked at: a template may drop it from the history only.
+        """
+
+        def render(changed: list[Message]) -> str | None:
+            try:
+                return self.render(changed, tools, variables)
+            except ValueError:  # needs what was changed, so the template reads it
+                return None
+
+        marked = [
+            message if message["role"] == "assistant" else _with_text(message, f"{_MARK}{i}.")
+            for i, message in enumerate(messages)
+        ]
+        shown = render(marked) or ""
+        count = 0
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                empty = {key: value for key, value in message.items() if key != "function_call"}
+            else:
+                empty = message if f"{_MARK}{i}." in shown else _with_text(message, "")
+            count += empty != message and render([*messages[:i], empty, *messages[i + 1 :]]) == text
+        return count
+
+    def forget(self) -> None:
+        """Drop what was kept of the last conversation's tools."""
+        self._json.clear()
+
+    def turn_end(self, ids: Ids, start: int) -> int:
+        """
+        End of the assistant turn that begins at `start` and ends the rendering, the turn-end token included.
+
+        What the template writes after that token, if anything, is special tokens and white space. Among them the
+        turn-end token is the one that follows a plain turn, else the last special one. A template may write none: the
+        turn then ends with the rendering.
+        """
+        special_ids, tail = self.segments.special_ids, len(ids)
+        while tail > start and ((last := int(ids[tail - 1])) in special_ids or self.segments.is_blank(last)):
+            tail -= 1
+        after = ids[tail:].tolist()
+        if self._turn_end_id in after:
+            return tail + after.index(self._turn_end_id) + 1
+        return max((tail + i + 1 for i, token_id in enumerate(after) if token_id in special_ids), default=len(ids))
+
+    @cached_property
+    def past_turn_end_id(self) -> int | None:
+        """The special token that ends an assistant turn which other messages follow, if the template writes one."""
+        return self._special_id_after_mark({"role": "user", "content": "u"}) if self._turn_end_id is not None else None
+
+    @cached_property
+    def writes_argument_strings(self) -> bool:
+        """Whether tool-call arguments that are strings are printed as they are, not as JSON of a string."""
+        arguments = '{"' + _MARK + '": 1}'
+        call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": arguments}}
+        assistant = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            return arguments in self.render([{"role": "user", "content": "u"}, assistant], None, {})
+        except ValueError:  # written for objects
+            return False
+
+    @cached_property
+    def writes_reasoning(self) -> bool:
+        """Whether the reasoning of the last turn is printed if it is given apart from the content."""
+        assistant = {"role": "assistant", "content": "", "thinking": _MARK, "reasoning_content": _MARK}
+        try:
+            return _MARK in self.render([{"role": "user", "content": "u"}, assistant], None, {})
+        except ValueError:  # needs tools, or more of a system message
+            return False
+
+    @cached_property
+    def _turn_end_id(self) -> int | None:
+        return self._special_id_after_mark()
+
+    def _special_id_after_mark(self, *following: Message) -> int | None:
+        messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": _MARK}, *following]
+        try:
+            text = self.render(messages, None, {})
+        except ValueError:  # a template that needs tools, or more of a system message: go without
+            return None
+        _, mark, after = text.rpartition(_MARK)
+        (ids,) = self.segments.encode([after if mark else ""])
+        return next((i for i in ids.tolist() if i in self.segments.special_ids), None)
+
+    def _compile(self) -> Any:
+        """The template as Transformers compiles it, or `None` where the tokenizer renders in a way of its own."""
+        from jinja2 import TemplateSyntaxError
+        from transformers import PreTrainedTokenizerBase
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        if type(self._tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+            return None
+        try:
+            environment = _compile_jinja_template(self._source).environment.overlay()
+        except TemplateSyntaxError as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"the chat template is not valid ({reason}); correct it, or pass another.") from None
+        to_json = environment.filters["tojson"]
+
+        def to_json_once(value: Any, *args: Any, **options: Any) -> str:
+            if not isinstance(value, (dict, list)):
+                return to_json(value, *args, **options)
+            # Keeping the value keeps its id from being given to another one. Templates can't change it.
+            key = (id(value), args, *options.items())
+            if key not in self._json:
+                self._json[key] = (value, to_json(value, *args, **options))
+            return self._json[key][1]
+
+        environment.filters = environment.filters | {"tojson": to_json_once}
+        return environment.from_string(self._source)
+
+
+def _with_text(message: Message, text: str) -> Message:
+    """The message with this text in place of its own; the same where it has none."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": text} if content.strip() else message
+    parts = [
+        {**part, "text": text} if isinstance(part, dict) and str(part.get("text") or "").strip() else part
+        for part in content
+    ]
+    return {**message, "content": parts}
+
+
+def chat_template_of(
+    tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None, variables: dict[str, Any]
+) -> ChatTemplate:
+    """
+    The template that `tokenizer` uses for these tools; the same object as last time if nothing changed.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Tokenizer with a chat template.
+        tools (`list`, *optional*):
+            Tokenizers may have a template of its own for tools.
+        variables (`dict[str, Any]`):
+            The caller's `chat_template_kwargs`. `chat_template` is taken out of it.
+
+    Raises:
+        `ValueError`: If there is no template, or `variables` has a name that is not for the template.
+    """
+    for name in sorted(_OWN_ARGUMENTS & variables.keys()):
+        raise ValueError(f"`chat_template_kwargs` has {name!r}, which is set here; take it out.")
+    try:
+        source = tokenizer.get_chat_template(variables.pop("chat_template", None), tools)
+    except ValueError as error:
+        raise ValueError(
+            f"`tokenizer` ({type(tokenizer).__name__}) has no chat template ({error}); set `tokenizer.chat_template`."
+        ) from None
+    return _chat_template(tokenizer, source, len(tokenizer), getattr(tokenizer, "split_special_tokens", False))
+
+
+@lru_cache(maxsize=4)
+def _chat_template(tokenizer: PreTrainedTokenizerBase, source: str, *_changes: Any) -> ChatTemplate:
+    return ChatTemplate(tokenizer, source)

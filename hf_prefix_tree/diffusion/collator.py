@@ -1,0 +1,226 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""[`DataCollatorForDiffusionLM`]: samples to padded batches of a diffusion language model.
+
+    [ content ][ block fill: EOS, supervised ][ padding: PAD ]
+    0         raw                         fill end          L
+
+Nothing is shifted: one slot is one token. Cost: linear in the slots of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from hf_prefix_tree.data.supervision import IGNORE_INDEX, Sample, read_sample
+
+SAMPLE_INDEX = "sample_index"
+
+
+@dataclass
+class DataCollatorForDiffusionLM:
+    """
+    Data collator for diffusion language models: fills blocks with EOS, pads, and says what is supervised.
+
+    A feature has `input_ids` and at least one of `loss_mask` (1 where supervised), TRL's `completion_mask` and
+    `assistant_masks` (both: supervised where both are 1, as in TRL), and `labels` (unshifted, -100 where not
+    supervised). Several of them must agree. `attention_mask` is optional, all ones by default; tokens at the end that
+    it has zeros for are padding, and taken off. Lists, arrays and tensors are accepted, other columns are ignored,
+    features are never changed. With a `Trainer` of your own set `remove_unused_columns=False`, or the masks don't
+    arrive here.
+
+    A sample of `raw` tokens is cut to `max_seq_len`, then filled up to whole blocks with EOS that is supervised. The
+    batch is padded to its longest filled sample, with PAD that is not attended, and supervised with
+    `supervise_padding` only. Where the length cap cuts a sample, there is no fill.
+
+    Args:
+        pad_token_id (`int`, *optional*):
+            Token id of the padding. Defaults to that of the `processing_class`.
+        eos_token_id (`int`, *optional*):
+            Token id of the block fill. Defaults to that of the `processing_class`; without either PAD fills.
+        block_size (`int`, *optional*):
+            Tokens of a block; `None`, 0 or 1: no fill.
+        pad_seq_len_divisible (`int`, *optional*):
+            Round the length of the batch up to a multiple of it that is also one of `block_size`; `None`, 0 or 1: no
+            rounding.
+        max_seq_len (`int`, *optional*):
+            Most slots of a row, also after rounding.
+        supervise_padding (`bool`, *optional*, defaults to `False`):
+            Whether PAD is supervised. Clean PAD that the model attends to gives the length of the response away.
+        response_window (`bool`, *optional*, defaults to `False`):
+            Count blocks from the first supervised token, and attend to the fill, instead of counting from the start
+            of the row and not attending to it. Refuses samples with more than one supervised run.
+        processing_class (tokenizer or processor, *optional*):
+            Where ids that are not given come from.
+        return_tensors (`str`, *optional*, defaults to `"pt"`):
+            `"pt"` or `"np"`.
+
+    Returns (`__call__`):
+        `dict`: `input_ids`, `attention_mask` and `labels` (-100 where not supervised), int64, and `loss_mask`,
+        float32, of shape `(B, L)`; `input_lengths`, int64 of shape `(B,)`: tokens of each sample before any cut,
+        without padding. Where features have a `sample_index`, that too, int64 of shape `(B,)`, for seeds of the noise.
+
+    Raises:
+        `ValueError`: For ids that can't be found or numbers out of range. When called: for missing or contradicting
+            columns, masks of another length or with other values than 0 and 1, packed samples, and more than one
+            supervised run under `response_window`.
+
+    Example:
+
+    ```python
+    >>> from hf_prefix_tree import DataCollatorForDiffusionLM
+
+    >>> collator = DataCollatorForDiffusionLM(pad_token_id=0, eos_token_id=2, block_size=4)
+    >>> short, long = {"input_ids": [7, 8, 9], "loss_mask": [0, 1, 1]}, {"input_ids": [5] * 5, "loss_mask": [1] * 5}
+    >>> batch = collator([short, long])
+    >>> batch["input_ids"]
+    tensor([[7, 8, 9, 2, 0, 0, 0, 0],
+            [5, 5, 5, 5, 5, 2, 2, 2]])
+    >>> batch["labels"][0], batch["attention_mask"][0], batch["input_lengths"]
+    (tensor([-100,    8,    9,    2, -100, -100, -100, -100]), tensor([1, 1, 1, 0, 0, 0, 0, 0]), tensor([3, 5]))
+
+    ```
+    """
+
+    pad_token_id: int | None = None
+    eos_token_id: int | None = None
+    block_size: int | None = None
+    pad_seq_len_divisible: int | None = None
+    max_seq_len: int | None = None
+    supervise_padding: bool = False
+    response_window: bool = False
+    processing_class: Any = None
+    return_tensors: str = "pt"
+    keeps_sample_index: ClassVar[bool] = True  # the noise of a training depends on it
+
+    def __post_init__(self) -> None:
+        _check_return_tensors(self.return_tensors)
+        for name in ("pad_token_id", "eos_token_id"):
+            if getattr(self, name) is None:
+                setattr(self, name, _id_of(self.processing_class, name))
+            value = getattr(self, name)
+            if value is not None and (
+                not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 0
+            ):
+                raise ValueError(f"`{name}` must be a token id, got {value!r}.")
+        if self.pad_token_id is None:
+            where = "there is no `processing_class`" if self.processing_class is None else "the tokenizer has none"
+            raise ValueError(f"`pad_token_id` is not given and {where}: pass one; it may be the id of the EOS token.")
+        for name, least in (("block_size", 0), ("pad_seq_len_divisible", 0), ("max_seq_len", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"`{name}` must be at least {least}, got {value}: pass None to go without.")
+
+    @property
+    def block_pad_token_id(self) -> int:
+        """The id that fills blocks: EOS, or PAD where there is no EOS."""
+        block_pad_token_id = self.pad_token_id if self.eos_token_id is None else self.eos_token_id
+        assert block_pad_token_id is not None  # `__post_init__` saw to it
+        return block_pad_token_id
+
+    def __call__(self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
+        return_tensors = return_tensors or self.return_tensors
+        _check_return_tensors(return_tensors)
+        if not features:
+            raise ValueError("`features` is empty; pass at least one sample.")
+        samples = [self._read(feature, index) for index, feature in enumerate(features)]
+        prefixes = [self._prefix(sample, index) for index, sample in enumerate(samples)]
+        ends = [self._fill_end(len(s.input_ids), prefix) for s, prefix in zip(samples, prefixes, strict=True)]
+        length = self._length(ends)
+
+        batch: dict[str, Any] = {
+            "input_ids": np.full((len(samples), length), self.pad_token_id, dtype=np.int64),
+            "loss_mask": np.full((len(samples), length), self.supervise_padding, dtype=np.float32),
+            "attention_mask": np.zeros((len(samples), length), dtype=np.int64),
+        }
+        for row, (sample, end) in enumerate(zip(samples, ends, strict=True)):
+            raw = len(sample.input_ids)
+            filled = (self.block_pad_token_id, 1, int(self.response_window))
+            for values, content, fill in zip(batch.values(), sample, filled, strict=True):
+                values[row, raw:end] = fill
+                values[row, :raw] = content[:length]
+        batch["labels"] = np.where(batch["loss_mask"] != 0, batch["input_ids"], IGNORE_INDEX)
+        batch["input_lengths"] = np.array([len(sample.input_ids) for sample in samples], dtype=np.int64)
+        indices = [int(feature[SAMPLE_INDEX]) for feature in features if feature.get(SAMPLE_INDEX) is not None]
+        if indices:
+            if len(indices) < len(features):
+                raise ValueError(f"Some features have a `{SAMPLE_INDEX}` and others don't: give every one its own.")
+            batch[SAMPLE_INDEX] = np.array(indices, dtype=np.int64)
+        if return_tensors == "np":
+            return batch
+        return {name: torch.from_numpy(value) for name, value in batch.items()}
+
+    def _read(self, feature: Mapping[str, Any], index: int) -> Sample:
+        return read_sample(feature, index).without_padding()
+
+    def _prefix(self, sample: Sample, index: int) -> int:
+        """Where blocks start: 0, or the first supervised token, or the end of a sample without one."""
+        if not self.response_window:
+            return 0
+        starts = np.flatnonzero(np.diff(sample.supervised.astype(np.int8), prepend=0) == 1)
+        if len(starts) > 1:
+            raise ValueError(
+                f"`features[{index}]` has more than one supervised run under response_window=True: {len(starts)}, at "
+                f"{starts.tolist()}. Make one sample per turn, or pass `response_window=False`."
+            )
+        return int(starts[0]) if len(starts) else len(sample.input_ids)
+
+    def _fill_end(self, raw: int, prefix: int) -> int:
+        """Where the last block ends. A sample above the cap takes the whole row, so its end is beyond it."""
+        block = self.block_size or 1
+        return prefix + -(-(raw - prefix) // block) * block
+
+    def _length(self, ends: Sequence[int]) -> int:
+        length = max(ends)
+        if self.pad_seq_len_divisible is not None and self.pad_seq_len_divisible > 1:
+            multiple = math.lcm(self.block_size or 1, self.pad_seq_len_divisible)
+            length = -(-length // multiple) * multiple
+        if self.max_seq_len is not None:
+            length = min(length, self.max_seq_len)
+        return max(length, 1)
+
+
+@dataclass
+class DLLMCollator(DataCollatorForDiffusionLM):
+    """
+    [`DataCollatorForDiffusionLM`] under the name, with the defaults and exactly the keys of NeMo Automodel's collator.
+
+    `loss_mask` and `attention_mask` must be there, other columns are ignored, `labels` too. Padding of a feature stays
+    where it is. The batch has `input_ids`, `loss_mask`, `attention_mask` and `input_lengths`.
+
+    Args:
+        pad_token_id (`int`, *optional*, defaults to `0`):
+            Token id of the padding.
+
+    The other arguments are those of [`DataCollatorForDiffusionLM`].
+    """
+
+    pad_token_id: int | None = 0
+    keeps_sample_index: ClassVar[bool] = False
+
+    def __call__(self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
+        names = ("input_ids", "loss_mask", "attention_mask")
+        for index, feature in enumerate(features):
+            for name in names:
+                if feature.get(name) is None:
+                    raise ValueError(f"`features[{index}]` has the keys {sorted(feature)} and no `{name}`.")
+        batch = super().__call__([{name: feature[name] for name in names} for feature in features], return_tensors)
+        return {name: batch[name] for name in (*names, "input_lengths")}
+
+    def _read(self, feature: Mapping[str, Any], index: int) -> Sample:
+        return read_sample(feature, index)
+
+
+def _check_return_tensors(return_tensors: str) -> None:
+    if return_tensors not in ("pt", "np"):
+        raise ValueError(f"`return_tensors` must be 'pt' or 'np', got {return_tensors!r}.")
+
+
+def _id_of(processing_class: Any, name: str) -> int | None:
+    """The id of a tokenizer, or of a processor's tokenizer."""
+    return getattr(getattr(processing_class, "tokenizer", processing_class), name, None)

@@ -1,0 +1,220 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""[`DataCollatorForEagle3`]: rows of documents for EAGLE-3 draft training, packed or one padded document each.
+
+A row is what [`eagle3_row`] makes: documents one after another, then padding that counts to the last document. One
+slot is one token; nothing is shifted. Cost: linear in the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_prefix_tree.data.supervision import Document, real_tokens
+
+ROW_KEYS = ("input_ids", "loss_mask", "attention_mask", "position_ids", "doc_remaining")
+DOCUMENT_KEYS = ("input_ids", "loss_mask")
+HIDDEN_STATES = "hidden_states"  # column with the file of a row's precomputed hidden states
+
+
+def eagle3_row(documents: Sequence[Document], length: int, pad_token_id: int) -> dict[str, list[int]]:
+    """
+    Lay documents one after another in a row.
+
+    Args:
+        documents (sequence of pairs): Token ids and loss mask (0 or 1) of each document, at least one token each.
+        length (`int`): Slots of the row, at least the documents' tokens.
+        pad_token_id (`int`): Token id of the padding.
+
+    Returns:
+        `dict[str, list[int]]`: `input_ids`, `loss_mask`, `attention_mask` (1 = real token), `position_ids` (from 0 in
+        every document; padding continues the last), `doc_remaining` (real tokens after the slot in its document), all
+        of `length`, and `seq_lens` (tokens per document, the padding with the last one: their sum is `length`).
+
+    Example:
+
+    ```python
+    >>> row = eagle3_row([([5, 6, 7], [0, 1, 1]), ([8], [1])], length=6, pad_token_id=0)
+    >>> row["position_ids"], row["doc_remaining"], row["seq_lens"]
+    ([0, 1, 2, 0, 1, 2], [2, 1, 0, 0, 0, 0], [3, 3])
+
+    ```
+    """
+    lengths = [len(ids) for ids, _ in documents]
+    padding = length - sum(lengths)
+    seq_lens = [*lengths[:-1], lengths[-1] + padding] if lengths else [length]
+    return {
+        "input_ids": [int(i) for ids, _ in documents for i in ids] + [pad_token_id] * padding,
+        "loss_mask": [int(m) for _, mask in documents for m in mask] + [0] * padding,
+        "attention_mask": [1] * (length - padding) + [0] * padding,
+        "position_ids": [i for own in seq_lens for i in range(own)],
+        "doc_remaining": [i for own in lengths for i in range(own - 1, -1, -1)] + [0] * padding,
+        "seq_lens": seq_lens,
+    }
+
+
+@dataclass
+class DataCollatorForEagle3:
+    """
+    Data collator for EAGLE-3 rows: stacks packed rows, pads and stacks single documents.
+
+    A feature is a row of [`pack_eagle3_dataset`], or one document: `input_ids` and `loss_mask`, with an optional
+    `attention_mask` whose zeros are padding at the end. Documents are padded to the longest of the batch. A feature
+    without tokens gives a row that supervises nothing. `hidden_states` names the file of a row's precomputed hidden
+    states, which are added to the batch; files of other tokens or documents are refused.
+
+    Args:
+        pad_token_id (`int`):
+            Token id of the padding.
+        length (`int`, *optional*):
+            Pad documents to this length instead, and refuse longer ones. FlexAttention needs a multiple of 128.
+        pad_to_multiple_of (`int`, *optional*, defaults to `1`):
+            Round the length of padded documents up to a multiple of it.
+        target_fingerprint (`str`, *optional*):
+            Refuse precomputed hidden states of another target, see [`Eagle3Target`]. The trainer sets it.
+
+    Returns (`__call__`):
+        `dict[str, torch.Tensor]`: `input_ids`, `loss_mask`, `attention_mask`, `position_ids`, `doc_remaining`, int64
+        of shape `(B, N)`; `seq_lens`, int64 of shape `(B, most documents)`, filled up with zeros.
+
+    Raises:
+        `ValueError`: If rows differ in length, or a feature is malformed.
+
+    Example:
+
+    ```python
+    >>> from hf_prefix_tree.eagle3.collator import DataCollatorForEagle3
+
+    >>> collator = DataCollatorForEagle3(pad_token_id=0)
+    >>> features = [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, {"input_ids": [8], "loss_mask": [1]}]
+    >>> batch = collator(features)
+    >>> batch["input_ids"], batch["doc_remaining"]
+    (tensor([[5, 6, 7],
+            [8, 0, 0]]), tensor([[2, 1, 0],
+            [0, 0, 0]]))
+    >>> batch["seq_lens"]
+    tensor([[3],
+            [3]])
+
+    ```
+    """
+
+    pad_token_id: int
+    length: int | None = None
+    pad_to_multiple_of: int = 1
+    target_fingerprint: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.pad_to_multiple_of < 1:
+            raise ValueError(f"`pad_to_multiple_of` must be at least 1, got {self.pad_to_multiple_of}.")
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        if not features:
+            raise ValueError("`features` is empty; pass at least one row.")
+        documents = [None if "doc_remaining" in feature else _document(feature) for feature in features]
+        lengths = {len(feature["input_ids"]) for feature, own in zip(features, documents, strict=True) if own is None}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"`features` has packed rows of {sorted(lengths)} tokens: pack them with one `packed_sequence_size`."
+            )
+        length = lengths.pop() if lengths else self._padded_length([own for own in documents if own is not None])
+        rows = [
+            _checked_row(feature) if own is None else self._padded(own, length)
+            for feature, own in zip(features, documents, strict=True)
+        ]
+        batch = {name: torch.tensor([row[name] for row in rows], dtype=torch.int64) for name in ROW_KEYS}
+        most = max(len(row["seq_lens"]) for row in rows)
+        seq_lens = [[*row["seq_lens"], *[0] * (most - len(row["seq_lens"]))] for row in rows]
+        batch["seq_lens"] = torch.tensor(seq_lens, dtype=torch.int64)
+        if any(feature.get(HIDDEN_STATES) is not None for feature in features):
+            batch |= _hidden_states(features, batch, self.target_fingerprint)
+        return batch
+
+    def _padded_length(self, documents: Sequence[Document]) -> int:
+        if self.length is not None:
+            return self.length
+        longest = max(1, *(len(ids) for ids, _ in documents))
+        return -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
+
+    def _padded(self, document: Document, length: int) -> dict[str, list[int]]:
+        if len(document[0]) > length:
+            raise ValueError(
+                f"`features` has a document of {len(document[0])} tokens for rows of {length}: shorten it first, as "
+                "`build_eagle3_dataloader` does, or pass a larger `length`."
+            )
+        return eagle3_row([document] if len(document[0]) else [], length, self.pad_token_id)
+
+
+def _document(feature: Mapping[str, Any]) -> Document:
+    if feature.get("input_ids") is not None and not len(feature["input_ids"]):
+        return [], []
+    for name in DOCUMENT_KEYS:
+        if feature.get(name) is None:
+            raise ValueError(
+                f"`features` has a row with the keys {sorted(feature)} and no `{name}`: pass rows of "
+                "`pack_eagle3_dataset`, or documents with `input_ids` and `loss_mask`."
+            )
+    return real_tokens(feature["input_ids"], feature["loss_mask"], feature.get("attention_mask"))
+
+
+def _checked_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    length = len(row["input_ids"])
+    for name in ROW_KEYS:
+        if name not in row or len(row[name]) != length:
+            found = "none" if name not in row else str(len(row[name]))
+            raise ValueError(f"A packed row of {length} tokens has {found} `{name}`: pack it again.")
+    if sum(row["seq_lens"]) != length:
+        raise ValueError(f"A packed row of {length} tokens has `seq_lens` that sum to {sum(row['seq_lens'])}.")
+    return row
+
+
+def _hidden_states(
+    features: Sequence[Mapping[str, Any]], batch: Mapping[str, torch.Tensor], target_fingerprint: str | None
+) -> dict[str, torch.Tensor]:
+    """The precomputed states of the rows, zeros for rows without tokens; checked against the rows and the target."""
+    loaded = [
+        None if f.get(HIDDEN_STATES) is None else _states_of(f[HIDDEN_STATES], target_fingerprint) for f in features
+    ]
+    first = next(own for own in loaded if own is not None)
+    batch_size, length = batch["input_ids"].shape
+    stacked = {
+        name: value.new_zeros((batch_size, length, *value.shape[1:]))
+        for name, value in first.items()
+        if name not in ("input_ids", "seq_lens")
+    }
+    for index, (own, feature) in enumerate(zip(loaded, features, strict=True)):
+        if own is None:
+            if len(feature["input_ids"]):
+                raise ValueError(f"Some rows have `{HIDDEN_STATES}` and others don't: precompute all of them.")
+            continue
+        count = len(own["input_ids"])
+        seq_lens = batch["seq_lens"][index]
+        starts = [lens[lens > 0].cumsum(0)[:-1].tolist() for lens in (own["seq_lens"], seq_lens)]
+        if count > length or not torch.equal(own["input_ids"], batch["input_ids"][index, :count]):
+            raise ValueError(
+                f"{feature[HIDDEN_STATES]} was computed for other tokens than this row has: precompute it again."
+            )
+        if starts[0] != starts[1]:
+            raise ValueError(
+                f"{feature[HIDDEN_STATES]} was computed for documents that start at {[0, *starts[0]]}, those of this "
+                f"row start at {[0, *starts[1]]}: precompute it again."
+            )
+        for name, value in stacked.items():
+            value[index, :count] = own[name]
+    return stacked
+
+
+def _states_of(file: str, target_fingerprint: str | None) -> dict[str, torch.Tensor]:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as tensors:
+        found = (tensors.metadata() or {}).get("target_fingerprint")
+        if target_fingerprint is not None and found != target_fingerprint:
+            raise ValueError(
+                f"{file} was computed by another target, or from other layers of it, than the one that is trained "
+                "for: precompute it again, or pass the folder that it lies in as `target_model`."
+            )
+        return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 - not a dictionary

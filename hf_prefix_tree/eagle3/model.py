@@ -1,0 +1,324 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""[`Eagle3DraftModel`]: a fusion layer over three auxiliary hidden states, one decoder layer, the draft head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.utils import ModelOutput
+
+from hf_prefix_tree.eagle3.attention import Documents, step_attention
+from hf_prefix_tree.eagle3.config import Eagle3DraftConfig
+from hf_prefix_tree.eagle3.loss import StepSums, shifted, slot_losses, supervised_slots, weighted_steps
+from hf_prefix_tree.eagle3.vocabulary import d2t_from_ids, ids_from_d2t, t2d_from_ids
+
+
+class Eagle3Attention(nn.Module):
+    """Projections of the draft layer: from twice the hidden size, to heads and back."""
+
+    def __init__(self, config: Eagle3DraftConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        width = config.num_attention_heads * config.head_dim
+        kv_width = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(2 * config.hidden_size, width, bias=False)
+        self.k_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=False)
+        self.v_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=False)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+
+    def heads(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, each `(B, heads, N, head_dim)`."""
+        q, k, v = (
+            projection(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return q, k, v
+
+
+class Eagle3Layer(nn.Module):
+    """The decoder layer."""
+
+    def __init__(self, config: Eagle3DraftConfig) -> None:
+        super().__init__()
+        self.self_attn = Eagle3Attention(config)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        documents: Documents,
+        *earlier: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        One step.
+
+        Args:
+            embeddings, hidden (`torch.Tensor` of shape `(B, N, hidden)`): Of this step's tokens, and the state so far.
+            cos, sin (`torch.Tensor` of shape `(B, N, head_dim)`): Of the positions of this step.
+            documents ([`Documents`]): The documents.
+            earlier (`torch.Tensor`): Keys of the steps before, then their values.
+
+        Returns:
+            `tuple`: the new state `(B, N, hidden)`, this step's keys and values.
+        """
+        inputs = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1)
+        query, key, value = self.self_attn.heads(inputs)
+        query, key = apply_rotary_pos_emb(query, key, cos, sin)
+        half = len(earlier) // 2
+        output = step_attention(query, [*earlier[:half], key], [*earlier[half:], value], documents)
+        hidden = hidden + self.self_attn.o_proj(output.flatten(2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden)), key, value
+
+
+@dataclass
+class Eagle3Output(ModelOutput):
+    """
+    Output of a training forward.
+
+    Args:
+        loss (`torch.Tensor`, scalar): `sum_k decay^k L_k / sum_k decay^k`.
+        sums ([`StepSums`]): What the steps added up.
+    """
+
+    loss: torch.Tensor | None = None
+    sums: StepSums | None = None
+
+
+class Eagle3DraftModel(PreTrainedModel):
+    """
+    The EAGLE-3 draft head of a target.
+
+    `forward` is a training step on rows of [`DataCollatorForEagle3`]; [`Eagle3DraftModel.propose`] drafts tokens. The
+    embedding is the target's and stays frozen: engines put the target's own in its place.
+
+    Args:
+        config ([`Eagle3DraftConfig`]):
+            Its shape. A draft vocabulary smaller than the target's comes with `set_draft_vocabulary`, or from a
+            checkpoint.
+    """
+
+    config: Eagle3DraftConfig
+    d2t: torch.Tensor | None
+    t2d: torch.Tensor | None
+    config_class = Eagle3DraftConfig
+    base_model_prefix = ""
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Eagle3Layer"]  # noqa: RUF012 - as in Transformers
+    main_input_name = "input_ids"
+
+    def __init__(self, config: Eagle3DraftConfig) -> None:
+        super().__init__(config)
+        for name in ("attention_bias", "mlp_bias", "attention_dropout"):
+            if getattr(config, name):
+                raise ValueError(
+                    f"`{name}={getattr(config, name)}` is not served by engines' draft layers: set it to 0."
+                )
+        assert config.draft_vocab_size is not None and config.target_hidden_size is not None  # set by the config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.fc = nn.Linear(3 * config.target_hidden_size, config.hidden_size, bias=False)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        ids = torch.arange(config.draft_vocab_size)
+        is_small = config.draft_vocab_size < config.vocab_size
+        self.register_buffer("d2t", d2t_from_ids(ids) if is_small else None)
+        self.register_buffer("t2d", t2d_from_ids(ids, config.vocab_size) if is_small else None)
+        self.attn_backend = "auto"
+        self.gradient_checkpointing = False
+        self.embed_tokens.weight.requires_grad_(False)
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        loaded = super().from_pretrained(*args, **kwargs)
+        (loaded[0] if isinstance(loaded, tuple) else loaded).embed_tokens.weight.requires_grad_(False)
+        return loaded
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    @property
+    def draft_ids(self) -> torch.Tensor:
+        """Target ids of the draft vocabulary, ascending, int64 of shape `(draft_vocab_size,)`."""
+        if self.d2t is None:
+            return torch.arange(self.config.vocab_size, device=self.device)
+        return ids_from_d2t(self.d2t)
+
+    def set_draft_vocabulary(self, ids: torch.Tensor) -> None:
+        """
+        Say which target tokens the head stands for.
+
+        Args:
+            ids (`torch.Tensor` of shape `(draft_vocab_size,)`, int64): As [`build_token_mapping`] returns them.
+
+        Raises:
+            `ValueError`: If they are not as many as the head has, or not ascending ids of the target.
+        """
+        size = self.config.draft_vocab_size
+        is_ascending = ids.dim() == 1 and len(ids) == size and bool((ids.diff() > 0).all())
+        if not is_ascending or int(ids[0]) < 0 or int(ids[-1]) >= self.config.vocab_size:
+            raise ValueError(
+                f"`ids` must be {size} ascending ids below {self.config.vocab_size} (`draft_vocab_size`), got shape "
+                f"{tuple(ids.shape)}: pass what `build_token_mapping` returned for this size."
+            )
+        if self.d2t is not None and self.t2d is not None:
+            self.d2t = d2t_from_ids(ids).to(self.d2t.device)
+            self.t2d = t2d_from_ids(ids, self.config.vocab_size).to(self.t2d.device)
+
+    @torch.no_grad()
+    def init_from_target(self, embedding: torch.Tensor, head: torch.Tensor | None = None) -> None:
+        """
+        Copy the target's embedding, and start the head from the target's rows of the draft vocabulary.
+
+        Args:
+            embedding (`torch.Tensor` of shape `(vocab_size, hidden)`): The target's embedding matrix.
+            head (`torch.Tensor` of shape `(vocab_size, hidden)`, *optional*): The target's head.
+        """
+        self.embed_tokens.weight.copy_(embedding)
+        if head is not None:
+            self.lm_head.weight.copy_(head[self.draft_ids.to(head.device)])
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        loss_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        doc_remaining: torch.Tensor,
+        seq_lens: torch.Tensor,
+        aux_hidden_states: torch.Tensor,
+        target_logits: torch.Tensor,
+        target_ids: torch.Tensor,
+        ttt_steps: int = 7,
+        step_decay: float = 0.8,
+        num_items_in_batch: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> Eagle3Output:
+        """
+        The loss of a batch.
+
+        Args:
+            input_ids, loss_mask, position_ids, doc_remaining (`torch.Tensor` of shape `(B, N)`, int64), seq_lens:
+                The batch of [`DataCollatorForEagle3`].
+            aux_hidden_states (`torch.Tensor` of shape `(B, N, 3 * target_hidden_size)`):
+                Outputs of the target's layers `aux_layer_ids`, side by side.
+            target_logits (`torch.Tensor` of shape `(B, N, draft_vocab_size)`):
+                The target's logits after each token, of the draft vocabulary.
+            target_ids (`torch.Tensor` of shape `(B, N)`, int64):
+                The target's first choice after each token, in its whole vocabulary.
+            ttt_steps (`int`, *optional*, defaults to `7`):
+                Steps that the draft is unrolled for, K.
+            step_decay (`float`, *optional*, defaults to `0.8`):
+                Weight of a step, relative to the one before.
+            num_items_in_batch (`torch.Tensor` of shape `(K,)`, *optional*):
+                Valid slots of each step, of the whole optimizer step. Defaults to those of this batch.
+            attention_mask (`torch.Tensor`, *optional*):
+                Not needed: padding supervises nothing and is seen by no real token.
+
+        Returns:
+            [`Eagle3Output`]
+        """
+        if ttt_steps < 1:
+            raise ValueError(f"`ttt_steps` must be at least 1, got {ttt_steps}.")
+        documents = Documents(seq_lens, input_ids.shape[1], self.attn_backend)
+        draft_ids = self.draft_ids
+        in_vocabulary = t2d_from_ids(draft_ids, self.config.vocab_size) if self.t2d is None else self.t2d
+        supervised = [supervised_slots(loss_mask, doc_remaining, k) for k in range(ttt_steps)]
+        hidden = self.fc(aux_hidden_states.to(self.fc.weight.dtype))
+        on_track = torch.ones_like(input_ids, dtype=torch.bool)
+        keys: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        steps = []
+        for k in range(ttt_steps):
+            hidden = self._step(shifted(input_ids, 1 + k), position_ids + k, hidden, documents, keys, values)
+            # Slots that count now, and those whose choice now decides whether a later one is a hit.
+            where = torch.stack(supervised[k:]).any(dim=0).flatten().nonzero().squeeze(-1)
+            ahead = where + 1 + k  # the slot of the step's token: in the same document, or a step wouldn't count
+            wanted = target_ids.flatten()[ahead]
+            slots = supervised[k].flatten()[where]
+            valid = slots & in_vocabulary[wanted]
+            normed = self.norm(hidden).flatten(0, 1)[where]
+            losses, choices = self._losses(normed, target_logits.flatten(0, 1), ahead)
+            matches = draft_ids[choices] == wanted
+            on_track = on_track.flatten().index_put((where,), on_track.flatten()[where] & matches).view_as(on_track)
+            hits = on_track.flatten()[where] & slots
+            total = torch.where(valid, losses, torch.zeros_like(losses)).double().sum()
+            steps.append((total, valid.sum(), slots.sum(), (matches & slots).sum(), hits.sum()))
+        sums = StepSums(*(torch.stack(values) for values in zip(*steps, strict=True)))
+        counts = sums.valid if num_items_in_batch is None else num_items_in_batch
+        return Eagle3Output(loss=weighted_steps(sums.loss, counts, step_decay), sums=sums)
+
+    def _losses(
+        self, hidden: torch.Tensor, target_logits: torch.Tensor, where: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if len(hidden) == 0:  # nothing is supervised: still a loss that reaches every parameter
+            zero = self.lm_head(hidden.new_zeros((1, hidden.shape[1]))).sum() * 0 + hidden.sum()
+            return zero[None][:0], torch.zeros(0, dtype=torch.int64, device=hidden.device)
+        return slot_losses(self.lm_head, hidden, target_logits, where)
+
+    def _step(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        documents: Documents,
+        keys: list[torch.Tensor],
+        values: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """One pass of the layer; its keys and values are appended."""
+        cos, sin = self.rotary_emb(hidden, positions)
+        arguments = (self.embed_tokens(tokens).to(hidden.dtype), hidden, cos, sin, documents, *keys, *values)
+        if self.gradient_checkpointing and self.training:
+            hidden, key, value = self._gradient_checkpointing_func(self.midlayer.__call__, *arguments)
+        else:
+            hidden, key, value = self.midlayer(*arguments)
+        keys.append(key)
+        values.append(value)
+        return hidden
+
+    @torch.no_grad()
+    def propose(self, input_ids: torch.Tensor, aux_hidden_states: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """
+        Draft the tokens after a context, greedily. Without a cache: the reference for engines, and for small models.
+
+        Args:
+            input_ids (`torch.Tensor` of shape `(1, L + 1)`, int64): The context, and the token after it.
+            aux_hidden_states (`torch.Tensor` of shape `(1, L, 3 * target_hidden_size)`): The target's, of the context.
+            num_tokens (`int`): Tokens to draft.
+
+        Returns:
+            `torch.Tensor` of shape `(num_tokens,)`, int64: target ids.
+        """
+        length = aux_hidden_states.shape[1]
+        if input_ids.shape != (1, length + 1):
+            raise ValueError(
+                f"`input_ids` has the shape {tuple(input_ids.shape)}: pass one token more than `aux_hidden_states` "
+                f"has ({length})."
+            )
+        documents = Documents(torch.tensor([[length]], device=input_ids.device), length, "sdpa")
+        positions = torch.arange(length, device=input_ids.device)[None]
+        hidden = self.fc(aux_hidden_states.to(self.fc.weight.dtype))
+        tokens = input_ids[:, 1:]
+        keys: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        drafted: list[torch.Tensor] = []
+        for k in range(num_tokens):
+            hidden = self._step(tokens, positions + k, hidden, documents, keys, values)
+            choice = self.draft_ids[self.lm_head(self.norm(hidden[:, -1:])).argmax(dim=-1)]
+            drafted.append(choice[0, 0])
+            tokens = torch.cat([tokens[:, 1:], choice], dim=1)  # only the last slot matters from here on
+        return torch.stack(drafted)

@@ -1,0 +1,420 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""The draft vocabulary: which target tokens a draft head can propose, the tensors that engines read, and its file."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from datasets.fingerprint import Hasher
+from transformers import PreTrainedTokenizerBase
+
+from hf_prefix_tree.data.supervision import IGNORE_INDEX
+from hf_prefix_tree.training.sampling import PaddedDataset
+
+logger = logging.getLogger(__name__)
+
+
+def build_token_mapping(
+    dataloader: Iterable[Mapping[str, Any]],
+    *,
+    target_vocab_size: int,
+    draft_vocab_size: int | None,
+    special_token_ids: Iterable[int | None] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Choose the draft vocabulary from the supervised tokens of the data.
+
+    Counts are summed over the ranks of the default process group (gloo or NCCL), so every rank returns the same
+    mapping. Ranks read disjoint parts of the data; what a [`~torch.utils.data.DistributedSampler`] repeats to fill an
+    uneven last batch is not counted twice. The random state of the process is the same afterwards.
+
+    Args:
+        dataloader (iterable of `Mapping`):
+            Batches with `input_ids` and `loss_mask` of the same shape (unshifted; not 0 where supervised), or with
+            `labels` (-100 where not supervised). Ids outside of the target vocabulary are not counted.
+        target_vocab_size (`int`):
+            Size of the target's vocabulary, Vt.
+        draft_vocab_size (`int`, *optional*):
+            Size of the draft's vocabulary. `None`, or at least Vt, gives the identity, and nothing is read.
+        special_token_ids (iterable of `int`, *optional*):
+            Tokens that are in the draft vocabulary in any case, the first ones first where they don't all fit. `None`
+            among them, repeated ones and those out of range are skipped.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: the chosen ids, ascending (int64 of shape `(draft_vocab_size,)`), and
+        which target tokens they are (bool of shape `(target_vocab_size,)`).
+
+    Raises:
+        `ValueError`: If a size is no positive integer, or a batch lacks a key or its shapes differ.
+
+    Example:
+
+    ```python
+    >>> batch = {"input_ids": [[1, 5, 9, 9, 3, 0]], "loss_mask": [[0, 1, 1, 1, 1, 0]]}
+    >>> ids, mask = build_token_mapping([batch], target_vocab_size=12, draft_vocab_size=4, special_token_ids=[0])
+    >>> ids
+    tensor([0, 3, 5, 9])
+
+    ```
+    """
+    size = draft_size(target_vocab_size, draft_vocab_size)
+    if size == target_vocab_size:
+        return torch.arange(target_vocab_size), torch.ones(target_vocab_size, dtype=torch.bool)
+    counts = _summed_over_ranks(count_supervised(dataloader, target_vocab_size))
+    ids = select_ids(counts, size, special_token_ids)
+    total = int(counts.sum())
+    if total == 0:
+        logger.warning("The data supervises no token of the target vocabulary: the draft vocabulary is arbitrary.")
+    elif _rank() == 0:
+        what, share = (size, len(counts)), 100 * int(counts[ids].sum()) / total
+        logger.info("Draft vocabulary: %d of %d tokens cover %.2f%% of %d supervised tokens.", *what, share, total)
+    return ids, t2d_from_ids(ids, target_vocab_size)
+
+
+def draft_size(target_vocab_size: int, draft_vocab_size: int | None) -> int:
+    """Number of ids in the draft vocabulary: `draft_vocab_size`, or the target's size where that is `None` or less."""
+    sizes = {"target_vocab_size": target_vocab_size, "draft_vocab_size": draft_vocab_size}
+    for name, value in sizes.items():
+        if value is None and name == "draft_vocab_size":
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
+    return target_vocab_size if draft_vocab_size is None else min(draft_vocab_size, target_vocab_size)
+
+
+def select_ids(
+    counts: torch.Tensor, draft_vocab_size: int, special_token_ids: Iterable[int | None] | None
+) -> torch.Tensor:
+    """The ids of a draft vocabulary, ascending, for how often each token of the target is supervised (int64)."""
+    special = [int(i) for i in special_token_ids or () if i is not None and 0 <= i < len(counts)]
+    # Unused ids have count 0 and are already in ascending order: a stable sort puts them last and keeps that order.
+    by_count = torch.argsort(counts, descending=True, stable=True).tolist()
+    chosen = list(dict.fromkeys([*special, *by_count]))[:draft_vocab_size]
+    return torch.tensor(sorted(chosen), dtype=torch.int64)
+
+
+def count_supervised(dataloader: Iterable[Mapping[str, Any]], target_vocab_size: int) -> torch.Tensor:
+    """How often the batches of this rank supervise each token, int64 of shape `(target_vocab_size,)`."""
+    from transformers.utils import logging as transformers_logging
+
+    counts = torch.zeros(target_vocab_size, dtype=torch.int64)
+    rows_left = _own_rows(dataloader)
+    with undisturbed_randomness(dataloader):
+        for batch in transformers_logging.tqdm(dataloader, desc="Counting tokens", disable=_rank() != 0):
+            ids, supervised = _ids_and_mask(batch)
+            if rows_left is not None:
+                ids, supervised = ids[:rows_left], supervised[:rows_left]
+                rows_left -= len(ids)
+            ids = ids[supervised & (ids >= 0) & (ids < target_vocab_size)]
+            counts += torch.bincount(ids.cpu(), minlength=target_vocab_size)
+    return counts
+
+
+def d2t_from_ids(ids: torch.Tensor) -> torch.Tensor:
+    """
+    Engines' `d2t`: what to add to a draft id to get its target id.
+
+    Args:
+        ids (`torch.Tensor` of shape `(draft_vocab_size,)`, int64): The draft vocabulary, ascending.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> d2t_from_ids(torch.tensor([0, 3, 5, 9]))
+    tensor([0, 2, 3, 6])
+
+    ```
+    """
+    return ids - torch.arange(len(ids), dtype=ids.dtype, device=ids.device)
+
+
+def ids_from_d2t(d2t: torch.Tensor) -> torch.Tensor:
+    """The target ids of the draft vocabulary, the inverse of [`d2t_from_ids`]."""
+    return d2t + torch.arange(len(d2t), dtype=d2t.dtype, device=d2t.device)
+
+
+def t2d_from_ids(ids: torch.Tensor, target_vocab_size: int) -> torch.Tensor:
+    """Engines' `t2d`: which target tokens are in the draft vocabulary, bool of shape `(target_vocab_size,)`."""
+    mask = torch.zeros(target_vocab_size, dtype=torch.bool, device=ids.device)
+    mask[ids] = True
+    return mask
+
+
+def collective_device() -> torch.device:
+    """Where tensors of the default group's collectives must be: NCCL takes only those on the GPU."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def is_distributed() -> bool:
+    """Whether several processes take part."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+@contextlib.contextmanager
+def undisturbed_randomness(dataloader: object = None) -> Iterator[None]:
+    """Reading a loader draws seeds from the global generator, or from its own: both are put back afterwards."""
+    own = [getattr(dataloader, "generator", None), getattr(getattr(dataloader, "sampler", None), "generator", None)]
+    generators = [g for g in own if isinstance(g, torch.Generator)]
+    states = [g.get_state() for g in generators]
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def _ids_and_mask(batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    name = "loss_mask" if "loss_mask" in batch else "labels"
+    if "input_ids" not in batch or name not in batch:
+        raise ValueError(
+            f"`dataloader` gives batches with the keys {sorted(batch)}, but `input_ids` and `loss_mask` are needed: "
+            "collate them with `DataCollatorForEagle3`."
+        )
+    ids, mask = torch.as_tensor(batch["input_ids"]), torch.as_tensor(batch[name])
+    if ids.shape != mask.shape:
+        raise ValueError(
+            f"`dataloader` gives `input_ids` of shape {tuple(ids.shape)} and `{name}` of shape {tuple(mask.shape)}: "
+            "they must be equal."
+        )
+    return ids.long(), (mask != IGNORE_INDEX) if name == "labels" else (mask != 0)
+
+
+def _own_rows(dataloader: object) -> int | None:
+    """How many rows of this rank are not repeats that a `DistributedSampler` fills up with; `None` for all."""
+    sampler = getattr(dataloader, "sampler", None)
+    if not isinstance(sampler, torch.utils.data.DistributedSampler) or sampler.drop_last:
+        return None
+    return len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _summed_over_ranks(counts: torch.Tensor) -> torch.Tensor:
+    if is_distributed():
+        counts = counts.to(collective_device())
+        dist.all_reduce(counts)
+    return counts.cpu()
+
+
+def save_token_mapping(
+    path: str | os.PathLike[str], ids: torch.Tensor, target_vocab_size: int, fingerprint: str | None = None
+) -> None:
+    """
+    Write a draft vocabulary. A reader sees the whole file or the one before it, never a part.
+
+    Args:
+        path (`str` or `os.PathLike`): The file. Missing folders are created.
+        ids (`torch.Tensor` of shape `(draft_vocab_size,)`, int64): The draft vocabulary, ascending.
+        target_vocab_size (`int`): Size of the target's vocabulary.
+        fingerprint (`str`, *optional*): A hash of what the mapping was built from.
+
+    Raises:
+        `ValueError`: If the ids are no draft vocabulary of that target.
+    """
+    problem = _problem_of_ids(ids, target_vocab_size, len(ids) if ids.dim() else 0)
+    if problem is not None:
+        raise ValueError(f"`ids` can't be saved: {problem}. Pass what `build_token_mapping` returned.")
+    ids = ids.detach().cpu().contiguous()
+    metadata = {"target_vocab_size": str(target_vocab_size), "checksum": _checksum(ids)}
+    if fingerprint is not None:
+        metadata["fingerprint"] = fingerprint
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")  # renaming is atomic within one folder
+    try:
+        temporary.write_bytes(safetensors.torch.save({"selected_token_ids": ids}, metadata))
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def load_token_mapping(
+    path: str | os.PathLike[str],
+    *,
+    target_vocab_size: int,
+    draft_vocab_size: int | None,
+    fingerprint: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """
+    Read a draft vocabulary, if the file holds the one that is asked for.
+
+    Args:
+        path (`str` or `os.PathLike`): The file.
+        target_vocab_size (`int`): Size of the target's vocabulary.
+        draft_vocab_size (`int`, *optional*): See [`build_token_mapping`].
+        fingerprint (`str`, *optional*): What it must have been built from. `None` takes any.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`, *optional*: ids and mask as [`build_token_mapping`] returns them. `None`
+        where the file is missing, unreadable or incompatible; a warning says why, except where it is missing.
+    """
+    ids, problem = _read(path, target_vocab_size, draft_size(target_vocab_size, draft_vocab_size), fingerprint)
+    if problem is not None:
+        logger.warning("The token mapping %s is not used: %s.", os.fspath(path), problem)
+    return None if ids is None else (ids, t2d_from_ids(ids, target_vocab_size))
+
+
+def load_or_build_token_mapping(
+    dataloader: Iterable[Mapping[str, Any]],
+    *,
+    target_vocab_size: int,
+    draft_vocab_size: int | None,
+    special_token_ids: Iterable[int | None] | None = None,
+    cache_path: str | os.PathLike[str] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    fingerprint: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    The draft vocabulary from a file, or from the data and then into the file.
+
+    A hit draws no random number and leaves the loader unread, so that it does not change later shuffles. A file that
+    is broken, or that was built from other data, another tokenizer or other special tokens, is rebuilt with a warning
+    on every rank; so is any file where the data can't be told from other data (a stream without a `fingerprint`).
+    Every rank must call it.
+
+    Args:
+        dataloader, target_vocab_size, draft_vocab_size, special_token_ids: See [`build_token_mapping`].
+        cache_path (`str` or `os.PathLike`, *optional*): The file. `None` only builds.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): Its vocabulary and chat template go into the fingerprint.
+        fingerprint (`str`, *optional*): Name of the data, where reading it is too slow or not possible (streams).
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: see [`build_token_mapping`].
+    """
+    special = list(special_token_ids or ())
+    sizes: dict[str, Any] = {"target_vocab_size": target_vocab_size, "draft_vocab_size": draft_vocab_size}
+    size = draft_size(target_vocab_size, draft_vocab_size)
+    if cache_path is None or size == target_vocab_size:
+        return build_token_mapping(dataloader, **sizes, special_token_ids=special)
+    key = mapping_fingerprint(dataloader, tokenizer, special, fingerprint)
+    is_main = not is_distributed() or dist.get_rank() == 0
+    verdict = [_read(cache_path, target_vocab_size, size, key) if is_main else (None, None)]
+    if is_distributed():
+        dist.broadcast_object_list(verdict, src=0, device=collective_device())
+    ids, problem = verdict[0]
+    if key is None and ids is not None:
+        ids, problem = None, "the data can't be told from other data (pass `fingerprint`, a name for it)"
+    if ids is not None:
+        if is_main:
+            logger.info("Draft vocabulary: %d tokens, from %s.", len(ids), os.fspath(cache_path))
+        return ids, t2d_from_ids(ids, target_vocab_size)
+    if problem is not None:
+        logger.warning("The token mapping %s is built again: %s.", os.fspath(cache_path), problem)
+    ids, mask = build_token_mapping(dataloader, **sizes, special_token_ids=special)
+    if is_main:
+        try:
+            save_token_mapping(cache_path, ids, target_vocab_size, key)
+        except OSError as error:  # the mapping is right; only the next start has to build it again
+            logger.warning("The token mapping could not be written to %s: %s.", os.fspath(cache_path), error)
+    return ids, mask
+
+
+def mapping_fingerprint(
+    dataloader: object,
+    tokenizer: PreTrainedTokenizerBase | None,
+    special_token_ids: list[int | None],
+    data: str | None,
+) -> str | None:
+    """
+    What a mapping is built from, as a hash: the data (or `data`, its name), tokenizer, special tokens. Equal on all
+    ranks; each must call it. `None` where the data of some rank can't be told from other data.
+    """
+    if data is None:
+        data = data_fingerprint(getattr(dataloader, "dataset", dataloader))
+        if is_distributed():
+            # Ranks that hold different parts of the data have different ones.
+            gathered: list[str | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, data)
+            data = None if None in gathered else "+".join(str(part) for part in dict.fromkeys(gathered))
+    if data is None:
+        return None
+    text = None if tokenizer is None else [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]
+    return Hasher.hash([data, special_token_ids, text])
+
+
+def data_fingerprint(source: object) -> str | None:
+    """
+    A hash that tells one data set from another: the one that `datasets` keeps, or that of the rows themselves. `None`
+    for what is no sequence of rows and would have to be read.
+    """
+    if isinstance(source, PaddedDataset):  # how many rows fill it up depends on the number of ranks
+        return data_fingerprint(source.dataset)
+    known = getattr(source, "_fingerprint", None)
+    if isinstance(known, str):
+        return known
+    if not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
+        return None
+    hasher = Hasher()
+    with undisturbed_randomness():
+        for index in range(len(source)):
+            row = source[index]
+            columns = sorted(row.items()) if isinstance(row, Mapping) else [("row", row)]
+            hasher.update([(name, _as_array(value)) for name, value in columns])
+    return hasher.hexdigest()
+
+
+def _as_array(value: Any) -> Any:
+    """Lists, arrays and tensors of the same numbers as the same thing; lists of different lengths as they are."""
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError):
+        return value
+
+
+def _read(
+    path: str | os.PathLike[str], target_vocab_size: int, size: int, fingerprint: str | None
+) -> tuple[torch.Tensor | None, str | None]:
+    """The ids of a file, or what is wrong with it; neither where there is none."""
+    if not os.path.lexists(path):
+        return None, None
+    if not os.path.isfile(path):  # opening a pipe would wait for somebody to write
+        return None, "it is no regular file"
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata, ids = file.metadata() or {}, file.get_tensor("selected_token_ids").clone()
+    except Exception as error:  # whatever a broken or foreign file raises: other ranks wait for the verdict
+        return None, f"it can't be read ({type(error).__name__}: {error})"
+    problem = _problem_of_ids(ids, target_vocab_size, size)
+    if metadata.get("target_vocab_size") != str(target_vocab_size):
+        problem = f"`target_vocab_size` is {metadata.get('target_vocab_size')} there and {target_vocab_size} here"
+    elif problem is None and metadata.get("checksum") != _checksum(ids):
+        problem = "the ids don't match their checksum"
+    elif problem is None and fingerprint is not None and metadata.get("fingerprint") != fingerprint:
+        problem = "it was built from other data, another tokenizer or other special tokens"
+    return (ids, None) if problem is None else (None, problem)
+
+
+def _checksum(ids: torch.Tensor) -> str:
+    return Hasher.hash_bytes(ids.numpy().tobytes())
+
+
+def _problem_of_ids(ids: torch.Tensor, target_vocab_size: int, size: int) -> str | None:
+    if ids.dtype != torch.int64 or ids.dim() != 1 or len(ids) != size:
+        return f"the ids are {ids.dtype} of shape {tuple(ids.shape)}, not int64 of shape ({size},)"
+    if size and not (int(ids.min()) >= 0 and int(ids.max()) < target_vocab_size):
+        return f"the ids range from {int(ids.min())} to {int(ids.max())}, outside of 0 to {target_vocab_size - 1}"
+    if not bool((ids.diff() > 0).all()):
+        return "the ids are not ascending without repetition"
+    return None

@@ -1,0 +1,263 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Tree attention by the Hopper kernels of `flash-attn-4`.
+
+FlexAttention's FLASH backend runs the same kernels. Called directly they can be told what it has no words for:
+
+- Query heads that share keys are rows of the batch, views of the same keys. Otherwise the kernels sum the gradients of
+  keys and values in float32 in memory.
+- The longest blocks start first, those of all heads together: in the backward the first keys of a row, which most
+  queries see, in the forward its last queries. In the kernels' own order those of the last head would start last, and
+  all wait for them.
+- The mask looks up the tree by address. The kernels wrap every index of a tensor that a mask reads.
+
+An operator of its own, so that compiled layers stay one graph. Everything private of `flash-attn-4` is touched here.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_prefix_tree.modeling.attention.mask import TreeBlockMask
+
+
+def attend_flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: TreeBlockMask, *, scale: float | None = None
+) -> torch.Tensor:
+    """
+    Attention under a block mask by `flash-attn-4`; arguments and result as for [`~attention.kernels.attend_flex`],
+    without softcap and sinks.
+    """
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    rows = [mask.subtree_end] if mask.limit is None else [mask.subtree_end, mask.depth, mask.limit]
+    lists = [
+        *(mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices),
+        *(mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices),
+    ]
+    output, _ = _flash(query, key, value, rows, lists, mask.kind, scale)
+    return output.transpose(1, 2)
+
+
+@torch.library.custom_op("hf_prefix_tree::flash", mutates_args=())
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: Sequence[torch.Tensor],
+    lists: Sequence[torch.Tensor],
+    kind: str,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    output, lse = _empty_results(query, key, value)
+    groups = lse.shape[1]
+    query, key, value = map(_dense, (query, key, value))
+    with _kernels_of(query.device):
+        for row, own_lse in enumerate(lse):
+            _flash_attn_fwd(
+                *_operands(row, groups, query, key, value),
+                softmax_scale=scale,
+                return_lse=True,
+                out=_by_group(output[row], groups),
+                lse=own_lse,
+                **_mask(row, rows, lists[:4], kind),
+            )
+    return output, lse
+
+
+@torch.library.custom_op("hf_prefix_tree::flash_backward", mutates_args=())
+def _flash_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    rows: Sequence[torch.Tensor],
+    lists: Sequence[torch.Tensor],
+    kind: str,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    query_grad, key_grad, value_grad = _empty_gradients(grad, query, key, value)
+    groups = lse.shape[1]
+    grad, query, key, value = map(_dense, (grad, query, key, value))
+    with _kernels_of(query.device):
+        for row, own_lse in enumerate(lse):
+            _flash_attn_bwd(
+                *_operands(row, groups, query, key, value),
+                _by_group(output[row], groups),
+                _by_group(grad[row], groups),
+                own_lse,
+                softmax_scale=scale,
+                dq=_by_group(query_grad[row], groups),
+                dk=key_grad[row],
+                dv=value_grad[row],
+                **_mask(row, rows, lists[4:], kind),
+            )
+    return query_grad, key_grad, value_grad
+
+
+@_flash.register_fake
+def _empty_results(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, and the log-sum-exp of each group of heads, `(B, groups, kv_heads, N)`."""
+    batch_size, length, heads, _ = query.shape
+    kv_heads = key.shape[2]
+    lse = query.new_empty(batch_size, heads // kv_heads, kv_heads, length, dtype=torch.float32)
+    return query.new_empty(*query.shape[:3], value.shape[3]), lse
+
+
+@_flash_backward.register_fake
+def _empty_gradients(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradient of the queries, and for each group of heads those of keys and values, `(B, groups, N, ...)`."""
+    groups = query.shape[2] // key.shape[2]
+    key_grad, value_grad = (x.new_empty(x.shape[0], groups, *x.shape[1:]) for x in (key, value))
+    return query.new_empty(query.shape), key_grad, value_grad
+
+
+def _keep(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    query, key, value, rows, lists, *ctx.others = inputs
+    ctx.num_rows = len(rows)
+    ctx.save_for_backward(query, key, value, *output, *rows, *lists)
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple:
+    query, key, value, output, lse, *others = ctx.saved_tensors  # once: checkpointing recomputes it, and then lets go
+    rows, lists = others[: ctx.num_rows], others[ctx.num_rows :]
+    query_grad, *grads = _flash_backward(grad, query, key, value, output, lse, rows, lists, *ctx.others)
+    # not in the operator: compiled layers add the groups up where they read them
+    grads = [x.sum(dim=1) if x.shape[1] > 1 else x[:, 0] for x in grads]
+    return query_grad, *grads, [None] * len(rows), [None] * len(lists), None, None
+
+
+_flash.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _operands(
+    row: int, groups: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of a row: each group of queries, and for each the same keys and values."""
+    shared = (-1, -1, -1)
+    return _by_group(query[row], groups), key[row].expand(groups, *shared), value[row].expand(groups, *shared)
+
+
+def _by_group(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """A view of a row's heads `(N, heads, size)` as `(groups, N, heads / groups, size)`."""
+    length, heads, size = x.shape
+    of_token, of_head, _ = x.stride()
+    return x.as_strided((groups, length, heads // groups, size), (of_head, of_token, groups * of_head, 1))
+
+
+def _mask(row: int, rows: Sequence[torch.Tensor], lists: Sequence[torch.Tensor], kind: str) -> dict[str, Any]:
+    """The keyword arguments that make up the mask of a row. The tensors must live until the kernel has run."""
+    from cutlass import Int64
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    assert all(x.is_contiguous() and x.dtype == torch.int32 for x in rows)  # they are read by address
+    own = [x[row] if x.dim() == 2 else x for x in rows]  # a limit is the same for all
+    size = rows[0].shape[1] // lists[0].shape[-1]
+    return {
+        "mask_mod": _mask_mod(kind),
+        "aux_scalars": tuple(Int64(x.data_ptr()) for x in own),
+        "block_sparse_tensors": BlockSparseTensorsTorch(*(x[row, None] for x in lists), block_size=(size, size)),
+    }
+
+
+@functools.cache
+def _mask_mod(kind: str) -> Callable:
+    """
+    Whether a pair is visible, in the language of the kernels; see [`~attention.mask.dense_mask`]. The scalars are the
+    addresses of the tree rows.
+    """
+    import cutlass
+    import cutlass.cute as cute
+
+    def lookup(address: Any, index: Any) -> Any:
+        pointer = cute.make_ptr(cutlass.Int32, address, cute.AddressSpace.gmem, assumed_align=4)
+        found = cute.make_rmem_tensor(1, cutlass.Int32)
+        found[0] = cute.make_tensor(pointer, cute.make_layout(2**30))[index]
+        return found.load()
+
+    @cute.jit
+    def plain(b: Any, h: Any, q: Any, k: Any, info: Any, tensors: Any, scalars: Any) -> Any:
+        return (k <= q) & (q < lookup(scalars[0], k[0]))
+
+    @cute.jit
+    def window(b: Any, h: Any, q: Any, k: Any, info: Any, tensors: Any, scalars: Any) -> Any:
+        near = lookup(scalars[1], q[0]) - lookup(scalars[1], k[0]) < lookup(scalars[2], 0)
+        return (k <= q) & (q < lookup(scalars[0], k[0])) & near
+
+    @cute.jit
+    def chunk(b: Any, h: Any, q: Any, k: Any, info: Any, tensors: Any, scalars: Any) -> Any:
+        size = lookup(scalars[2], 0)
+        same = lookup(scalars[1], q[0]) // size == lookup(scalars[1], k[0]) // size
+        return (k <= q) & (q < lookup(scalars[0], k[0])) & same
+
+    chosen = {"plain": plain, "window": window, "chunk": chunk}[kind]
+    # compiled kernels are kept under it, on disk as well
+    chosen.__cute_hash__ = f"hf_prefix_tree {_digest()}: {kind}"
+    return chosen
+
+
+@functools.cache
+def _digest() -> str:
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+
+
+_compiling = threading.RLock()  # the backward runs in threads of its own
+
+
+@contextmanager
+def _kernels_of(device: torch.device) -> Iterator[None]:
+    """For kernels of this GPU that are compiled now, in our order of blocks; those of other masks are kept apart."""
+    import flash_attn.cute.flash_bwd_sm90 as backward
+    import flash_attn.cute.flash_fwd_sm90 as forward
+    from flash_attn.cute.tile_scheduler import SingleTileScheduler
+
+    with torch.accelerator.device_index(device.index), _compiling:
+        forward.SingleTileScheduler, backward.SingleTileScheduler = _scheduler(last_first=True), _scheduler()
+        try:
+            yield
+        finally:
+            forward.SingleTileScheduler = backward.SingleTileScheduler = SingleTileScheduler
+
+
+@functools.cache
+def _scheduler(last_first: bool = False) -> type:
+    import cutlass.cute as cute
+    from flash_attn.cute.tile_scheduler import SingleTileScheduler
+
+    class HeadsFirst:
+        Params = SingleTileScheduler.Params
+        to_underlying_arguments = staticmethod(SingleTileScheduler.to_underlying_arguments)
+
+        @staticmethod
+        def create(params: Any, context: Any = None, *, loc: Any = None, ip: Any = None) -> Any:
+            head, row, block = cute.arch.block_idx()
+            if last_first:
+                block = params.num_block - 1 - block
+            return SingleTileScheduler(params, (block, head, row), loc=loc, ip=ip)
+
+        @staticmethod
+        def get_grid_shape(params: Any, *, loc: Any = None, ip: Any = None) -> tuple:
+            return params.num_head * params.num_splits, params.num_batch, params.num_block
+
+    return HeadsFirst

@@ -1,0 +1,102 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Attention implementations: a model's default, and which parts of it run the tree's attention.
+
+The language model runs the tree's attention; vision and audio towers keep their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+_MODELING_UTILS = sys.modules[PreTrainedModel.__module__]  # where the interface itself lives
+
+
+@functools.cache
+def default_implementation(config_class: type) -> str:
+    """`"sdpa"` where the models of this config class support it, otherwise `"eager"`."""
+    if getattr(config_class, "attn_logit_softcapping", None):  # Transformers before 5.24 lets sdpa drop the softcap
+        return "eager"
+    found = _model_classes(config_class)
+    return "sdpa" if any(c._supports_sdpa and _interface_in_source(c) for c in found) else "eager"
+
+
+@functools.cache
+def uses_attention_interface(config_class: type) -> bool:
+    return any(_interface_in_source(model_class) for model_class in _model_classes(config_class))
+
+
+def _interface_in_source(model_class: type) -> bool:
+    """Whether the modeling file calls attention functions by name, as `set_attn_implementation` needs it."""
+    files = [sys.modules[c.__module__] for c in model_class.__mro__ if c.__module__ in sys.modules]
+    return any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files if file is not _MODELING_UTILS)
+
+
+def _model_classes(config_class: type) -> list[type[PreTrainedModel]]:
+    found: list[type[PreTrainedModel]] = []
+    classes: list[type[PreTrainedModel]] = [PreTrainedModel]
+    for model_class in classes:
+        if getattr(model_class, "config_class", None) is config_class:
+            found.append(model_class)
+        classes.extend(model_class.__subclasses__())
+    return found
+
+
+def default_attention(module: torch.nn.Module) -> Callable:
+    config: Any = module.config
+    name = default_implementation(config.__class__)
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return AttentionInterface().get_interface(name, eager)
+
+
+def implementations(model: PreTrainedModel) -> dict[str, str]:
+    """
+    The attention implementations that a model runs now.
+
+    Args:
+        model (`PreTrainedModel`): A causal LM, not wrapped.
+    """
+    parts = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
+    named = {name: part._attn_implementation for name, part in parts.items() if part is not None}
+    return {"": model.config._attn_implementation, **named}
+
+
+def with_tree_attention(model: PreTrainedModel) -> dict[str, str]:
+    """
+    The same with the tree's for the language model, and the default for a tower that was loaded with the tree's.
+
+    Args:
+        model (`PreTrainedModel`): A causal LM, not wrapped.
+    """
+    text, wanted = model.config.get_text_config(), implementations(model)
+    for name, implementation in wanted.items():
+        part = getattr(model.config, name) if name else text
+        if part is text:
+            wanted[name] = IMPLEMENTATION
+        elif implementation == IMPLEMENTATION:
+            wanted[name] = default_implementation(part.__class__)
+    return wanted
+
+
+def set_implementations(model: PreTrainedModel, wanted: dict[str, str]) -> None:
+    """
+    Makes a model run these.
+
+    Args:
+        model (`PreTrainedModel`): A causal LM, not wrapped.
+        wanted (`dict[str, str]`): What [`implementations`] or [`with_tree_attention`] gave.
+    """
+    model.set_attn_implementation(wanted)
+    if model.config._attn_implementation != wanted[""]:
+        # Architectures outside Transformers' attention interface only warn; their mask functions read this name.
+        model.config._attn_implementation_internal = wanted[""]
+
+
+IMPLEMENTATION = "prefix_tree"
+
+FALLBACK_HINT = "Train it on unfolded branches with a stock trainer."

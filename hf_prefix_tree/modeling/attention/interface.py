@@ -1,0 +1,219 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""What `attn_implementation="prefix_tree"` means to Transformers: one attention function and one mask function.
+
+Without a tree both hand over to the model's default implementation: sdpa, or eager where the model has no sdpa. With a
+tree the mask function chooses a backend and returns the tree's mask of the layer type, and the attention function runs
+FlexAttention where it got a block mask, SDPA where it got a dense one, and plain matmul and softmax where a dense mask
+meets softcap or sinks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, causal_mask_function
+
+from hf_prefix_tree.modeling.attention.backend import FLASH_DTYPES, FLASH_HEAD_SIZES, AttentionCall, choose_backend
+from hf_prefix_tree.modeling.attention.flash import attend_flash
+from hf_prefix_tree.modeling.attention.implementations import (
+    FALLBACK_HINT,
+    IMPLEMENTATION,
+    default_attention,
+    default_implementation,
+    uses_attention_interface,
+)
+from hf_prefix_tree.modeling.attention.kernels import attend_dense, attend_flex, attention_dtype
+from hf_prefix_tree.modeling.attention.mask import TreeBlockMask
+from hf_prefix_tree.modeling.context import Mask, TreeContext, active_context
+
+# Layers that pick keys from a dense mask of what is visible.
+_DERIVED_MASKS = {"indexed_attention", "deepseek_sparse_attention"}  # two names of the same
+# Keyword arguments of the call that reach the attention without meaning anything to it.
+_NOT_FOR_ATTENTION = {
+    *("position_ids", "cache_position", "input_ids", "token_type_ids"),
+    *("labels", "shift_labels", "num_items_in_batch"),
+}
+
+
+def register() -> None:
+    """Makes `"prefix_tree"` an attention implementation that Transformers knows."""
+    AttentionInterface.register(IMPLEMENTATION, prefix_tree_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, prefix_tree_mask)
+
+
+def prefix_tree_mask(
+    *,
+    config: Any,
+    mask_function: Callable,
+    q_length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> Mask | None:
+    """The mask function behind `"prefix_tree"`; called by Transformers once per layer type and forward."""
+    context = active_context()
+    if context is None:
+        return AttentionMaskInterface()[default_implementation(config.__class__)](
+            config=config,
+            mask_function=mask_function,
+            q_length=q_length,
+            dtype=dtype,
+            device=device,
+            use_vmap=use_vmap,
+            allow_is_causal_skip=allow_is_causal_skip,
+            **kwargs,
+            **({} if local_size is None else {"local_size": local_size}),
+        )
+    if mask_function is bidirectional_mask_function:
+        return None  # of a cross attention that this call does not use; an attention that does refuses it
+    overlaid = use_vmap or (local_size is None and mask_function is not causal_mask_function)
+    if overlaid or (local_size is not None and not allow_is_causal_skip):
+        raise ValueError(
+            f"{type(config).__name__}: this model overlays its causal mask with one of its own, which the tree mask "
+            f"does not carry. {FALLBACK_HINT}"
+        )
+    chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
+    window, chunk = (None, local_size) if chunked else (local_size, None)
+    additive = not uses_attention_interface(config.__class__)
+    no_flex = None
+    if additive:
+        no_flex = "this architecture computes its attention by itself and takes a dense mask"
+    elif _DERIVED_MASKS & set(getattr(config, "layer_types", None) or []) or not allow_is_causal_skip:
+        no_flex = "this architecture computes sparse masks from a dense one"
+    length = context.prefix_tree.shape[-1]
+    kinds = {"window": window, "chunk": chunk, "sinks": context.sinks}
+    call = AttentionCall.of(config, device, attention_dtype(device, dtype), length, **kinds)
+    build: Any = functools.partial(context.mask, window, chunk, flex=True)
+    backend = choose_backend(context.attn_backend, call, build, no_flex)
+    if additive:
+        return context.additive_mask(dtype, window, chunk)
+    mask = context.mask(window, chunk, flex=backend != "sdpa")
+    if isinstance(mask, TreeBlockMask):
+        mask.backend = backend
+    return mask
+
+
+def prefix_tree_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Mask | None,
+    prefix_tree: TreeContext | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """
+    The attention function behind `"prefix_tree"`, with the signature that Transformers expects.
+
+    Args:
+        module (`torch.nn.Module`): The attention layer.
+        query (`torch.Tensor` of shape `(B, heads, N, head_dim)`): Queries.
+        key (`torch.Tensor` of shape `(B, kv_heads, N, head_dim)`): Keys.
+        value (`torch.Tensor` of shape `(B, kv_heads, N, value_dim)`): Values.
+        attention_mask (`torch.Tensor` or `BlockMask`, *optional*): What [`prefix_tree_mask`] returned.
+        prefix_tree ([`TreeContext`], *optional*): The call's tree; without it the model's default attention runs.
+
+    Returns:
+        `tuple`: the output `(B, N, heads, value_dim)` and the attention weights where the default gives them.
+    """
+    if prefix_tree is None:
+        context = active_context()
+        if context is None and not _made_for_a_tree(module, attention_mask):
+            if kwargs.get("indices") is not None:  # what eager and sdpa find in their mask
+                attention_mask = _keep_chosen(attention_mask, kwargs.pop("indices"), key.shape[2], query.dtype)
+            return default_attention(module)(module, query, key, value, attention_mask, **kwargs)
+        if context is not None and not context.owns(attention_mask):
+            raise ValueError(
+                f"{type(module).__name__} got neither the tree nor the tree's mask: this architecture drops the "
+                f"keyword arguments of the call or attends to something else. {FALLBACK_HINT}"
+            )
+        assert attention_mask is not None
+        return _tree_attention(module, query, key, value, attention_mask, **kwargs)
+    if not isinstance(prefix_tree, TreeContext):
+        raise ValueError(
+            "`prefix_tree` reached the attention as a raw tensor: call `hf_prefix_tree.prepare_model(model)` before "
+            "training (and use peft >= 0.21: older versions go around the model's hooks)."
+        )
+    if not torch.compiler.is_compiling() and not prefix_tree.owns(attention_mask):
+        raise ValueError(
+            f"{type(module).__name__} got an attention mask that is not the tree's (the model builds or changes "
+            f"masks by itself). {FALLBACK_HINT}"
+        )
+    assert attention_mask is not None
+    return _tree_attention(module, query, key, value, attention_mask, **kwargs)
+
+
+def _made_for_a_tree(module: torch.nn.Module, mask: Mask | None) -> bool:
+    # Recomputation under checkpointing runs after the call, in models that drop its keyword arguments without them:
+    # the mask tells. Only the tree path makes block masks, and boolean ones for models whose default is eager; where
+    # it is sdpa the boolean masks of both mean the same.
+    if isinstance(mask, BlockMask):
+        return True
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+        return False
+    config: Any = module.config
+    return default_implementation(config.__class__) == "eager"
+
+
+def _tree_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Mask,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    if dropout:
+        raise ValueError(f"attention dropout ({dropout}) cannot be shared by branches: set `attention_dropout=0.0`.")
+    if position_bias is not None or is_causal is False:
+        raise ValueError(
+            f"{type(module).__name__} adds a position bias or attends to both sides, which the tree path does not "
+            f"carry. {FALLBACK_HINT}"
+        )
+    unknown = [name for name, x in kwargs.items() if isinstance(x, torch.Tensor) and name not in _NOT_FOR_ATTENTION]
+    if unknown:
+        raise ValueError(
+            f"{type(module).__name__} hands its attention {unknown}, which the tree path does not know. "
+            f"{FALLBACK_HINT}"
+        )
+    if indices is not None:
+        mask = _keep_chosen(mask, indices, key.shape[2], query.dtype)
+    dtype = attention_dtype(query.device, value.dtype)
+    query, key, value = (x.to(dtype) for x in (query, key, value))
+    if isinstance(mask, TreeBlockMask) and mask.backend == "flash":
+        odd_sizes = query.shape[-1] != value.shape[-1] or query.shape[-1] not in FLASH_HEAD_SIZES
+        if softcap is not None or s_aux is not None or odd_sizes or dtype not in FLASH_DTYPES:
+            raise ValueError(
+                f"{type(module).__name__} has a softcap, sinks, heads of another size or numbers of {dtype}, which "
+                "its config does not tell and `flash-attn-4` does not serve on trees. Use `attn_backend='flex'`."
+            )
+        output = attend_flash(query, key, value, mask, scale=scaling)
+    elif isinstance(mask, BlockMask):
+        output = attend_flex(query, key, value, mask, scale=scaling, softcap=softcap, sinks=s_aux)
+    else:
+        output = attend_dense(query, key, value, mask, scale=scaling, softcap=softcap, sinks=s_aux)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _keep_chosen(mask: Mask | None, indices: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """The mask without the keys that an indexer did not choose: `indices` is `[B, queries, chosen]`."""
+    if not isinstance(mask, torch.Tensor):
+        raise ValueError("sparse attention needs a dense mask: use `attn_backend='auto'`, which gives it one.")
+    chosen = torch.zeros((*indices.shape[:2], length), dtype=torch.bool, device=indices.device)
+    chosen = chosen.scatter(-1, indices.long(), True)[:, None]
+    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(dtype).min)

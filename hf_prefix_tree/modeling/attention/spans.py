@@ -1,0 +1,177 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""The masks of diffusion language models: who sees whom, as at most two spans of keys per query.
+
+Every mask here is: query q sees key k iff `start0 <= k < end0` or `start1 <= k < end1`, for spans of q's own, and k is
+attended; and every token sees itself, so that no row of the softmax is empty. That covers full attention, block-causal
+attention, and the `[x_t | x_0]` rows of block diffusion. [`spans`] builds these numbers; [`dense_mask`] is the
+reference, an N x N tensor; [`block_mask`] describes the same mask to FlexAttention, built directly from block-wise
+minima and maxima: O(N + (N/128)^2) time and memory, no N x N tensor and no wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from hf_prefix_tree.modeling.attention.mask import listed_blocks
+from hf_prefix_tree.modeling.batch import BLOCK_SIZE
+
+LAYOUTS = ("full", "block_causal", "block_diffusion", "hybrid")
+START0, END0, START1, END1, ATTENDED = range(5)
+
+
+def spans(
+    attention_mask: torch.Tensor,
+    layout: str = "full",
+    block_size: int | None = None,
+    *,
+    window_start: torch.Tensor | None = None,
+    causal_before: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    The spans of keys that each token of a batch sees.
+
+    - `"full"`: every token sees every attended one.
+    - `"block_causal"`: a token sees its own block and all earlier ones.
+    - `"block_diffusion"`: the row is `[x_t | x_0]`, twice as long. A noisy token sees its own noisy block and all
+      earlier clean blocks; a clean token sees the clean blocks up to its own.
+    - `"hybrid"`: the same row, but a clean token sees the clean tokens up to itself: they are those of an
+      autoregressive model, and the one after them is not among them.
+
+    Args:
+        attention_mask (`torch.Tensor` of shape `(B, L)`, int64 or bool):
+            What may be seen by others. A token that is not attended still sees what its place sees.
+        layout (`str`, *optional*, defaults to `"full"`):
+            One of the above.
+        block_size (`int`, *optional*):
+            Tokens of a block; needed for all layouts but `"full"`.
+        window_start (`torch.Tensor` of shape `(B,)`, int64, *optional*):
+            Where the blocks begin; what is before it is one block of its own. Defaults to 0.
+        causal_before (`torch.Tensor` of shape `(B,)`, int64, *optional*):
+            For `"block_causal"`: tokens before this index see the tokens up to themselves only.
+
+    Returns:
+        `torch.Tensor` of shape `(B, 5, N)`, int32: start and end of the first span, start and end of the second, and 1
+        where the token is attended; N is L, or 2 L for `[x_t | x_0]`.
+
+    Raises:
+        `ValueError`: If `layout` is unknown, or `block_size` is missing or below 1.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> dense_mask(spans(torch.ones(1, 4), "block_diffusion", 2))[0, 0].int()
+    tensor([[1, 1, 0, 0, 0, 0, 0, 0],
+            [1, 1, 0, 0, 0, 0, 0, 0],
+            [0, 0, 1, 1, 1, 1, 0, 0],
+            [0, 0, 1, 1, 1, 1, 0, 0],
+            [0, 0, 0, 0, 1, 1, 0, 0],
+            [0, 0, 0, 0, 1, 1, 0, 0],
+            [0, 0, 0, 0, 1, 1, 1, 1],
+            [0, 0, 0, 0, 1, 1, 1, 1]], dtype=torch.int32)
+
+    ```
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"`layout` must be one of {LAYOUTS}, got {layout!r}.")
+    if layout != "full" and (block_size is None or block_size < 1):
+        raise ValueError(f"`block_size` must be at least 1 for `layout={layout!r}`, got {block_size}.")
+    attended = (attention_mask != 0).int()
+    batch_size, length = attended.shape
+    index = torch.arange(length, device=attended.device, dtype=torch.int32).expand(batch_size, -1)
+    none = torch.zeros_like(index)
+    if layout == "full":
+        return torch.stack([none, none + length, none, none, attended], dim=1)
+    assert block_size is not None  # checked above
+    start = none[:, :1] if window_start is None else window_start.int()[:, None]
+    block_start = torch.where(index < start, 0, start + (index - start) // block_size * block_size)
+    block_end = torch.where(index < start, start, block_start + block_size).clamp(max=length)
+    if layout == "block_causal":
+        if causal_before is not None:
+            block_end = torch.where(index < causal_before.int()[:, None], index + 1, block_end)
+        return torch.stack([none, block_end, none, none, attended], dim=1)
+    clean_end = block_end if layout == "block_diffusion" else index + 1
+    noisy = torch.stack([block_start, block_end, none + length, length + block_start, attended], dim=1)
+    clean = torch.stack([none, none, none + length, length + clean_end, attended], dim=1)
+    return torch.cat([noisy, clean], dim=2)
+
+
+def dense_mask(spans: torch.Tensor) -> torch.Tensor:
+    """
+    The mask as one boolean per pair of tokens.
+
+    Args:
+        spans (`torch.Tensor` of shape `(B, 5, N)`, int32): See [`spans`].
+
+    Returns:
+        `torch.Tensor` of shape `(B, 1, N, N)`, bool: `True` where the query (third axis) sees the key (fourth).
+    """
+    index = torch.arange(spans.shape[2], device=spans.device, dtype=spans.dtype)
+    start0, end0, start1, end1 = (spans[:, row, :, None] for row in (START0, END0, START1, END1))
+    inside = ((index >= start0) & (index < end0)) | ((index >= start1) & (index < end1))
+    seen = inside & (spans[:, ATTENDED, None, :] != 0)
+    return (seen | (index[:, None] == index[None, :]))[:, None]
+
+
+def block_mask(spans: torch.Tensor) -> BlockMask:
+    """
+    The mask as FlexAttention's [`~torch.nn.attention.flex_attention.BlockMask`].
+
+    A block of keys is visible to a block of queries iff a span meets its attended keys: as the spans of neighbouring
+    queries overlap or follow one another, the smallest start and the largest end tell. It is full iff all of its keys
+    are attended and one span holds it for every query: the largest start and the smallest end tell. Where the attended
+    tokens of a row, or a span across 128 queries, have gaps, a hidden block may be called partial, which costs time
+    only; the same holds for a full one that two spans hold together.
+
+    Args:
+        spans (`torch.Tensor` of shape `(B, 5, N)`, int32): See [`spans`]; N a multiple of 128.
+
+    Raises:
+        `ValueError`: if N is not a multiple of 128.
+    """
+    batch_size, _, length = spans.shape
+    if length % BLOCK_SIZE != 0:
+        raise ValueError(
+            f"`spans` has rows of {length} tokens, but FlexAttention needs a multiple of {BLOCK_SIZE}: set "
+            f"`pad_seq_len_divisible={BLOCK_SIZE}` in the collator."
+        )
+    num_blocks = length // BLOCK_SIZE
+    low, high = spans.view(batch_size, 5, num_blocks, BLOCK_SIZE).aminmax(dim=-1)  # [B, 5, blocks]
+    attended = spans[:, ATTENDED].view(batch_size, num_blocks, BLOCK_SIZE) != 0
+    index = torch.arange(length, device=spans.device, dtype=spans.dtype).view(num_blocks, BLOCK_SIZE)
+    # first and last attended key of each block; without one, they are such that no span meets them
+    first = torch.where(attended, index, length).amin(dim=-1)[:, None, :]
+    last = torch.where(attended, index, -1).amax(dim=-1)[:, None, :]
+    block_first, block_last = index[None, None, :, 0], index[None, None, :, -1]
+    visible = torch.zeros((batch_size, num_blocks, num_blocks), dtype=torch.bool, device=spans.device)
+    full = visible.clone()
+    for start, end in ((START0, END0), (START1, END1)):
+        visible |= (low[:, start, :, None] <= last) & (high[:, end, :, None] > first)
+        full |= (high[:, start, :, None] <= block_first) & (low[:, end, :, None] > block_last)
+    full &= attended.all(dim=-1)[:, None, :]
+    diagonal = torch.eye(num_blocks, dtype=torch.bool, device=spans.device)
+    partial = (visible | diagonal) & ~full
+    # Clones, not views: the compiler would also specialise on the tensor that they are views of.
+    rows = tuple(spans[:, row].clone() for row in range(5))
+    return BlockMask.from_kv_blocks(
+        *listed_blocks(partial),
+        *listed_blocks(full),
+        BLOCK_SIZE=BLOCK_SIZE,
+        mask_mod=_mask_mod(*rows),
+        seq_lengths=(length, length),
+    )
+
+
+def _mask_mod(
+    start0: torch.Tensor, end0: torch.Tensor, start1: torch.Tensor, end1: torch.Tensor, attended: torch.Tensor
+) -> Callable[..., torch.Tensor]:
+    # One code object for every layout, that reads tensors and never Python numbers: it is compiled once.
+    def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        in0 = (k >= start0[b, q]) & (k < end0[b, q])
+        in1 = (k >= start1[b, q]) & (k < end1[b, q])
+        return ((in0 | in1) & (attended[b, k] != 0)) | (k == q)
+
+    return visible

@@ -1,0 +1,254 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""The batch contract: what one row of trees looks like as tensors, and the only place that encodes or decodes it.
+
+| key | shape, dtype | meaning |
+|---|---|---|
+| `input_ids` | [B, N] int64 | tokens in layout order, padded to a multiple of 128 |
+| `position_ids` | [B, N] int64 | depth |
+| `labels` | [B, N] int64 | unshifted; -100 where not supervised |
+| `prefix_tree` | [B, 3, N] int32 | rows: `subtree_end`, `depth`, `predecessor` |
+| `attention_mask` | [B, N] int64 | 1 = real token |
+| `loss_weights` | [B, N] int64 | the bit pattern of the float64 weight |
+| `tree_stats` | [B, 6] int64 | counts for reports, see [`STATS`]; the model never reads them |
+| `inputs_embeds` | [B, N] int64 | zeros, see [`UNPREPARED_SENTINEL`]; a prepared model never reads them |
+
+All entries are integers because engines cast float entries of a batch to the model's dtype. Building a row is one
+concatenation per key: O(N).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hf_prefix_tree.data.supervision import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from hf_prefix_tree.tree.prefix_tree import PrefixTree
+
+SUBTREE_END, DEPTH, PREDECESSOR = range(3)
+NUM_ROWS = 3
+# The columns of `tree_stats`.
+STATS = ("trees", "branches", "branch_tokens", "tree_tokens", "branch_pairs", "tree_pairs")
+# A model that was not prepared ignores `prefix_tree` and would read the row as one sequence, in silence. Transformers'
+# models refuse `input_ids` together with `inputs_embeds`, so a batch holds both; `prepare_model`'s hook takes it out.
+UNPREPARED_SENTINEL = "inputs_embeds"
+
+# Marks a call whose caller weights the log-probs of a fused head and takes no loss from the model. Only this package's
+# own trainers set it; the hook takes it out.
+WEIGHTED_BY_CALLER = "weighted_by_caller"
+BLOCK_SIZE = 128  # FlexAttention's block: rows are padded to a multiple of it
+
+
+class Supervised(NamedTuple):
+    """The supervised tokens of a batch, compacted to one row of M: what the head and the loss need, and no more."""
+
+    where: torch.Tensor  # [M] int64, position of each token's predecessor in the flattened [B * N] row
+    labels: torch.Tensor  # [1, M] int64, each token's own id
+    weights: torch.Tensor  # [1, M] float64
+
+
+def encode_weights(weights: torch.Tensor) -> torch.Tensor:
+    """
+    The integer form in which weights travel through a batch.
+
+    Args:
+        weights (`torch.Tensor` of shape `(B, N)`, float64): Weight of each token.
+
+    Returns:
+        `torch.Tensor` of shape `(B, N)`, int64: the bit pattern of the weights.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> encode_weights(torch.tensor([0.0, 1.0], dtype=torch.float64))
+    tensor([                  0, 4607182418800017408])
+
+    ```
+    """
+    if weights.dtype != torch.float64:
+        raise ValueError(f"`weights` must be float64, got {weights.dtype}: convert them with `.double()` first.")
+    return weights.view(torch.int64)
+
+
+def decode_weights(loss_weights: torch.Tensor) -> torch.Tensor:
+    """
+    The float64 weights of a batch's `loss_weights`, the inverse of [`encode_weights`].
+
+    Args:
+        loss_weights (`torch.Tensor`, int64): Bit patterns of float64 weights.
+    """
+    if loss_weights.dtype != torch.int64:
+        raise ValueError(
+            f"`loss_weights` must be int64 (the bit pattern of float64 weights), got {loss_weights.dtype}: something "
+            "cast them on the way. Build the batch with `DataCollatorForPrefixTree` or encode the weights with "
+            "`hf_prefix_tree.modeling.batch.encode_weights`."
+        )
+    return loss_weights.view(torch.float64)
+
+
+def concatenate_trees(
+    trees: Sequence[PrefixTree], pad_token_id: int, pad_to_multiple_of: int = BLOCK_SIZE
+) -> dict[str, torch.Tensor]:
+    """
+    Lays trees one after another in one row of the batch contract.
+
+    Args:
+        trees (`Sequence[PrefixTree]`): The trees of the row; an empty sequence gives a row of padding that weighs
+            nothing.
+        pad_token_id (`int`): Token id of the padding. A padding token sees itself only.
+        pad_to_multiple_of (`int`, *optional*, defaults to `128`): The row's length is rounded up to a multiple of it.
+
+    Returns:
+        `dict[str, torch.Tensor]`: the keys of the batch contract, `[1, N]` each (`prefix_tree`: `[1, 3, N]`).
+
+    Example:
+
+    ```python
+    >>> from hf_prefix_tree import Branch, fold
+    >>> tree = fold([Branch([5, 6, 7], [0, 1, 1]), Branch([5, 6, 8], [0, 1, 1])])
+    >>> row = concatenate_trees([tree], pad_token_id=0, pad_to_multiple_of=1)
+    >>> row["input_ids"], row["labels"], row["position_ids"]
+    (tensor([[5, 6, 7, 8]]), tensor([[-100,    6,    7,    8]]), tensor([[0, 1, 2, 2]]))
+    >>> row["prefix_tree"][0]
+    tensor([[ 4,  4,  3,  4],
+            [ 0,  1,  2,  2],
+            [-1,  0,  1,  1]], dtype=torch.int32)
+
+    ```
+    """
+    check_multiple(pad_to_multiple_of)
+    tokens = sum(len(tree) for tree in trees)
+    length = max(1, -(-tokens // pad_to_multiple_of)) * pad_to_multiple_of
+    input_ids = np.full(length, pad_token_id, dtype=np.int64)
+    weights = np.zeros(length, dtype=np.float64)
+    rows = np.zeros((NUM_ROWS, length), dtype=np.int32)
+    rows[SUBTREE_END] = np.arange(1, length + 1)
+    rows[PREDECESSOR] = -1
+    counts = np.zeros(len(STATS), dtype=np.int64)
+    start = 0
+    for tree in trees:
+        end = start + len(tree)
+        stats = tree.stats()
+        counts += [1, *(getattr(stats, name) for name in STATS[1:])]
+        input_ids[start:end] = tree.input_ids
+        weights[start:end] = tree.weights
+        rows[SUBTREE_END, start:end] = tree.subtree_end + start
+        rows[DEPTH, start:end] = tree.depth
+        rows[PREDECESSOR, start:end] = np.where(tree.predecessor >= 0, tree.predecessor + start, -1)
+        start = end
+    labels = np.where(weights > 0, input_ids, IGNORE_INDEX)
+    attention_mask = (np.arange(length) < tokens).astype(np.int64)
+    return {
+        # `input_ids` first: engines read the batch size off the first entry
+        "input_ids": torch.from_numpy(input_ids)[None],
+        "position_ids": torch.from_numpy(rows[DEPTH].astype(np.int64))[None],
+        "labels": torch.from_numpy(labels)[None],
+        "attention_mask": torch.from_numpy(attention_mask)[None],
+        "prefix_tree": torch.from_numpy(rows)[None],
+        "loss_weights": encode_weights(torch.from_numpy(weights))[None],
+        "tree_stats": torch.from_numpy(counts)[None],
+        UNPREPARED_SENTINEL: torch.zeros((1, length), dtype=torch.int64),
+    }
+
+
+def check_multiple(pad_to_multiple_of: Any) -> None:
+    """Raises `ValueError` where a row's length can't be rounded up to a multiple of this."""
+    if not isinstance(pad_to_multiple_of, (int, np.integer)) or pad_to_multiple_of < 1:
+        raise ValueError(
+            f"`pad_to_multiple_of` must be at least 1, got {pad_to_multiple_of!r}: pass an int, 1 for no padding."
+        )
+
+
+def check_batch(batch: Mapping[str, object]) -> None:
+    """
+    Raises `ValueError` where a batch breaks the contract. Looks at types and shapes only: it never waits for a device.
+
+    Args:
+        batch (`Mapping[str, object]`): Keyword arguments of a model call that holds `prefix_tree`.
+    """
+    tree = batch["prefix_tree"]
+    if not isinstance(tree, torch.Tensor) or tree.dtype != torch.int32 or tree.dim() != 3 or tree.shape[1] != NUM_ROWS:
+        what = f"{tree.dtype} of shape {tuple(tree.shape)}" if isinstance(tree, torch.Tensor) else type(tree).__name__
+        raise ValueError(
+            f"`prefix_tree` must be an int32 tensor of shape (batch, {NUM_ROWS}, length) with rows subtree_end, depth "
+            f"and predecessor, got {what}. Build the batch with `DataCollatorForPrefixTree`."
+        )
+    row_shape = (tree.shape[0], tree.shape[2])
+    for name in ("input_ids", "position_ids", "labels", "loss_weights", "attention_mask"):
+        value = batch.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != row_shape:
+            what = str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(
+                f"`{name}` must be a tensor of shape {row_shape} to match `prefix_tree`, got {what}. On the tree path "
+                "only the contract's 2-D entries are taken; custom masks are not."
+            )
+        if value.is_floating_point() and name != "loss_weights":  # `decode_weights` says more about those
+            raise ValueError(
+                f"`{name}` must hold integers, got {value.dtype}: something cast it on the way. Build the batch with "
+                "`DataCollatorForPrefixTree`."
+            )
+
+
+def gather_supervised(
+    prefix_tree: torch.Tensor, labels: torch.Tensor, loss_weights: torch.Tensor | None = None
+) -> Supervised:
+    """
+    Compacts a batch to its supervised tokens, in row-major order.
+
+    A token counts where its label is not -100 and it has a predecessor: the first token of a root is predicted by
+    nothing. A batch without any such token gives one ignored entry of weight 0, so that its loss stays differentiable.
+
+    Args:
+        prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): The tree rows of the contract.
+        labels (`torch.Tensor` of shape `(B, N)`, int64): Unshifted labels.
+        loss_weights (`torch.Tensor` of shape `(B, N)`, int64, *optional*): Encoded weights; 1 for each supervised
+            token where left out.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> tree = torch.tensor([[[4, 4, 3, 4], [0, 1, 2, 2], [-1, 0, 1, 1]]], dtype=torch.int32)
+    >>> gather_supervised(tree, torch.tensor([[-100, 6, -100, 8]]))
+    Supervised(where=tensor([0, 1]), labels=tensor([[6, 8]]), weights=tensor([[1., 1.]], dtype=torch.float64))
+
+    ```
+    """
+    batch_size, _, length = prefix_tree.shape
+    predecessor = prefix_tree[:, PREDECESSOR]
+    where = _is_supervised(prefix_tree, labels).view(-1).nonzero().squeeze(-1)
+    if where.numel() == 0:
+        index = torch.zeros(1, dtype=torch.int64, device=labels.device)
+        ignored = torch.full((1, 1), IGNORE_INDEX, dtype=labels.dtype, device=labels.device)
+        return Supervised(index, ignored, torch.zeros((1, 1), dtype=torch.float64, device=labels.device))
+    row_start = torch.arange(batch_size, device=labels.device)[:, None] * length
+    index = (predecessor + row_start).view(-1)[where]
+    if loss_weights is None:
+        weights = torch.ones(where.numel(), dtype=torch.float64, device=labels.device)
+    else:
+        weights = decode_weights(loss_weights).reshape(-1)[where]
+    return Supervised(index, labels.reshape(-1)[where][None], weights[None])
+
+
+def summed_weights(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """
+    The divisor of a batch's loss: the summed weights of its supervised tokens, a float64 scalar.
+
+    Args:
+        batch (`Mapping[str, torch.Tensor]`): A batch of the contract, with `labels`.
+    """
+    supervised = _is_supervised(batch["prefix_tree"], batch["labels"])
+    if batch.get("loss_weights") is None:
+        return supervised.sum().double()
+    return decode_weights(batch["loss_weights"]).masked_fill(~supervised, 0.0).sum()
+
+
+def _is_supervised(prefix_tree: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (labels != IGNORE_INDEX) & (prefix_tree[:, PREDECESSOR] >= 0)

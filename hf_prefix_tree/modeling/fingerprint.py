@@ -1,0 +1,229 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Which code a model runs: a fingerprint that tells whether something was patched since the model was checked.
+
+[`CodeWatch.unchanged`] compares lists of references, in about 25 microseconds for 400 modules, so that every call can
+afford it. Only after a difference is the key built, which leaves out what does not change the numbers: the wrappers of
+the libraries that trainers put around a model (mixed precision, FSDP, checkpointing, offloading).
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import itertools
+import operator
+import types
+from collections.abc import Iterator
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_prefix_tree.modeling.attention.implementations import IMPLEMENTATION
+from hf_prefix_tree.modeling.attention.interface import prefix_tree_attention, prefix_tree_mask
+
+# Packages whose modules keep tokens apart, or mix them as the conformance table has it. Other code is tested.
+_KNOWN = {
+    *("torch", "transformers", "peft", "trl", "accelerate", "deepspeed", "bitsandbytes", "torchao"),
+    *("hf_prefix_tree", "builtins", "functools"),
+}
+# Fields of a config that change no number of a call with a tree; trainers toggle some of them.
+_IRRELEVANT_FIELDS = {
+    *("use_cache", "return_dict", "output_hidden_states", "output_attentions", "dtype", "torch_dtype"),
+    *("pad_token_id", "bos_token_id", "eos_token_id", "architectures", "id2label", "label2id", "problem_type"),
+}
+_forward = operator.attrgetter("forward")
+
+
+class CodeWatch:
+    """
+    The code that a model's calls run: forwards of modules and of their classes, hooks, functions of the modeling
+    files, adapters and the config.
+
+    Args:
+        model (`PreTrainedModel`): A causal LM.
+
+    Attributes:
+        key (`tuple`): Equal for equal code; hashable.
+        kept (`list`): The objects whose ids the key holds. While they live, the key means what it says.
+        embeddings (`torch.nn.Module`): The input embeddings.
+        unknown (`list[str]`): The functions that come from none of the known packages, by name.
+
+    Raises:
+        `ValueError`: where something else was registered under our name for attention.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        attention, mask = ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION], ALL_MASK_ATTENTION_FUNCTIONS[IMPLEMENTATION]
+        if attention is not prefix_tree_attention or mask is not prefix_tree_mask:
+            raise ValueError(
+                f"Something else was registered as attention implementation {IMPLEMENTATION!r}: give it another name."
+            )
+        modules = dict(model.named_modules())
+        parents = [module for module in modules.values() if module._modules]
+        self._attributes = [vars(module) for module in modules.values()]
+        self._hooks = [hooks for m in modules.values() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+        self._parents, self._children = parents, [parent._modules for parent in parents]
+        self._classes: list[Any] = list(dict.fromkeys(map(type, modules.values())))
+        called = _functions_called(self._classes)
+        self._files, self._names = [file for file, _ in called], [name for _, name in called]
+        configs = {
+            id(part.config): vars(part.config) for part in modules.values() if isinstance(part, PreTrainedModel)
+        }
+        fields = [
+            (x, name) for x in configs.values() for name in x if name[0] != "_" and name not in _IRRELEVANT_FIELDS
+        ]
+        self._configs, self._fields = [config for config, _ in fields], [name for _, name in fields]
+        self._tuners = [vars(m) for m in modules.values() if hasattr(m, "adapter_layer_names")]
+        self._references, self._hook_functions = self._look(), self._look_at_hooks()
+        self._known_children = [*map(dict, self._children)]
+        self._remember_hooks()
+        self.embeddings = model.get_input_embeddings()
+        self._weights = self.embeddings._parameters
+        self.kept: list[Any] = []
+        self.unknown: list[str] = []
+        self.key = self._make_key(model, modules)
+
+    def unchanged(self) -> bool:
+        """Whether the model still runs the same code, as far as references tell."""
+        if self._look() != self._references or self._children != self._known_children:
+            return False
+        # the counter grows with every hook that is registered, anywhere
+        if RemovableHandle.next_id != self._registered or [*map(tuple, self._hooked)] != self._hook_ids:
+            if self._look_at_hooks() != self._hook_functions:
+                return False
+            self._remember_hooks()
+        return True
+
+    def _remember_hooks(self) -> None:
+        self._registered = RemovableHandle.next_id
+        self._hooked = [hooks for hooks in self._hooks if hooks]
+        self._hook_ids = [*map(tuple, self._hooked)]
+
+    @property
+    def device_type(self) -> str:
+        """The device of the weights, as `model.device` finds it in more time."""
+        return self._weights["weight"].device.type
+
+    def _look(self) -> tuple[list[Any], ...]:
+        get: Any = dict.get
+        return (
+            [*map(get, self._attributes, repeat("forward"))],
+            [*map(type, self._parents)],
+            [*map(_forward, self._classes)],
+            [*map(get, self._files, self._names)],
+            [*map(get, self._configs, self._fields)],
+            [*map(get, self._tuners, repeat("_active_adapter"))],
+            [ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION], ALL_MASK_ATTENTION_FUNCTIONS[IMPLEMENTATION]],
+        )
+
+    def _look_at_hooks(self) -> list[tuple[int, Any]]:
+        """
+        The code of unknown hooks that may change numbers, by place: hooks are often made anew for each step, from the
+        same code. Those that only look (counters, profilers) cost no check, which would go through them.
+        """
+        found = []
+        for place, hooks in enumerate(self._hooks):
+            functions = [function for hook in hooks.values() for function in _functions_of(hook)] if hooks else []
+            found += [(place, getattr(f, "__code__", f)) for f in functions if not _only_looks(f)]
+        return found
+
+    def _make_key(self, model: PreTrainedModel, modules: dict[str, Any]) -> tuple:
+        parts: list[Any] = []
+        for name, module in modules.items():
+            of_class = [self._ids(code, True) for code in (type(module).forward, type(module).__call__)]
+            parts += [name, *of_class, self._ids(vars(module).get("forward"))]
+        parts += [(name, self._ids(file.get(name), True)) for file, name in zip(self._files, self._names, strict=True)]
+        parts += [(place, self._ids(code)) for place, code in self._hook_functions]
+        parts += [(name, repr(config.get(name))) for config, name in zip(self._configs, self._fields, strict=True)]
+        parts += [repr(attributes.get("_active_adapter")) for attributes in self._tuners]
+        parts += [(name, repr(config)) for name, config in getattr(model, "peft_config", {}).items()]
+        return tuple(part for part in parts if part != ())
+
+    def _ids(self, code: Any, known: bool = False) -> tuple[int, ...]:
+        """Identifies the functions of `code`; those of known packages only if asked."""
+        # FSDP makes classes whose forward Transformers wraps once more: of known wrappers, the wrapped function counts
+        functions = [
+            f for f in _functions_of(code) if _package(f) not in _KNOWN or (known and not hasattr(f, "__wrapped__"))
+        ]
+        self.kept += functions
+        self.unknown += [_name(function) for function in functions if _package(function) not in _KNOWN]
+        return tuple(map(id, functions))
+
+
+def _functions_of(code: Any) -> Iterator[Any]:
+    """What a callable is made of: the function that it binds, and the ones that this wraps."""
+    pending, seen = [code], set()
+    while pending:
+        code = pending.pop()
+        if code is None or id(code) in seen:
+            continue
+        seen.add(id(code))
+        if isinstance(code, types.MethodType):
+            pending.append(code.__func__)
+        elif isinstance(code, functools.partial):
+            pending += [code.func, *(x for x in code.args if isinstance(x, types.FunctionType | types.MethodType))]
+        elif not isinstance(code, torch.nn.Module):
+            yield code
+        pending.append(getattr(code, "__wrapped__", None))
+
+
+def _package(function: Any) -> str:
+    if isinstance(function, types.CodeType):
+        return ""
+    # `functools.wraps` copies `__module__`, but not the globals
+    name = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
+    return (name or type(function).__module__).split(".")[0]
+
+
+def _only_looks(hook: Any) -> bool:
+    """Whether a hook is known, or returns nothing and writes into no tensor, as far as its instructions tell."""
+    if _package(hook) in _KNOWN:
+        return True
+    code = getattr(hook, "__code__", None) or getattr(type(hook).__call__, "__code__", None)
+    if code is None or any(name.endswith("_") and not name.endswith("__") for name in code.co_names):
+        return False
+    steps = list(dis.get_instructions(code))
+    # `lambda ...: found.append(...)` returns nothing
+    methods = [step.argval for step in steps if step.opname in ("LOAD_METHOD", "LOAD_ATTR")]
+    if methods[:1] == ["append"] and steps[-2].opname == "CALL" and not any("JUMP" in step.opname for step in steps):
+        return True
+    for last, step in itertools.pairwise(steps):
+        returns = step.opname == "RETURN_VALUE" and (last.opname != "LOAD_CONST" or last.argval is not None)
+        # `x += y` on a variable may be in place; on an attribute, it counts something
+        writes = step.opname in ("STORE_FAST", "STORE_DEREF") and last.argrepr.endswith("=")
+        if returns or writes or step.opname == "STORE_SUBSCR" or (step.opname == "RETURN_CONST" and step.argval):
+            return False
+    return True
+
+
+def _name(function: Any) -> str:
+    if isinstance(function, types.CodeType):
+        return f"the hook `{function.co_qualname}`"
+    return f"`{getattr(function, '__qualname__', type(function).__qualname__)}`"
+
+
+def _functions_called(classes: list[Any]) -> list[tuple[dict[str, Any], str]]:
+    """The functions that the forwards of these classes look up in their files, and those that these look up there."""
+    found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+    pending = [function for c in classes for function in _functions_of(c.forward)]
+    while pending:
+        function = pending.pop()
+        file = getattr(function, "__globals__", None)
+        if file is None or _package(function) == "torch":
+            continue
+        for name in sorted(_names_in(function.__code__)):
+            value = file.get(name)
+            if isinstance(value, types.FunctionType) and (id(file), name) not in found:
+                found[id(file), name] = (file, name)
+                if value.__globals__ is file:
+                    pending.append(value)
+    return list(found.values())
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    return set(code.co_names).union(*(_names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)))

@@ -1,0 +1,252 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""What a training step costs by counting: FLOPs and activation memory, from a model's config and counts of trees.
+
+Counted are decoders of gated MLPs, full attention and the gated delta rule of Qwen3-Next and Qwen3.5: matrix products
+and convolutions, forward and backward, nothing recomputed. A sliding window is not counted, so that attention is an
+upper bound there. A mixture of experts counts the experts that a token is sent to.
+
+The gated delta rule is counted in its chunked form (Yang et al., 2024, https://arxiv.org/abs/2412.06464) with chunks
+of 64 tokens. With keys of `d_k` and values of `d_v` a token costs each head, forward, three products with the state,
+`6 d_k d_v` FLOPs, products of queries by keys, of keys by keys and of the former by values within its chunk,
+`2 * 64 (2 d_k + d_v)`, and a triangular system solved for the keys and the values, `64 (d_k + d_v)`. A backward is two
+forwards. Kernels do a little more: they invert the system and multiply by the inverse.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_prefix_tree.tree.prefix_tree import PrefixTree
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# A backward is 2.5 forwards: five matrix products of queries by keys instead of two.
+FORWARD_AND_BACKWARD = 3.5
+# Model types whose layers of type `linear_attention` are the gated delta rule that is counted here. Their full
+# attention has a gate as wide as the queries.
+_GATED_DELTA_RULE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_CHUNK = 64
+
+
+class _DeltaRule(NamedTuple):
+    layers: int
+    heads: int  # of values; those of keys are repeated for them
+    key_dim: int
+    value_dim: int
+    keys: int  # width of all key heads
+    kernel: int  # width of the convolution
+
+    @property
+    def values(self) -> int:
+        """Width of all value heads."""
+        return self.heads * self.value_dim
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    def products(self, hidden: int) -> float:
+        """Multiplications of a token in the mixer of one layer, forward."""
+        projections = hidden * (self.convolved + 2 * self.values + 2 * self.heads)  # two gates, and the output
+        scan = 3.0 * self.key_dim * self.value_dim + _CHUNK * (2 * self.key_dim + self.value_dim)
+        scan += _CHUNK / 2 * (self.key_dim + self.value_dim)
+        return projections + self.convolved * self.kernel + self.heads * scan
+
+    def activation_bytes(self) -> int:
+        """
+        Bytes that the mixer of one layer keeps for a token with the kernels of flash-linear-attention: input of the
+        convolution and of its activation, queries, keys and values, output and gate and what their norm makes of
+        them, and for each head the row of the inverted system, decays and gates.
+        """
+        scanned = 2 * self.heads * self.key_dim + self.values
+        return 4 * self.convolved + 2 * scanned + 18 * self.values + (2 * _CHUNK + 24) * self.heads
+
+
+class _Sizes(NamedTuple):
+    layers: int  # those of the delta rule among them
+    delta_rule: _DeltaRule | None
+    hidden: int
+    heads: int
+    queries: int  # width of all query heads
+    keys: int  # width of all key heads
+    mlp: int  # inner width that a token passes through
+    vocab: int
+
+
+def attention_flops(pairs: int, heads: int, head_dim: int, factor: float = FORWARD_AND_BACKWARD) -> float:
+    """Useful FLOPs of one layer's attention: visible pairs only, 4 FLOPs per pair and dimension forward."""
+    return factor * 4 * head_dim * heads * pairs
+
+
+def step_flops(config: PretrainedConfig, tokens: int, supervised: int, pairs: int) -> float:
+    """
+    FLOPs of a forward and a backward, nothing recomputed.
+
+    Args:
+        config (`PretrainedConfig`):
+            The model's. Of a multimodal one, its text model's is read.
+        tokens (`int`), supervised (`int`), pairs (`int`):
+            Tokens that pass the layers, tokens that pass the head, visible query-key pairs.
+
+    Raises:
+        `ValueError`: If the config lacks a size, or has layers without attention.
+    """
+    _sizes(config)  # refuses what is not counted
+    return float(cost_per_count(config) @ np.array([tokens, supervised, pairs], dtype=np.float64))
+
+
+def flop_counts(trees: Sequence[PrefixTree], config: PretrainedConfig) -> dict[str, dict[str, Any]]:
+    """
+    Tokens, supervised tokens, pairs and TFLOP of a step on all these trees, folded and branch by branch.
+
+    Parts of split trees count as they are: what they recompute is in `"folded"`.
+
+    Example:
+
+    ```python
+    >>> from transformers import Qwen3Config
+    >>> from hf_prefix_tree import Branch, fold
+
+    >>> tree = fold([Branch([5, 6, 7], [0, 1, 1]), Branch([5, 6, 8, 9], [0, 1, 1, 1])])
+    >>> counts = flop_counts([tree], Qwen3Config())
+    >>> [(c["tokens"], c["supervised"], c["pairs"]) for c in counts.values()]
+    [(5, 4, 13), (7, 5, 16)]
+
+    ```
+    """
+    stats = functools.reduce(operator.add, (tree.stats() for tree in trees))
+    supervised = sum(int(tree.branch_count.sum()) for tree in trees)
+    counts = {
+        "folded": (stats.tree_tokens, stats.supervised_tokens, stats.tree_pairs),
+        "branches": (stats.branch_tokens, supervised, stats.branch_pairs),
+    }
+    names = ("tokens", "supervised", "pairs")
+    return {
+        method: {**dict(zip(names, own, strict=True)), "tflop": step_flops(config, *own) / 1e12}
+        for method, own in counts.items()
+    }
+
+
+def activation_bytes(config: PretrainedConfig, tokens: int, checkpointing: bool) -> int:
+    """
+    Bytes that a bfloat16 model keeps between forward and backward, for rows of so many tokens.
+
+    Per token and layer: 8 bytes for each norm's input in float32, its normalised value and its output, over the hidden
+    states (twice), the queries and the keys; 2 for values and attention output, 8 for a gated MLP. This is Qwen3's
+    layer in eager mode; models without norms on queries and keys keep less. Layers of Qwen3-Next and Qwen3.5, whose
+    norms keep 10 bytes and whose attention has a gate, are counted as theirs, the delta rule by its fast kernels. Not
+    counted: weights, gradients, optimizer, and the head, which TRL computes in chunks.
+
+    Args:
+        config (`PretrainedConfig`):
+            The model's.
+        tokens (`int`):
+            Tokens of a micro-batch.
+        checkpointing (`bool`):
+            Whether layers are recomputed: kept are then each layer's input, and one layer's activations at a time.
+
+    Raises:
+        `ValueError`: As [`step_flops`].
+    """
+    sizes = _sizes(config)
+    rule = sizes.delta_rule
+    if rule is None:
+        layer = 16 * sizes.hidden + 10 * sizes.queries + 10 * sizes.keys + 8 * sizes.mlp
+        largest, all_layers = layer, sizes.layers * layer
+    else:
+        layer = 20 * sizes.hidden + 8 * sizes.mlp
+        attention, recurrent = 16 * sizes.queries + 12 * sizes.keys, rule.activation_bytes()
+        largest = layer + max(attention if sizes.layers > rule.layers else 0, recurrent)
+        all_layers = sizes.layers * layer + (sizes.layers - rule.layers) * attention + rule.layers * recurrent
+    return (sizes.layers * 2 * sizes.hidden + largest if checkpointing else all_layers) * tokens
+
+
+def cost_per_count(config: PretrainedConfig) -> npt.NDArray[np.float64]:
+    """
+    FLOPs, forward and backward, of one token, one supervised token and one visible pair: what [`step_flops`] weighs
+    its counts by. For any model: layers without attention that [`step_flops`] refuses count as if they had it, and
+    what a config doesn't say is guessed, so only compare rows of one model by it.
+
+    Args:
+        config (`PretrainedConfig`):
+            The model's.
+
+    Returns:
+        float64 `[3]`.
+
+    Example:
+
+    ```python
+    >>> from transformers import Qwen3Config
+    >>> cost_per_count(Qwen3Config(hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=1,
+    ...     num_key_value_heads=1, head_dim=8, vocab_size=32))
+    array([7680., 1536.,  224.])
+
+    ```
+    """
+    sizes = _read_sizes(config.get_text_config())
+    rule = sizes.delta_rule
+    attention_layers = sizes.layers - (rule.layers if rule else 0)
+    attention = sizes.hidden * ((3 if rule else 2) * sizes.queries + 2 * sizes.keys)
+    token = float(attention_layers * attention + sizes.layers * 3 * sizes.hidden * sizes.mlp)
+    if rule is not None:
+        token += rule.layers * rule.products(sizes.hidden)
+    pair = attention_flops(1, sizes.heads, sizes.queries // sizes.heads)
+    return np.array([6.0 * token, 6.0 * sizes.hidden * sizes.vocab, attention_layers * pair])
+
+
+def _sizes(config: PretrainedConfig) -> _Sizes:
+    config = config.get_text_config()
+    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if config.model_type in _GATED_DELTA_RULE:
+        other -= {"linear_attention"}
+    if other or getattr(config, "kv_lora_rank", None):
+        found = f"layers of type {', '.join(sorted(other))}" if other else "latent attention"
+        raise ValueError(f"`model` is a {config.model_type} with {found}, whose FLOPs are not counted.")
+    has_experts = all(getattr(config, name, None) for name in ("num_experts_per_tok", "moe_intermediate_size"))
+    inner = "moe_intermediate_size" if has_experts else "intermediate_size"
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", inner, "vocab_size")
+    missing = [name for name in names if getattr(config, name, None) is None]
+    if missing:
+        raise ValueError(f"`model` is a {config.model_type}, whose config lacks {', '.join(missing)}.")
+    return _read_sizes(config)
+
+
+def _read_sizes(config: Any) -> _Sizes:
+    heads = getattr(config, "num_attention_heads", None) or 1
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    if getattr(config, "num_experts_per_tok", None):
+        expert = getattr(config, "moe_intermediate_size", None) or mlp
+        mlp = config.num_experts_per_tok * expert + (getattr(config, "shared_expert_intermediate_size", None) or 0)
+    return _Sizes(
+        layers=config.num_hidden_layers,
+        delta_rule=_read_delta_rule(config),
+        hidden=config.hidden_size,
+        heads=heads,
+        queries=heads * head_dim,
+        keys=(getattr(config, "num_key_value_heads", None) or heads) * head_dim,
+        mlp=mlp,
+        vocab=config.vocab_size,
+    )
+
+
+def _read_delta_rule(config: Any) -> _DeltaRule | None:
+    if getattr(config, "model_type", None) not in _GATED_DELTA_RULE:
+        return None
+    return _DeltaRule(
+        layers=list(config.layer_types).count("linear_attention"),
+        heads=config.linear_num_value_heads,
+        key_dim=config.linear_key_head_dim,
+        value_dim=config.linear_value_head_dim,
+        keys=config.linear_num_key_heads * config.linear_key_head_dim,
+        kernel=config.linear_conv_kernel_dim,
+    )

@@ -1,0 +1,486 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""[`prepare_model`]: the hooks that make a causal LM take the `prefix_tree` batch key.
+
+No forward is replaced, because TRL and Accelerate replace `forward` on top. A pre-hook on the causal LM turns the
+batch contract into the context of the call; hooks on the backbone refuse a call that went around it and hand the head
+only the hidden states that predict a supervised token. Without `prefix_tree` in the call nothing is touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from hf_prefix_tree.modeling.attention.backend import ATTN_BACKENDS
+from hf_prefix_tree.modeling.attention.implementations import (
+    FALLBACK_HINT,
+    IMPLEMENTATION,
+    implementations,
+    set_implementations,
+    with_tree_attention,
+)
+from hf_prefix_tree.modeling.attention.positions import Handle, place_by_depth
+from hf_prefix_tree.modeling.batch import (
+    DEPTH,
+    UNPREPARED_SENTINEL,
+    WEIGHTED_BY_CALLER,
+    check_batch,
+    gather_supervised,
+)
+from hf_prefix_tree.modeling.checks import (
+    backbone_of,
+    base_causal_lm,
+    check_support,
+    refuse_adapters,
+    refuse_counted_items,
+    refuse_long_branches,
+    refuse_missing_labels,
+    refuse_noisy_embeddings,
+    refuse_options,
+    refuse_other_inputs,
+    refuse_overwritten_inputs,
+    refuse_partial_batch,
+    rope_limit,
+    warn_of_router_loss,
+)
+from hf_prefix_tree.modeling.compilation import compile_decoder_layers
+from hf_prefix_tree.modeling.context import TreeContext, active_context, enter_call, leave_call, set_active_context
+from hf_prefix_tree.modeling.fingerprint import CodeWatch
+from hf_prefix_tree.modeling.images import place_images
+from hf_prefix_tree.modeling.loss import weighted_token_loss
+from hf_prefix_tree.modeling.recurrent.hooks import follow_branches, followed_functions
+from hf_prefix_tree.modeling.verify import is_materialized, verify_images, verify_loss, verify_tree_forward
+from hf_prefix_tree.modeling.verify_adapters import verify_adapters
+
+logger = logging.getLogger(__name__)
+
+_STATE = "_hf_prefix_tree_state"
+
+
+@dataclass
+class _State:
+    """What `prepare_model` did to a model, so that `unprepare_model` can undo it."""
+
+    attn_backend: str
+    previous_implementations: dict[str, str]
+    previous_loss: Callable | None
+    previous_flag: dict[str, Any] | None = None  # `accepts_loss_kwargs` of the model, where it was changed
+    handles: list[Handle] = field(default_factory=list)
+    verified: dict[tuple, set[str]] = field(default_factory=dict)  # device types, by the code that was checked on them
+    verified_on: set[str] = field(default_factory=set)  # the entry of the code that runs now
+    watch: CodeWatch | None = None
+    kept: list[Any] = field(default_factory=list)  # what the ids in the keys of `verified` belong to
+    verifying: bool = False
+    router_config: Any = None  # the config that switches a router's auxiliary loss on, where there is a router
+    rope_limit: int | None = None
+    has_sinks: bool = False
+    recurrent: set[str] = field(default_factory=set)
+    image_refusal: str | None = None
+    loss_refusal: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy has functions of its own and is checked again
+        unchecked: dict[str, Any] = {"verified": {}, "verified_on": set(), "watch": None, "kept": []}
+        return {**self.__dict__, **unchecked}
+
+
+def prepare_model(
+    model: torch.nn.Module, *, attn_backend: str = "auto", compile_layers: bool = False
+) -> torch.nn.Module:
+    """
+    Makes a causal LM train on prefix trees, in place.
+
+    Afterwards `model(**batch)` with a batch of [`DataCollatorForPrefixTree`] returns exact logits, and with `labels`
+    the loss `sum(w * nll) / sum(w)`; `outputs.logits` is then `[1, M, vocab]`, one row for each of the M supervised
+    tokens. Without `prefix_tree` in the call the model does what it does under its default attention. Calling it again
+    changes `attn_backend`, may compile and checks what was patched since, no more; [`unprepare_model`] undoes it.
+
+    A stock `Trainer` then takes the mean of its micro-batches' losses (`model.accepts_loss_kwargs = False`), with
+    trees and without: before it trains on anything else, call [`unprepare_model`]. A model that one of this package's
+    trainers or [`fold_shared_prefixes`] prepared keeps the normalisation that it had. A `Trainer` reads it when it is
+    made, so prepare the model before: calls that count labels instead of weights are refused.
+
+    The model is checked against independent runs of the branches: at once where its weights are whole and on the
+    device they train on, otherwise at the first training step. Code that is patched later (a `forward`, a hook, a
+    function of the modeling file, an adapter) is checked at the next call with a tree.
+
+    A batch also holds `inputs_embeds`, which a prepared model takes out. A model that was not prepared raises on it
+    ("You must specify exactly one of input_ids or inputs_embeds") instead of reading the row as one sequence.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`):
+            A causal LM. Wrap it with DDP, FSDP or `torch.compile` afterwards.
+        attn_backend (`str`, *optional*, defaults to `"auto"`):
+            `"flex"` runs FlexAttention, `"flash"` the kernels of `flash-attn-4` (on Hopper), `"sdpa"` a dense
+            mask; each raises where it cannot serve. `"auto"` takes FLASH where it is right and pays, FlexAttention
+            wherever it can train, and the dense mask elsewhere (on CPU). The log says which and why.
+        compile_layers (`bool`, *optional*, defaults to `False`):
+            Compiles each decoder layer by itself, for calls with a tree: one graph for each kind of layer and all row
+            lengths. Recurrent layers, and others that do not become one graph, are refused.
+
+    Returns:
+        The same `model`.
+
+    Raises:
+        `ValueError`: where the architecture or an option of the model cannot be exact on trees.
+
+    Example:
+
+    ```python
+    >>> from transformers import AutoModelForCausalLM, Qwen3Config
+    >>> from hf_prefix_tree import Branch, DataCollatorForPrefixTree, fold, prepare_model
+
+    >>> config = Qwen3Config(
+    ...     vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=16,
+    ...     num_attention_heads=1, num_key_value_heads=1,
+    ... )
+    >>> model = prepare_model(AutoModelForCausalLM.from_config(config, attn_implementation="prefix_tree"))
+    >>> tree = fold([Branch([5, 6, 7], [0, 1, 1]), Branch([5, 6, 8], [0, 1, 1])])
+    >>> outputs = model(**DataCollatorForPrefixTree(pad_token_id=0)([tree]))
+    >>> outputs.logits.shape, outputs.loss.dtype
+    (torch.Size([1, 3, 32]), torch.float32)
+
+    ```
+    """
+    install_tree_hooks(model, attn_backend=attn_backend, compile_layers=compile_layers)
+    base = base_causal_lm(model)
+    state: _State = getattr(base, _STATE)
+    if state.previous_flag is None:
+        # Trainer would otherwise pass the number of labels as `num_items_in_batch`, which is not their weights.
+        state.previous_flag = {name: x for name, x in base.__dict__.items() if name == "accepts_loss_kwargs"}
+        base.accepts_loss_kwargs = False
+    return model
+
+
+def install_tree_hooks(
+    model: torch.nn.Module, *, attn_backend: str = "auto", compile_layers: bool = False
+) -> torch.nn.Module:
+    """[`prepare_model`] for trainers that normalise by themselves: leaves stock ones the model's normalisation."""
+    if attn_backend not in ATTN_BACKENDS:
+        raise ValueError(f"`attn_backend` must be one of {ATTN_BACKENDS}, got {attn_backend!r}.")
+    base = base_causal_lm(model)
+    state = getattr(base, _STATE, None)
+    is_new = state is None
+    if state is None:
+        state = _install(base, attn_backend)
+    set_implementations(base, with_tree_attention(base))
+    if state.attn_backend != attn_backend:
+        state.attn_backend = attn_backend
+        _forget_checks(state)
+    try:
+        if compile_layers and (added := compile_decoder_layers(base)):
+            state.handles += added
+            _forget_checks(state)
+        is_to_check = not _is_verified(base, state) and (is_new or _has_changed(state))
+        if is_to_check and is_materialized(base) and not (base.device.type == "cpu" and torch.cuda.is_available()):
+            _verify(base, state, model)  # what will be called: some adapters go around the hooks
+    except BaseException:
+        if is_new:
+            unprepare_model(model)
+        raise
+    return model
+
+
+def _install(base: PreTrainedModel, attn_backend: str) -> _State:
+    check_support(base)
+    text_config = base.config.get_text_config()
+    state = _State(
+        attn_backend=attn_backend,
+        previous_implementations=implementations(base),
+        previous_loss=base.__dict__.get("_loss_function"),
+        router_config=text_config if hasattr(text_config, "output_router_logits") else None,
+        rope_limit=rope_limit(base.config),
+        has_sinks=any("sink" in name for name, _ in base.named_parameters()),
+        recurrent=followed_functions(base),
+    )
+    setattr(base, _STATE, state)
+    base._loss_function = functools.partial(_tree_aware_loss, base.loss_function)
+    backbone = backbone_of(base)
+    assert backbone is not None  # checked above
+    state.handles = [
+        base.register_forward_pre_hook(_enter, with_kwargs=True),
+        base.register_forward_hook(_leave, with_kwargs=True, always_call=True),
+        backbone.register_forward_pre_hook(_check_backbone_call, with_kwargs=True),
+        backbone.register_forward_hook(_gather_hidden_states, with_kwargs=True),
+        *place_by_depth(base),
+        *follow_branches(base),
+    ]
+    return state
+
+
+def unprepare_model(model: torch.nn.Module) -> torch.nn.Module:
+    """
+    Undoes [`prepare_model`]; does nothing to a model that is not prepared.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): The model.
+    """
+    base = base_causal_lm(model)
+    state = base.__dict__.pop(_STATE, None)
+    if state is None:
+        return model
+    for handle in state.handles:
+        handle.remove()
+    if getattr(base.__dict__.get("_loss_function"), "func", None) is _tree_aware_loss:  # not one that replaced it
+        if state.previous_loss is None:
+            del base._loss_function
+        else:
+            base._loss_function = state.previous_loss
+    if state.previous_flag is not None:
+        del base.accepts_loss_kwargs
+        base.__dict__.update(state.previous_flag)
+    set_implementations(base, state.previous_implementations)
+    return model
+
+
+def is_prepared(model: torch.nn.Module) -> bool:
+    """Whether [`prepare_model`] was called on this model."""
+    return getattr(base_causal_lm(model), _STATE, None) is not None
+
+
+def ensure_verified(model: torch.nn.Module, forward: Callable) -> None:
+    """
+    Checks a prepared model whose code, on its device, was not yet checked; cheap where it was. Every rank must call
+    it, since sharded weights are gathered for it; then all ranks decide together.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): The prepared model.
+        forward (`Callable`): The wrapped model (DDP, FSDP) to call.
+    """
+    base = base_causal_lm(model)
+    state = getattr(base, _STATE)
+    is_new = not _is_verified(base, state)
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        if is_materialized(base):
+            forward = model  # without the wrapper's collectives, because other ranks may have nothing to check
+        else:
+            flag = torch.tensor(int(is_new), device=base.device)
+            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+            is_new = bool(flag)
+    if is_new:
+        _verify(base, state, forward)
+
+
+def _is_verified(base: PreTrainedModel, state: _State) -> bool:
+    """Whether the code that the model runs now was checked on its device."""
+    if state.watch is None or not state.watch.unchanged():
+        state.watch = CodeWatch(base)
+        state.kept += state.watch.kept
+        state.verified_on = state.verified.setdefault(state.watch.key, set())
+    return state.watch.device_type in state.verified_on
+
+
+def _has_changed(state: _State) -> bool:
+    """Whether other code was checked than the one that runs now."""
+    return not state.verified_on and any(state.verified.values())
+
+
+def _forget_checks(state: _State) -> None:
+    state.verified.clear()
+    state.watch = None
+
+
+def _verify(base: PreTrainedModel, state: _State, forward: Callable | None = None) -> None:
+    state.verifying = True
+    try:
+        assert state.watch is not None  # made by `_is_verified`
+        verify_tree_forward(base, forward or base, state.watch.unknown)
+        verify_adapters(base, forward or base)
+        state.image_refusal = verify_images(base, forward or base)
+        state.loss_refusal = verify_loss(base, forward or base)
+    finally:
+        state.verifying = False
+    state.verified_on.add(state.watch.device_type)
+
+
+def check_call(module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: bool = False) -> None:
+    """
+    All checks of a call with a tree, which must cost little (`benchmarks/call_overhead.py`).
+
+    Args:
+        module (`PreTrainedModel`): The prepared causal LM.
+        kwargs (`dict[str, Any]`): Keyword arguments of the call.
+        is_weighted (`bool`, *optional*, defaults to `False`): Whether the caller weighs log-probs by itself.
+
+    Raises:
+        `ValueError`: where the call cannot be exact.
+    """
+    state: _State = getattr(module, _STATE)
+    if module.config._attn_implementation != IMPLEMENTATION:
+        raise ValueError(
+            f"The model was prepared, but its attention is {module.config._attn_implementation!r} now, which knows no "
+            f"tree: call `model.set_attn_implementation({IMPLEMENTATION!r})` or `prepare_model(model)` again."
+        )
+    refuse_adapters(module)  # they may have come after `prepare_model`
+    refuse_options(kwargs)
+    check_batch(kwargs)
+    refuse_overwritten_inputs(kwargs)
+    tree = kwargs["prefix_tree"]
+    refuse_long_branches(tree, state.rope_limit)
+    trains = module.training and torch.is_grad_enabled()
+    refuse_missing_labels(kwargs, trains)
+    if module.training:
+        refuse_noisy_embeddings(module.get_input_embeddings() if state.watch is None else state.watch.embeddings)
+    if not state.verifying:
+        _verify_call(module, state)
+    refuse_other_inputs(module, kwargs, state.image_refusal)
+    if kwargs.get("labels") is not None and not state.verifying:
+        if state.router_config is not None:
+            warn_of_router_loss(state.router_config, kwargs)
+        if not is_weighted:
+            refuse_counted_items(kwargs.get("num_items_in_batch"))
+            _refuse_other_losses(module, state)
+
+
+def _refuse_other_losses(module: PreTrainedModel, state: _State) -> None:
+    loss: Any = module.loss_function
+    loss = loss.args[0] if getattr(loss, "func", None) is _tree_aware_loss else loss
+    if loss is not ForCausalLMLoss:
+        raise ValueError(
+            f"`model.loss_function` is {getattr(loss, '__qualname__', repr(loss))}, and the weighted cross-entropy of "
+            f"a tree would take its place: remove it (`del model._loss_function`). {FALLBACK_HINT}"
+        )
+    if state.loss_refusal is not None:
+        raise ValueError(state.loss_refusal)
+
+
+@torch.compiler.disable  # looks at the model's code, and runs the model where it has changed
+def _verify_call(module: PreTrainedModel, state: _State) -> None:
+    """What a call of a model checks by itself, without the other ranks."""
+    if _is_verified(module, state):
+        return
+    trains = module.training and torch.is_grad_enabled()
+    if is_materialized(module):
+        if trains or _has_changed(state):
+            _verify(module, state)
+    elif _has_changed(state):
+        raise ValueError(
+            f"Code of {type(module).__name__} was patched after its check, and one rank cannot check sharded weights: "
+            "patch it before `prepare_model`, or use a trainer of this package, which checks it on all ranks."
+        )
+
+
+def _enter(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """Pre-hook of the causal LM: batch contract in, context of the call out."""
+    enter_call()  # first of all: after an error the other hook leaves it
+    if args:
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+    if kwargs.get("node_lengths") is not None:
+        raise ValueError(
+            "This batch holds shared prefixes as `node_lengths` and `sample_paths`: convert it with "
+            "`PrefixTree.from_node_paths` and collate it with `DataCollatorForPrefixTree`."
+        )
+    if kwargs.get("prefix_tree") is None:
+        refuse_partial_batch(kwargs)
+        trains = module.training and torch.is_grad_enabled() and kwargs.get("labels") is not None
+        if trains and getattr(module, _STATE).previous_flag is not None:
+            _warn_of_training_without_trees()
+        return None
+    guard = kwargs.get(UNPREPARED_SENTINEL)
+    if isinstance(guard, torch.Tensor) and not guard.is_floating_point():
+        del kwargs[UNPREPARED_SENTINEL]
+    is_weighted = bool(kwargs.pop(WEIGHTED_BY_CALLER, False))
+    check_call(module, kwargs, is_weighted)
+    state: _State = getattr(module, _STATE)
+    tree = kwargs["prefix_tree"]
+    labels = kwargs.get("labels")
+    supervised = None if labels is None else gather_supervised(tree, labels, kwargs.get("loss_weights"))
+    # The check of the model may run in another precision than training, and on short rows. Before FLASH is taken, it
+    # is compared with Triton on the rows themselves.
+    backend = "auto" if state.verifying and state.attn_backend == "flash" else state.attn_backend
+    context = TreeContext(tree, supervised, backend, state.has_sinks)
+    context.loss_computed = is_weighted
+    kwargs = {name: value for name, value in kwargs.items() if name not in ("loss_weights", "tree_stats")}
+    kwargs |= {"prefix_tree": context, "position_ids": tree[:, DEPTH].long(), "use_cache": False}
+    if kwargs.get("image_grid_thw") is not None:
+        kwargs |= place_images(module, tree, kwargs["input_ids"], kwargs["image_grid_thw"])
+    if kwargs.get("attention_mask") is None:
+        # without one, Transformers takes the restarting positions for packed documents and severs branches
+        kwargs["attention_mask"] = torch.ones((tree.shape[0], tree.shape[2]), dtype=torch.int64, device=tree.device)
+    context.attention_mask = kwargs["attention_mask"]
+    if supervised is not None:
+        kwargs |= {"labels": supervised.labels, "shift_labels": supervised.labels}
+    set_active_context(context)
+    return (), kwargs
+
+
+@functools.cache
+def _warn_of_training_without_trees() -> None:
+    logger.warning(
+        "A prepared model trains on a call without a tree. A stock `Trainer` would take the mean of micro-batches, "
+        "not of their tokens (`model.accepts_loss_kwargs = False`). Call `unprepare_model(model)` before it."
+    )
+
+
+def _leave(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    context = leave_call()
+    if context is None:
+        return None
+    if output is not None and not context.has_masks:  # `None` after an error
+        raise ValueError(
+            f"{type(module).__name__} asked for no mask of the tree (what it masks, it masks by itself), so branches "
+            f"would see each other. {FALLBACK_HINT}"
+        )
+    state: _State = getattr(module, _STATE)
+    if output is not None and (missing := sorted(state.recurrent - context.followed)):
+        raise ValueError(
+            f"The recurrent layers of {type(module).__name__} ran without the tree: something replaced {missing} of "
+            "their modeling file after `prepare_model`. Call `unprepare_model(model)` and `prepare_model(model)` "
+            "after it, or have it call the function that it replaces with all keyword arguments."
+        )
+    supervised = context.supervised
+    if output is None or supervised is None or context.loss_computed:
+        return None
+    # an architecture that computes its loss by itself, without `loss_function`
+    if isinstance(output, tuple):
+        raise ValueError(
+            f"{type(module).__name__} computes its loss by itself, and the tree's cannot take its place in a tuple: "
+            "call the model with `return_dict=True`."
+        )
+    if getattr(output, "logits", None) is None:
+        raise ValueError(
+            f"{type(module).__name__} returned no logits, as fused heads do (`fused_lm_head=True` of TRL's trainers, "
+            "Liger's kernels), so its loss lacks the weights of the tree: use `TreeSFTTrainer` in place of "
+            "`SFTTrainer`, and set `use_liger_kernel=False`."
+        )
+    output.loss = weighted_token_loss(
+        output.logits, supervised.labels, supervised.weights, kwargs.get("num_items_in_batch")
+    )
+    return output
+
+
+def _check_backbone_call(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    if isinstance(kwargs.get("prefix_tree"), torch.Tensor):
+        raise ValueError(
+            "`prefix_tree` reached the backbone as a raw tensor: the hook of the causal LM was bypassed. Call the "
+            "causal LM itself, with peft >= 0.21 and an adapter that calls it, as LoRA does and AdaLoRA does not."
+        )
+
+
+def _gather_hidden_states(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    context = active_context()
+    if context is None or context.supervised is None:
+        return None
+    if isinstance(output, tuple):
+        return (context.gather(output[0]), *output[1:])
+    output.last_hidden_state = context.gather(output.last_hidden_state)
+    return output
+
+
+def _tree_aware_loss(
+    default: Callable, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    context = active_context()
+    if context is None or context.supervised is None:
+        return default(logits, labels, *args, **kwargs)
+    supervised = context.supervised
+    context.loss_computed = True
+    return weighted_token_loss(logits, supervised.labels, supervised.weights, kwargs.get("num_items_in_batch"))

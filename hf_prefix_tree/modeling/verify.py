@@ -1,0 +1,414 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Self-verification: a prepared model runs a small forest and the same branches one by one, and must agree with
+itself.
+
+The forest has a fork, a strict prefix, a second tree and one path longer than the smallest sliding window and than
+every window that only the model's own code reads. Three numbers are compared, each the largest over the checked tokens
+of the root mean square over the vocabulary: the tree's error against the branches; the model's own spread (a branch
+alone against the same branch right-padded); and, as a control that must be large, the error of a plain causal run over
+the same row. Four short forwards without gradients.
+
+Code that is from no known package may mix tokens in its own way over distances that no short forest has. A run whose
+attention mixes nothing shows whether it does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from hf_prefix_tree.data.images import fold_images
+from hf_prefix_tree.data.supervision import IGNORE_INDEX
+from hf_prefix_tree.modeling.attention.implementations import (
+    FALLBACK_HINT,
+    IMPLEMENTATION,
+    default_implementation,
+    uses_attention_interface,
+)
+from hf_prefix_tree.modeling.batch import BLOCK_SIZE, concatenate_trees
+from hf_prefix_tree.modeling.checks import checked_length, position_limit
+from hf_prefix_tree.modeling.images import image_model
+from hf_prefix_tree.modeling.recurrent.hooks import has_convolution
+from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
+
+logger = logging.getLogger(__name__)
+
+CHECKED_TOKENS = 6  # the last ones of each branch: what a fork, a window or a neighbour would disturb
+SECOND_TREE = 12  # its tokens; the control is of more than them
+FAR = 1024  # tokens of a row that unknown code is tested on
+_VALUES = "prefix_tree_values"  # the attention that mixes nothing
+# Rounding that no model is blamed for, relative to the logits: a few units of the dtype over some tens of layers.
+ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+
+def is_materialized(model: PreTrainedModel) -> bool:
+    """Whether every parameter is here in full: not on the meta device, not sharded by FSDP or ZeRO-3."""
+    return not any(
+        parameter.is_meta
+        or hasattr(parameter, "ds_id")
+        or isinstance(parameter.data, torch.distributed.tensor.DTensor)
+        for parameter in model.parameters()
+    )
+
+
+def verify_tree_forward(model: PreTrainedModel, forward: Callable, unknown: Sequence[str] = ()) -> None:
+    """
+    Compares the tree path of a prepared model with independent runs of the branches.
+
+    Args:
+        model (`PreTrainedModel`): The prepared causal LM; its training flags, buffers and random state are restored.
+        forward (`Callable`): What is called, `model` itself or its wrapper under FSDP or DDP.
+        unknown (`Sequence[str]`, *optional*): Functions that the model runs and that are from no known package. What
+            they do to tokens far apart is checked as well.
+
+    Raises:
+        `ValueError`: if the tree path does not give the branches' logits.
+    """
+    config = model.config.get_text_config()
+    longest = checked_length(config)
+    if unknown:
+        mixes_by_itself = not uses_attention_interface(config.__class__) or any(map(has_convolution, model.modules()))
+        if mixes_by_itself:
+            longest = min(max(longest, FAR), position_limit(config))
+        else:
+            _refuse_bypass(model, forward, unknown)
+    _verify(model, forward, make_forest(model, longest))
+
+
+def _refuse_bypass(model: PreTrainedModel, forward: Callable, unknown: Sequence[str]) -> None:
+    """Raises where a token's logits depend on other tokens although attention hands each token its own value."""
+    length = min(FAR, position_limit(model.config.get_text_config()))
+    ids = np.random.default_rng(0).integers(0, _vocab_size(model), size=(2, length))
+    ids[1, length // 2 :] = ids[0, length // 2 :]
+    rows = torch.from_numpy(ids).to(model.device)[:, None]
+    keep = torch.arange(length // 2, length, device=model.device)
+    with undisturbed(model), torch.no_grad(), coarsest_dtype(model) as dtypes:
+        first, second = (plain_logits(model, forward, row, keep, {}, attention=_VALUES) for row in rows)
+    error, scale = distance(first, second), distance(first, torch.zeros_like(first))
+    if not error <= rounding_of({first.dtype, *dtypes}) * scale / 10:
+        names = ", ".join(dict.fromkeys(unknown))
+        raise ValueError(
+            f"{type(model).__name__} lets tokens depend on earlier ones around Transformers' attention interface "
+            f"(error {error:.1e} of {scale:.1e}), in code that is not Transformers' own and cannot follow a tree: "
+            f"{names}. Have it call the function of `ALL_ATTENTION_FUNCTIONS`, or train on unfolded branches with a "
+            "stock trainer."
+        )
+
+
+def _own_values(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """An attention that mixes nothing."""
+    return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_VALUES, _own_values)
+
+
+def verify_images(model: PreTrainedModel, forward: Callable) -> str | None:
+    """
+    The same comparison with images in a shared prefix and in a branch of its own.
+
+    Args:
+        model (`PreTrainedModel`): The prepared causal LM.
+        forward (`Callable`): What is called, `model` itself or its wrapper under FSDP or DDP.
+
+    Returns:
+        `str`, *optional*: Why the model's images are not served on trees; `None` where they are. Text is.
+    """
+    if image_model(model) is None:
+        return "of this model, trees train the text only (no multimodal rotary positions that a tree could place)."
+    reasons = []
+    for flat in (True, False):  # models take patches as vectors or as pictures
+        try:
+            _verify(model, forward, _forest_with_images(model, flat))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            reasons.append(f"self-verification with images did not pass ({type(error).__name__}: {error}).")
+        else:
+            return None
+    return reasons[0]
+
+
+def verify_loss(model: PreTrainedModel, forward: Callable) -> str | None:
+    """
+    Compares the loss that the model's forward returns for a branch with the cross-entropy of its logits.
+
+    Args:
+        model (`PreTrainedModel`): The prepared causal LM.
+        forward (`Callable`): What is called, `model` itself or its wrapper under FSDP or DDP.
+
+    Returns:
+        `str`, *optional*: Why the weighted cross-entropy of a tree cannot take the place of this loss; `None` where it
+        can. Log-probs and logits can be had in any case.
+    """
+    ids = torch.from_numpy(make_forest(model, SECOND_TREE + 1).trees[-1].input_ids.copy()).to(model.device)[None]
+    labels = ids.clone()
+    labels[:, : SECOND_TREE // 3] = IGNORE_INDEX
+    kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, "use_cache": False}
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        kwargs["output_router_logits"] = False  # the router's loss comes on top of the weighted one
+    loss_function = model.loss_function  # checked at each call, since it may change
+    with undisturbed(model), torch.no_grad(), _other_attention(model, None):
+        model.training = True  # terms of the training loss; the layers stay as they are for evaluation
+        try:
+            model._loss_function = ForCausalLMLoss
+            output = forward(**kwargs)
+        finally:
+            model._loss_function = loss_function
+    if output.logits is None or output.loss is None:
+        return None  # a fused head: calls on trees see that they lack a loss
+    logits, loss = output.logits[0].float(), output.loss.float()
+    cross_entropy = torch.nn.functional.cross_entropy
+    # decoders of encoder-decoder models take labels that the data shifted
+    expected = torch.stack([cross_entropy(logits[:-1], labels[0, 1:]), cross_entropy(logits, labels[0])])
+    rounding = 1e-5 if output.loss.dtype in (torch.float32, torch.float64) else ROUNDING[output.loss.dtype]
+    if torch.isclose(expected, loss, rtol=rounding, atol=rounding).any():
+        return None
+    return (
+        f"{type(model).__name__} returns the loss {loss.item():.6g} where the cross-entropy of its logits is "
+        f"{expected[0].item():.6g}: it has another term, `z_loss_coefficient` say, which the weighted loss of a tree "
+        f"would drop or weigh differently. Turn that term off. {FALLBACK_HINT}"
+    )
+
+
+@dataclass
+class Forest:
+    """What is compared: the trees of a row with their images, and the images of each branch."""
+
+    trees: list[PrefixTree]
+    images: dict[str, torch.Tensor] = field(default_factory=dict)
+    branch_images: list[dict[str, torch.Tensor]] = field(default_factory=list)
+
+
+def _verify(model: PreTrainedModel, forward: Callable, forest: Forest) -> None:
+    trees, device = forest.trees, model.device
+    # two blocks at least: the kernels that will train are the ones to check
+    row = concatenate_trees(trees, pad_token_id=0, pad_to_multiple_of=2 * BLOCK_SIZE)
+    row = {key: value.to(device) for key, value in row.items()}
+    images = {key: value.to(device) for key, value in forest.images.items()}
+    positions = checked_positions(trees)
+    where = torch.from_numpy(np.unique(np.concatenate(positions))).to(device)  # row order: that of the gathered logits
+    labels = torch.full_like(row["labels"], IGNORE_INDEX)
+    labels[0, where] = row["input_ids"][0, where]
+    predecessors = row["prefix_tree"][0, 2].long()
+    # A plain run has a position for each token, and a learned table may end before the row: its last tokens, then.
+    limit, tokens = position_limit(model.config.get_text_config()), sum(map(len, trees))
+    first = max(tokens - limit, 0)
+    seen = where[predecessors[where] >= first]
+    with undisturbed(model), torch.no_grad(), coarsest_dtype(model) as dtypes:
+        causal = plain_logits(model, forward, row["input_ids"][:, first:tokens], predecessors[seen] - first, images)
+        logits = tree_logits(model, forward, {**row, **images, "labels": labels})
+        found = dict(zip(where.tolist(), logits, strict=True))
+        found_causal = dict(zip(seen.tolist(), causal, strict=True))
+        error = control = spread = scale = 0.0
+        branches = [branch for tree in trees for branch in tree.branches()]
+        for i, (branch, checked) in enumerate(zip(branches, positions, strict=True)):
+            ids = torch.from_numpy(branch.input_ids.copy()).to(device)[None]
+            own = {key: value.to(device) for key, value in forest.branch_images[i].items()} if images else {}
+            keep = torch.arange(ids.shape[1] - len(checked) - 1, ids.shape[1] - 1, device=device)
+            alone = plain_logits(model, forward, ids, keep, own)
+            padded = torch.nn.functional.pad(ids, (0, min(5, limit - ids.shape[1])))
+            padded_logits = plain_logits(model, forward, padded, keep, own, length=ids.shape[1])
+            error = max(error, distance(torch.stack([found[position] for position in checked]), alone))
+            mixed = [found_causal.get(position, logit) for position, logit in zip(checked, alone, strict=True)]
+            control = max(control, distance(torch.stack(mixed), alone))
+            spread = max(spread, distance(padded_logits, alone))
+            scale = max(scale, distance(alone, torch.zeros_like(alone)))
+    numbers = f"error {error:.1e}, own spread {spread:.1e}, causal control {control:.1e}, logits {scale:.1e}"
+    logger.info("Tree path of %s on %s: %s.", type(model).__name__, device.type, numbers)
+    rounding = rounding_of({logits.dtype, *dtypes}) * scale  # autocast computes in 16 bits and may return float32
+    if rounding <= ROUNDING[torch.float32] * scale and spread > 4 * rounding:
+        raise ValueError(
+            f"{type(model).__name__} gives a branch other logits when it is padded on the right ({numbers}): its "
+            f"results depend on more than the tokens of the branch. {FALLBACK_HINT}"
+        )
+    rounding = max(4 * spread, rounding)
+    if not error <= rounding:  # also where the error is not a number
+        raise ValueError(
+            f"{type(model).__name__} does not give the same logits on a prefix tree as on its branches ({numbers}): "
+            f"a layer carries information that the tree mask and path positions do not control. {FALLBACK_HINT}"
+        )
+    if control < 4 * error:
+        logger.warning(
+            "The self-check of %s cannot tell a tree mask from a causal one (%s): these weights hardly attend.",
+            type(model).__name__,
+            numbers,
+        )
+
+
+def rounding_of(dtypes: set[torch.dtype]) -> float:
+    """What the coarsest of these dtypes rounds away of logits, relative to them."""
+    return max(ROUNDING.get(dtype, 0.0) for dtype in dtypes)
+
+
+def tree_logits(model: PreTrainedModel, forward: Callable, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    try:
+        logits = forward(**batch).logits
+    except (ValueError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} runs its branches but not a prefix tree ({type(error).__name__}: {error}). "
+            f"{FALLBACK_HINT}"
+        ) from error
+    supervised = int((batch["labels"] != IGNORE_INDEX).sum())
+    if logits.shape[:2] != (1, supervised):
+        raise ValueError(
+            f"{type(model).__name__} gives logits of shape {tuple(logits.shape)} for {supervised} supervised tokens: "
+            f"its head does not take what its backbone returns. {FALLBACK_HINT}"
+        )
+    return logits[0]
+
+
+def make_forest(model: PreTrainedModel, longest: int) -> Forest:
+    config = model.config.get_text_config()
+    if longest <= SECOND_TREE:
+        raise ValueError(
+            f"{type(model).__name__} has {longest} positions, and the self-check needs more than {SECOND_TREE}. "
+            f"{FALLBACK_HINT}"
+        )
+    pad, vocab_size = getattr(config, "pad_token_id", None), _vocab_size(model)
+    ids = np.random.default_rng(0).integers(0, vocab_size, size=4 * longest)
+    ids[ids == pad] = (pad or 0) + 1 if (pad or 0) + 1 < vocab_size else 0  # some models number tokens past padding
+    trunk, fork = ids[:longest], 2 * longest // 3
+    sibling = np.concatenate([trunk[:fork], ids[longest : longest + longest - fork]])
+    paths = [[trunk, sibling, trunk[: longest - 4]], [ids[2 * longest : 2 * longest + SECOND_TREE]]]
+    return Forest([fold([Branch(path, np.ones(len(path))) for path in tree]) for tree in paths])
+
+
+def _forest_with_images(model: PreTrainedModel, flat: bool) -> Forest:
+    config: Any = model.config
+    vision, token = config.vision_config, config.image_token_id
+    merge = getattr(vision, "spatial_merge_size", 1)
+    channels: Any = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
+    shape = [channels * getattr(vision, "temporal_patch_size", 1), vision.patch_size, vision.patch_size]
+    shape = [int(np.prod(shape))] if flat else shape
+    special = [x for name, x in config.to_dict().items() if name.endswith(("_id", "_ids")) and isinstance(x, int)]
+    rng = np.random.default_rng(0)
+    text = np.setdiff1d(np.arange(min(_vocab_size(model), 10_000)), [token, *special])
+    trunk, first, second, last = (rng.choice(text, size=count) for count in (5, 7, 6, 9))
+    grids = torch.tensor([[1, 2 * merge, 3 * merge], [1, 4 * merge, 2 * merge]])
+    generator = torch.Generator().manual_seed(0)
+    patches = [torch.randn([int(grid.prod()), *shape], generator=generator) for grid in grids]
+    shared, own = (np.full(int(grid.prod()) // merge**2, token) for grid in grids)
+    start = [trunk[:3], shared, trunk[3:]]
+    paths = [([*start, first, own, second], [0, 1]), ([*start, last], [0]), ([*start, first[:6]], [0]), ([last], [])]
+    branches: list[dict[str, Any]] = []
+    for pieces, chosen in paths:
+        ids = np.concatenate(pieces)
+        branch: dict[str, Any] = {"input_ids": ids, "weights": np.ones(len(ids))}
+        if chosen:
+            branch |= {"pixel_values": torch.cat([patches[i] for i in chosen]), "image_grid_thw": grids[chosen]}
+        branches.append(branch)
+    tree, images = fold_images(branches, image_token_id=token)
+    own_images = [{name: x for name, x in branch.items() if isinstance(x, torch.Tensor)} for branch in branches]
+    return Forest([tree], images, own_images)
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    # Input embeddings may have rows that are not in the head (images, prompts), and the head rows that are no tokens.
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    weights = [table.weight for table in tables if getattr(table, "weight", None) is not None]
+    return min(getattr(weight, "ds_shape", weight.shape)[0] for weight in weights)  # ZeRO-3 leaves them empty
+
+
+def checked_positions(trees: list[PrefixTree]) -> list[np.ndarray]:
+    """For each branch of the row, the positions in the row of its last tokens."""
+    positions, start = [], 0
+    for tree in trees:
+        positions += [path[-CHECKED_TOKENS:] + start for path in tree.paths()]
+        start += len(tree)
+    return positions
+
+
+def plain_logits(
+    model: PreTrainedModel,
+    forward: Callable,
+    input_ids: torch.Tensor,
+    keep: torch.Tensor,
+    images: dict[str, torch.Tensor],
+    length: int | None = None,
+    attention: str | None = None,
+) -> torch.Tensor:
+    mask = torch.ones_like(input_ids)
+    if length is not None:
+        mask[:, length:] = 0
+    kwargs = {"input_ids": input_ids, "attention_mask": mask, "use_cache": False, **images}
+    if images:
+        kwargs["mm_token_type_ids"] = (input_ids == model.config.image_token_id).long()
+    with _other_attention(model, attention):
+        if "logits_to_keep" in inspect.signature(type(model).forward).parameters:
+            kwargs["logits_to_keep"] = keep
+        logits = forward(**kwargs).logits[0]
+    return logits if len(logits) == len(keep) else logits[keep]  # a patched forward may keep all
+
+
+@contextmanager
+def _other_attention(model: PreTrainedModel, name: str | None) -> Iterator[None]:
+    """The model under another attention by name, or its default: some leave things out under ours."""
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    configs = {id(part.config): part.config for part in parts if part.config._attn_implementation == IMPLEMENTATION}
+    try:
+        for config in configs.values():
+            config._attn_implementation_internal = name or default_implementation(config.__class__)
+        yield
+    finally:
+        for config in configs.values():
+            config._attn_implementation_internal = IMPLEMENTATION
+
+
+@contextmanager
+def coarsest_dtype(model: torch.nn.Module) -> Iterator[set[torch.dtype]]:
+    """The dtypes in which the linear layers answer."""
+    found: set[torch.dtype] = set()
+
+    def note(module: torch.nn.Module, args: tuple, output: Any) -> None:
+        if isinstance(output, torch.Tensor):  # a router may return a tuple
+            found.add(output.dtype)
+
+    handles = [m.register_forward_hook(note) for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def distance(left: torch.Tensor, right: torch.Tensor) -> float:
+    return (left.double() - right.double()).square().mean(dim=-1).sqrt().max().item()
+
+
+@contextmanager
+def undisturbed(model: torch.nn.Module) -> Iterator[None]:
+    training = {module: module.training for module in model.modules()}
+    buffers = {buffer: buffer.clone() for buffer in model.buffers()}
+    # Vision-language models keep the offset that images give to the positions of the next call.
+    kept = {part: _plain_tensors(part) for part in model.modules() if isinstance(part, PreTrainedModel)}
+    model.eval()
+    devices = [model.device] if model.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for module, flag in training.items():
+            module.training = flag
+        for buffer, value in buffers.items():
+            buffer.copy_(value)
+        for part, attributes in kept.items():
+            vars(part).update(attributes)
+
+
+def _plain_tensors(module: torch.nn.Module) -> dict[str, Any]:
+    """The attributes of a module that are tensors or not there yet, parameters and buffers aside."""
+    return {name: value for name, value in vars(module).items() if value is None or isinstance(value, torch.Tensor)}

@@ -1,0 +1,227 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Self-verification of PEFT adapters: with weights that matter, and of gradients, too.
+
+New adapters are zero somewhere, so that the check of the model cannot see what they do. Here their weights get noise
+for the time of the check. Adapters may also average over the call (in the forward or in the backward alone) or draw
+random numbers in training: the layers are compared in training mode, without dropout, gradients included.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from hf_prefix_tree.data.supervision import IGNORE_INDEX
+from hf_prefix_tree.modeling.batch import BLOCK_SIZE, concatenate_trees
+from hf_prefix_tree.modeling.verify import (
+    checked_positions,
+    coarsest_dtype,
+    distance,
+    is_materialized,
+    make_forest,
+    plain_logits,
+    rounding_of,
+    tree_logits,
+    undisturbed,
+)
+
+logger = logging.getLogger(__name__)
+
+PATH = 24  # tokens of the longest path: what adapters do depends on no distance
+NOISE = 0.1  # standard deviation of what is added to the weights of adapters
+
+Result = tuple[torch.Tensor, list[torch.Tensor]]  # logits, gradients of the parameters of adapters
+
+
+def verify_adapters(model: PreTrainedModel, forward: Callable) -> None:
+    """
+    Compares the tree path with independent runs of the branches under adapters with random weights.
+
+    Args:
+        model (`PreTrainedModel`): The prepared causal LM. Nothing of it has changed afterwards.
+        forward (`Callable`): What is called, `model` itself or its wrapper under FSDP or DDP.
+
+    Raises:
+        `ValueError`: where an adapter does not give a tree the logits and gradients of its branches.
+    """
+    layers = [module for module in model.modules() if hasattr(module, "adapter_layer_names")]
+    if not layers:
+        return
+    with undisturbed(model), coarsest_dtype(model) as dtypes, _randomized(layers) as (parameters, reset):
+        # gradients of sharded weights are reduced by hooks
+        runs = _Runs(model, forward, parameters if is_materialized(model) else [], reset)
+        expected, found, again = runs.of_branches(), runs.of_tree(), runs.of_tree()
+        model.eval()
+        runs.parameters = []
+        evaluated = _error(runs.of_tree(), runs.of_branches())
+    rounding = rounding_of({expected[0].dtype, *dtypes})
+    errors = {"training": _error(found, expected), "evaluation": evaluated, "two equal calls": _error(again, found)}
+    numbers = ", ".join(f"{name} {logits:.1e} / {grads:.1e}" for name, (logits, grads) in errors.items())
+    logger.info("Adapters of %s on trees (logits / gradients): %s.", type(model).__name__, numbers)
+    # some draw for a dropout of 0, without effect
+    if (runs.draws and not torch.equal(again[0], found[0])) or not _is_close(errors["two equal calls"], rounding / 10):
+        reason = "draws random numbers in each call, so that the branches of a tree share what they would draw apart"
+    elif not _is_close(errors["training"], rounding) or not _is_close(evaluated, rounding):
+        reason = "computes something over all tokens of a call, so that the branches of a tree change each other"
+    else:
+        return
+    raise ValueError(
+        f"PEFT adapter {_names(model, layers)} {reason} ({numbers}). Use LoRA or another adapter that treats each "
+        "token by itself."
+    )
+
+
+class _Runs:
+    """One forest, on a tree row and branch by branch, with the gradients of what is checked."""
+
+    def __init__(
+        self, model: PreTrainedModel, forward: Callable, parameters: list[torch.nn.Parameter], reset: Callable
+    ) -> None:
+        self.model, self.forward, self.parameters, self.reset = model, forward, parameters, reset
+        trees = make_forest(model, PATH).trees
+        row = concatenate_trees(trees, pad_token_id=0, pad_to_multiple_of=2 * BLOCK_SIZE)
+        self.row = {key: value.to(model.device) for key, value in row.items()}
+        self.branches = [torch.from_numpy(b.input_ids.copy()).to(model.device) for t in trees for b in t.branches()]
+        positions = checked_positions(trees)
+        where = np.unique(np.concatenate(positions))
+        self.chosen = [torch.from_numpy(np.searchsorted(where, p)).to(model.device) for p in positions]
+        labels = torch.full_like(self.row["labels"], IGNORE_INDEX)
+        labels[0, where] = self.row["input_ids"][0, where]
+        self.row["labels"] = labels
+        self.draws = False  # whether a call moved the random state
+        self.directions: torch.Tensor | None = None  # `[checked tokens, vocabulary]`: what gradients are taken of
+
+    def of_tree(self) -> Result:
+        """Logits of all checked tokens of all branches, `[tokens, vocabulary]`, and gradients."""
+        chosen = torch.cat(self.chosen)
+        return self._run(lambda: tree_logits(self.model, self.forward, dict(self.row))[chosen], chosen)
+
+    def of_branches(self) -> Result:
+        """The same, each branch by itself."""
+        results = []
+        for ids, chosen in zip(self.branches, self.chosen, strict=True):
+            keep = torch.arange(len(ids) - len(chosen) - 1, len(ids) - 1, device=ids.device)
+            call = functools.partial(plain_logits, self.model, self.forward, ids[None], keep, {})
+            results.append(self._run(call, chosen))
+        gradients = [torch.stack(parts).sum(dim=0) for parts in zip(*(grads for _, grads in results), strict=True)]
+        return torch.cat([logits for logits, _ in results]), gradients
+
+    def _run(self, call: Callable, chosen: torch.Tensor) -> Result:
+        self.reset()
+        before = _random_state(self.model.device)
+        with torch.set_grad_enabled(bool(self.parameters)):
+            logits = call()
+            self.draws |= not torch.equal(before, _random_state(self.model.device))
+            if not self.parameters:
+                return logits, []
+            if self.directions is None:
+                shape = (int(torch.cat(self.chosen).max()) + 1, logits.shape[-1])
+                generator = torch.Generator().manual_seed(0)
+                self.directions = torch.randn(shape, generator=generator).to(logits.device)
+            loss = (logits * self.directions[chosen].to(logits.dtype)).sum()
+            grads = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        pairs = zip(self.parameters, grads, strict=True)
+        return logits.detach(), [torch.zeros_like(p) if grad is None else grad for p, grad in pairs]
+
+
+@contextmanager
+def _randomized(layers: list[Any]) -> Iterator[tuple[list[torch.nn.Parameter], Callable[[], None]]]:
+    """
+    Adapters with noise on their weights, switched on, in training mode but for their dropout. Gives their parameters
+    and what takes back the traces of a call in the layers (averages, samples).
+    """
+    parameters = list({id(p): p for layer in layers for p in _own(layer.named_parameters())}.values())
+    modules = list(dict.fromkeys(module for layer in layers for module in _own(layer.named_modules())))
+    values = [(parameter, _local(parameter).clone(), parameter.requires_grad) for parameter in parameters]
+    before = _attributes(modules)
+    try:
+        generator = torch.Generator().manual_seed(0)
+        for parameter, value, _ in values:
+            if parameter.is_floating_point():
+                _local(parameter).add_((torch.randn(value.shape, generator=generator) * NOISE).to(value))
+                parameter.requires_grad_(True)
+        for layer in layers:
+            layer._disable_adapters = False
+        for module in modules:
+            module.training = "Dropout" not in type(module).__name__
+            for name, rates in vars(module).items():
+                if "dropout" in name and isinstance(rates, dict):
+                    rates.update(dict.fromkeys(rates, 0.0))
+        yield [p for p in parameters if p.requires_grad], functools.partial(_restore, _attributes(modules))
+    finally:
+        _restore(before)
+        for parameter, value, flag in values:
+            _local(parameter).copy_(value)
+            parameter.requires_grad_(flag)
+
+
+def _own(named: Iterable[tuple[str, Any]]) -> list[Any]:
+    """What belongs to an adapter, not to the layer that it wraps."""
+    return [x for name, x in named if name.split(".")[0] not in ("base_layer", "original_module")]
+
+
+def _local(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The numbers of a parameter that are on this rank; writing them leaves no trace in autograd."""
+    if hasattr(parameter, "ds_tensor"):  # ZeRO-3
+        return parameter.ds_tensor.data
+    data = parameter.data
+    return data.to_local() if isinstance(data, torch.distributed.tensor.DTensor) else data
+
+
+def _attributes(modules: list[torch.nn.Module]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    found = []
+    for module in modules:
+        names = [
+            n for n in vars(module) if n in ("_buffers", "_disable_adapters") or (n[0] != "_" and n != "training")
+        ]
+        kept = {name: vars(module)[name] for name in names}
+        found.append((vars(module), {n: dict(x) if isinstance(x, dict) else x for n, x in kept.items()}))
+    return found
+
+
+def _restore(attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for now, before in attributes:
+        for name, value in before.items():
+            if isinstance(value, dict):
+                now[name].clear()
+                now[name].update(value)
+            else:
+                now[name] = value
+
+
+def _error(found: Result, expected: Result) -> tuple[float, float]:
+    """Relative errors of logits and of gradients, the largest over tokens and over parameters."""
+    logits = distance(found[0], expected[0]) / distance(expected[0], torch.zeros_like(expected[0]))
+    norms = [gradient.double().norm().item() for gradient in expected[1]]
+    errors = [(x.double() - y.double()).norm().item() for x, y in zip(found[1], expected[1], strict=True)]
+    # rounding of the others is all that a parameter without influence has
+    floor = 1e-2 * max(norms, default=0.0)
+    return logits, max(
+        (error / max(norm, floor, 1e-30) for error, norm in zip(errors, norms, strict=True)), default=0.0
+    )
+
+
+def _is_close(errors: tuple[float, float], rounding: float) -> bool:
+    logits, gradients = errors
+    return logits <= rounding and gradients <= 4 * rounding  # neither is met by what is not a number
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)
+
+
+def _names(model: Any, layers: list[Any]) -> str:
+    variants = sorted({type(v).__name__ for layer in layers for v in getattr(layer, "lora_variant", {}).values()})
+    configs = [f"{name!r} ({type(config).__name__})" for name, config in getattr(model, "peft_config", {}).items()]
+    names = ", ".join(configs or sorted({type(layer).__name__ for layer in layers}))
+    return f"{names} with {', '.join(variants)}" if variants else names

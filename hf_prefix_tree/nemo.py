@@ -1,0 +1,196 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Names and forms of NeMo Automodel: [`FoldedRollouts`], [`prefix_tree_collate_fn`], [`DLLMCollator`]."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hf_prefix_tree.data.nodes import _prompt_and_completions
+from hf_prefix_tree.data.supervision import IGNORE_INDEX
+from hf_prefix_tree.modeling.batch import BLOCK_SIZE, concatenate_trees
+from hf_prefix_tree.tree.prefix_tree import PrefixTree
+
+CROSS_ENTROPY_IGNORE_IDX = IGNORE_INDEX
+
+
+@dataclass(frozen=True)
+class FoldedRollouts:
+    """
+    A prompt and its completions, one after another, nothing merged, labels shifted beforehand.
+
+    `labels[i]` is the token after position i in the same completion. So a completion's first token is predicted
+    nowhere, and neither is the prompt; [`rollout_branches`] supervises those first tokens too.
+
+    Args:
+        input_ids (`list[int]`):
+            The prompt, then every completion.
+        labels (`list[int]`):
+            The next token of the completion, `ignore_idx` on the prompt and on each completion's last token.
+        position_ids (`list[int]`):
+            Every completion continues from the prompt.
+        node_lengths (`list[int]`):
+            Tokens of the prompt and of each completion.
+        sample_paths (`list[list[int]]`):
+            Nodes of each sample. An empty prompt is on none.
+    """
+
+    input_ids: list[int]
+    labels: list[int]
+    position_ids: list[int]
+    node_lengths: list[int]
+    sample_paths: list[list[int]]
+
+    def to_tree(self, weighting: str = "tree") -> PrefixTree:
+        """Fold into a [`PrefixTree`] that supervises the same tokens: completions without their first token."""
+        weights = np.ones(len(self.input_ids))
+        weights[: self.node_lengths[0]] = 0.0
+        weights[np.cumsum(self.node_lengths)[:-1]] = 0.0
+        return PrefixTree.from_node_paths(self.input_ids, self.node_lengths, self.sample_paths, weights, weighting)
+
+
+def fold_shared_prefix_rollouts(
+    prompt_ids: npt.ArrayLike, completions: Sequence[npt.ArrayLike], ignore_idx: int = CROSS_ENTROPY_IGNORE_IDX
+) -> FoldedRollouts:
+    """
+    Lay out a prompt and its completions in the form of NeMo Automodel.
+
+    Args:
+        prompt_ids (array-like of `int`, shape `[P]`):
+            Token ids of the prompt. May be empty.
+        completions (sequence of array-likes of `int`):
+            Token ids of each completion, at least one completion, none empty. Their order is kept.
+        ignore_idx (`int`, *optional*, defaults to `CROSS_ENTROPY_IGNORE_IDX`):
+            Label of positions that predict nothing.
+
+    Returns:
+        [`FoldedRollouts`]
+
+    Raises:
+        `ValueError`: If `completions` or one of them is empty, or an id is invalid.
+
+    Example:
+
+    ```python
+    >>> folded = fold_shared_prefix_rollouts([1, 2], [[10, 11], [20, 21, 22]])
+    >>> folded.input_ids
+    [1, 2, 10, 11, 20, 21, 22]
+    >>> folded.labels
+    [-100, -100, 11, -100, 21, 22, -100]
+    >>> folded.position_ids
+    [0, 1, 2, 3, 2, 3, 4]
+
+    ```
+    """
+    prompt, ids = _prompt_and_completions(prompt_ids, completions)
+    nodes = [prompt, *ids]
+    labels = [ignore_idx] * len(prompt)
+    positions = list(range(len(prompt)))
+    for completion in ids:
+        labels += [*completion[1:].tolist(), ignore_idx]
+        positions += range(len(prompt), len(prompt) + len(completion))
+    return FoldedRollouts(
+        input_ids=np.concatenate(nodes).tolist(),
+        labels=labels,
+        position_ids=positions,
+        node_lengths=list(map(len, nodes)),
+        sample_paths=[[0, i] if len(prompt) else [i] for i in range(1, len(nodes))],
+    )
+
+
+def prefix_tree_collate_fn(
+    features: Sequence[FoldedRollouts | Mapping[str, Any]],
+    pad_token_id: int = 0,
+    *,
+    weighting: str = "tree",
+    pad_to_multiple_of: int = BLOCK_SIZE,
+    ignore_idx: int = CROSS_ENTROPY_IGNORE_IDX,
+) -> dict[str, torch.Tensor]:
+    """
+    Collate one group of rollouts that share a prompt, as [`fold_shared_prefix_rollouts`] lays it out.
+
+    The shifted labels of that form become unshifted ones. They supervise neither the prompt nor the first token of a
+    completion; [`DataCollatorForPrefixTree`] supervises those first tokens too, from `prompt_ids` and `completions`.
+    Completions that start alike are folded further.
+
+    Args:
+        features (sequence of [`FoldedRollouts`] or of `Mapping`):
+            Exactly one: the group, or a dataset row of its fields `input_ids`, `labels`, `node_lengths` and
+            `sample_paths`.
+        pad_token_id (`int`, *optional*, defaults to 0):
+            Token id of the padding.
+        weighting (`str`, *optional*, defaults to `"tree"`):
+            See [`fold`].
+        pad_to_multiple_of (`int`, *optional*, defaults to 128):
+            The row is padded to a multiple of it.
+        ignore_idx (`int`, *optional*, defaults to `CROSS_ENTROPY_IGNORE_IDX`):
+            Label of positions that predict nothing.
+
+    Returns:
+        `dict[str, torch.Tensor]`: the batch contract, see `hf_prefix_tree.modeling.batch`.
+
+    Raises:
+        `ValueError`: If `features` is not one group, a field is missing, or the fields contradict each other.
+
+    Example:
+
+    ```python
+    >>> from hf_prefix_tree import fold_shared_prefix_rollouts
+    >>> from hf_prefix_tree.nemo import prefix_tree_collate_fn
+
+    >>> group = fold_shared_prefix_rollouts([1, 2], [[10, 11], [20, 21, 22]])
+    >>> batch = prefix_tree_collate_fn([group], pad_to_multiple_of=1)
+    >>> batch["input_ids"], batch["labels"]
+    (tensor([[ 1,  2, 20, 21, 22, 10, 11]]), tensor([[-100, -100, -100,   21,   22, -100,   11]]))
+
+    ```
+    """
+    found: object
+    if isinstance(features, Mapping | FoldedRollouts) or len(features) != 1:
+        found = type(features).__name__ if isinstance(features, Mapping | FoldedRollouts) else len(features)
+        raise ValueError(
+            f"`features` must be a list of one group, got {found}. Use a batch size of 1, or "
+            "`DataCollatorForPrefixTree` for several groups."
+        )
+    group = features[0]
+    fields = dataclasses.asdict(group) if isinstance(group, FoldedRollouts) else group
+    names = ("input_ids", "labels", "node_lengths", "sample_paths")
+    if not isinstance(fields, Mapping) or any(name not in fields for name in names):
+        found = sorted(fields) if isinstance(fields, Mapping) else type(fields).__name__
+        raise ValueError(
+            f"`features[0]` must be a `FoldedRollouts` or have its fields {', '.join(names)}, got {found}. Make it "
+            "with `fold_shared_prefix_rollouts`."
+        )
+    input_ids, labels, node_lengths = (np.asarray(fields[name], dtype=np.int64) for name in names[:3])
+    weights = _unshifted_weights(input_ids, labels, node_lengths, ignore_idx)
+    tree = PrefixTree.from_node_paths(
+        fields["input_ids"], fields["node_lengths"], fields["sample_paths"], weights, weighting
+    )
+    return concatenate_trees([tree], pad_token_id, pad_to_multiple_of)
+
+
+def _unshifted_weights(
+    input_ids: np.ndarray, shifted_labels: np.ndarray, node_lengths: np.ndarray, ignore_idx: int
+) -> np.ndarray:
+    """1 at every token that the label before it names, 0 elsewhere."""
+    if len(shifted_labels) != len(input_ids) or node_lengths.sum() != len(input_ids):
+        raise ValueError(
+            f"`features[0]` has {len(input_ids)} `input_ids`, {len(shifted_labels)} `labels` and `node_lengths` that "
+            f"sum to {node_lengths.sum()}; the three must agree."
+        )
+    following = np.append(input_ids[1:], ignore_idx)
+    following[np.cumsum(node_lengths[node_lengths > 0]) - 1] = ignore_idx  # what follows a node is not after it
+    wrong = (shifted_labels != ignore_idx) & (shifted_labels != following)
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise ValueError(
+            f"`labels` is {shifted_labels[at]} at position {at}, which is not the next token of its node; pass "
+            "shifted labels, as `fold_shared_prefix_rollouts` makes them."
+        )
+    return np.concatenate([[0.0], (shifted_labels[:-1] != ignore_idx).astype(np.float64)])

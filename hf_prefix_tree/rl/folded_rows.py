@@ -1,0 +1,222 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Padded rows to packed sequences: which rows share a forward, their trees, and the indices that lead back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hf_prefix_tree.modeling.batch import BLOCK_SIZE, concatenate_trees
+from hf_prefix_tree.tree.folding import common_prefixes, sorted_order
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
+
+
+@dataclass(frozen=True)
+class FoldedRows:
+    """
+    Padded rows as one row of trees.
+
+    Args:
+        batch (`dict[str, torch.Tensor]`): What the model is called with: `input_ids`, `attention_mask`, `labels`
+            (`[1, N]`) and `prefix_tree` (`[1, 3, N]`). A token is labelled where any row wants its log-prob, so that
+            the head projects it once.
+        where (`torch.Tensor` of shape `(T,)`, int64): For each of the T wanted tokens of the rows, in row-major
+            order, its place among the M labelled tokens of the tree, which is the order of the model's results.
+        tokens (`torch.Tensor` of shape `(R,)`, int64): For each of the R tokens of the rows without padding, in
+            row-major order, its place in the tree row.
+        tree_tokens (`int`): Tokens of the tree row without its padding.
+    """
+
+    batch: dict[str, torch.Tensor]
+    where: torch.Tensor
+    tokens: torch.Tensor
+    tree_tokens: int
+
+    @property
+    def reuse(self) -> float:
+        """Tokens of the rows, without padding, per position of the tree row, with padding."""
+        return len(self.tokens) / self.batch["input_ids"].shape[1]
+
+
+def row_multiple(device: torch.device) -> int:
+    """What the length of a tree row is rounded up to: FlexAttention's blocks; on CPU there is no padding."""
+    return BLOCK_SIZE if device.type == "cuda" else 1
+
+
+def fold_rows(
+    input_ids: npt.NDArray[np.int64],
+    is_token: npt.NDArray[np.bool_],
+    is_wanted: npt.NDArray[np.bool_],
+    pad_to_multiple_of: int,
+) -> FoldedRows:
+    """
+    Folds the rows of a batch.
+
+    Args:
+        input_ids (`np.ndarray` of shape `(B, L)`, int64): Padded rows.
+        is_token (`np.ndarray` of shape `(B, L)`, bool): What is no padding: one run of tokens in each row, or none.
+        is_wanted (`np.ndarray` of shape `(B, L)`, bool): The tokens whose log-prob is wanted. Never padding, never
+            the first token of a row, which nothing predicts.
+        pad_to_multiple_of (`int`): The tree row's length is rounded up to a multiple of it.
+
+    Returns:
+        [`FoldedRows`]
+
+    Example:
+
+    ```python
+    >>> import numpy as np
+    >>> ids = np.array([[0, 5, 6, 7], [5, 6, 8, 9]])
+    >>> wanted = np.array([[0, 0, 0, 1], [0, 0, 1, 1]], dtype=bool)
+    >>> rows = fold_rows(ids, ids > 0, wanted, pad_to_multiple_of=1)
+    >>> rows.batch["input_ids"], rows.where, rows.reuse
+    (tensor([[5, 6, 8, 9, 7]]), tensor([2, 0, 1]), 1.4)
+
+    ```
+    """
+    filled = np.flatnonzero(is_token.any(axis=1)).tolist()
+    tree = fold(
+        [Branch(input_ids[row, is_token[row]], is_wanted[row, is_token[row]]) for row in filled], weighting="branch"
+    )
+    batch = concatenate_trees([tree], pad_token_id=0, pad_to_multiple_of=pad_to_multiple_of)
+    rank = np.cumsum(tree.weights > 0) - 1  # place among the labelled tokens
+    tokens = np.concatenate(tree.paths())
+    return FoldedRows(
+        {name: batch[name] for name in ("input_ids", "attention_mask", "labels", "prefix_tree")},
+        torch.from_numpy(rank[tokens[is_wanted[is_token]]]),
+        torch.from_numpy(tokens),
+        len(tree),
+    )
+
+
+TOO_MANY = 2**40  # tokens of parts that exceed the budget: also added up over many ranks it fits int64
+
+
+@dataclass(frozen=True)
+class SortedRows:
+    """
+    The rows of a padded batch in an order that puts rows with a common prefix side by side.
+
+    Args:
+        order (int64 `[B]`):
+            The row at each place.
+        lengths (int64 `[B]`):
+            Its tokens, padding left out.
+        shared (int64 `[B]`):
+            How many of them it shares with the row before it.
+        width (`int`):
+            Tokens of a padded row.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hf_prefix_tree.rl.folded_rows import SortedRows
+
+    >>> ids = torch.tensor([[5, 6, 7], [8, 9, 0], [5, 6, 9], [8, 9, 9]])
+    >>> rows = SortedRows.of(ids, torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 1, 1]]))
+    >>> rows.parts(2)
+    [[0, 2], [1, 3]]
+    >>> rows.tokens(2).tolist()
+    [4, 3]
+
+    ```
+    """
+
+    order: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    shared: npt.NDArray[np.int64]
+    width: int
+
+    @classmethod
+    def of(cls, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> SortedRows:
+        """
+        Args:
+            input_ids (int64 `[B, L]`): Padded rows.
+            attention_mask (int64 `[B, L]`): 1 = real token.
+        """
+        kept = attention_mask.bool().cpu().numpy()
+        ids = [row[own] for row, own in zip(input_ids.cpu().numpy(), kept, strict=True)]
+        order = sorted_order(ids)
+        ids = [ids[row] for row in order]
+        lengths = np.array([len(row) for row in ids])
+        return cls(np.array(order), lengths, common_prefixes(ids), input_ids.shape[1])
+
+    def parts(self, number: int) -> list[list[int]]:
+        """The rows of each of `number` parts, in the order of the batch; parts differ by at most one row."""
+        return [sorted(part.tolist()) for part in np.array_split(self.order, number)]
+
+    def tokens(self, number: int, min_reuse: float = 1.0, multiple: int = 1) -> npt.NDArray[np.int64]:
+        """
+        Tokens that a forward over each of `number` parts holds.
+
+        Args:
+            number (`int`):
+                Parts.
+            min_reuse (`float`, *optional*, defaults to 1.0):
+                A part whose tokens over its folded tokens are below it is not folded: it holds its padded tokens.
+            multiple (`int`, *optional*, defaults to 1):
+                Folded tokens of a part are rounded up to a multiple of it.
+        """
+        starts = np.cumsum([0, *map(len, np.array_split(self.order, number))])[:-1]
+        lengths = np.add.reduceat(self.lengths, starts)
+        # a part's first row shares nothing with the row before it, which is in another part
+        folded = np.add.reduceat(self.lengths - self.shared, starts) + self.shared[starts]
+        folded = -(-folded // multiple) * multiple
+        padded = np.diff(starts, append=len(self.order)) * self.width
+        return np.where(lengths >= min_reuse * folded, folded, padded)
+
+    def totals(self, most: int, budget: int, min_reuse: float = 1.0, multiple: int = 1) -> npt.NDArray[np.int64]:
+        """
+        Tokens of all parts, for 1, 2, ... `most` parts; `TOO_MANY` where a part exceeds the budget.
+
+        Args:
+            most (`int`):
+                The largest number of parts. It is always allowed.
+            budget (`int`):
+                Tokens that a forward may hold.
+            min_reuse (`float`, *optional*, defaults to 1.0):
+                As for [`tokens`].
+            multiple (`int`, *optional*, defaults to 1):
+                As for [`tokens`].
+        """
+        tokens = [self.tokens(number, min_reuse, multiple) for number in range(1, most + 1)]
+        fits = [own.max() <= budget for own in tokens[:-1]] + [True]
+        return np.array([own.sum() if fit else TOO_MANY for own, fit in zip(tokens, fits, strict=True)])
+
+
+def select_rows(batches: Sequence[dict[str, Any]], rows: Sequence[int]) -> dict[str, Any]:
+    """
+    The given rows of micro-batches that are counted through.
+
+    Args:
+        batches (sequence of `dict`):
+            Micro-batches with the same keys: tensors and lists with an entry per row, scalar tensors that hold for
+            all of them alike, or `None`.
+        rows (sequence of `int`):
+            Rows to take.
+
+    Example:
+
+    ```python
+    >>> select_rows([{"x": torch.tensor([1, 2])}, {"x": torch.tensor([3, 4])}], [0, 3])
+    {'x': tensor([1, 4])}
+
+    ```
+    """
+    selected: dict[str, Any] = {}
+    for name, value in batches[0].items():
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            values = torch.cat([batch[name] for batch in batches])
+            selected[name] = values[torch.tensor(rows, device=values.device)]
+        elif isinstance(value, list):
+            entries = [entry for batch in batches for entry in batch[name]]
+            selected[name] = [entries[row] for row in rows]
+        else:
+            selected[name] = value
+    return selected

@@ -1,0 +1,164 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""[`DataCollatorForPrefixTree`]: trees, or what folds into one, to one packed sequence of the batch contract."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hf_prefix_tree.data.nodes import as_branch, rollout_branches
+from hf_prefix_tree.modeling.batch import BLOCK_SIZE, check_multiple, concatenate_trees
+from hf_prefix_tree.training.sampling import PADDING_FEATURE
+from hf_prefix_tree.tree.folding import as_list, check_weighting
+from hf_prefix_tree.tree.prefix_tree import PrefixTree, fold
+
+if TYPE_CHECKING:
+    pass
+
+
+class RowCounts:
+    """
+    Tokens, supervised tokens and visible pairs of dataset rows; a function for `Dataset.map(batched=True)`.
+
+    Args:
+        collator ([`DataCollatorForPrefixTree`]): What reads the rows.
+    """
+
+    def __init__(self, collator: DataCollatorForPrefixTree) -> None:
+        self.collator = collator
+
+    def __call__(self, columns: Mapping[str, Sequence[Any]]) -> dict[str, list[list[int]]]:
+        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        return {"counts": [self.of(row) for row in rows]}
+
+    def of(self, row: Any) -> list[int]:
+        """The counts of one row."""
+        stats = [tree.stats() for tree in self.collator.trees([row])]
+        names = ("tree_tokens", "supervised_tokens", "tree_pairs")
+        return [sum(getattr(own, name) for own in stats) for name in names]
+
+
+# The keys of each form of a feature.
+_FORMS = (("trees",), ("node_parents",), ("branches",), ("prompt_ids", "completions"))
+
+
+@dataclass
+class DataCollatorForPrefixTree:
+    """
+    Data collator for prefix trees: all features of a batch become one row, padded to a multiple of 128 tokens.
+
+    A feature is one tree or several, given as
+
+    - a [`PrefixTree`], or a dataset row that holds one (`PrefixTree.to_dict`),
+    - `trees`: a list of either,
+    - `branches`: a list of [`Branch`] or of `{"input_ids": [...], "weights": [...]}`,
+    - `prompt_ids` and `completions`: token ids; every completion token is supervised, the prompt is not.
+
+    A key whose value is `None` counts as absent. Folding here or beforehand gives the same batch. The collator pickles
+    and runs in worker processes.
+
+    Args:
+        pad_token_id (`int`):
+            Token id of the padding.
+        weighting (`str`, *optional*, defaults to `"tree"`):
+            How raw features are weighted, see [`fold`]. Trees keep the weighting that they were folded with.
+        pad_to_multiple_of (`int`, *optional*, defaults to `128`):
+            Rows are padded to a multiple of it. FlexAttention needs a multiple of 128.
+
+    Raises:
+        `ValueError`: For an argument of another kind, and when called with a feature of another form, or of two.
+
+    Example:
+
+    ```python
+    >>> from hf_prefix_tree import DataCollatorForPrefixTree
+
+    >>> collator = DataCollatorForPrefixTree(pad_token_id=0, pad_to_multiple_of=8)
+    >>> batch = collator([{"prompt_ids": [5, 6], "completions": [[7], [8, 9]]}])
+    >>> batch["input_ids"]
+    tensor([[5, 6, 8, 9, 7, 0, 0, 0]])
+    >>> batch["labels"]
+    tensor([[-100, -100,    8,    9,    7, -100, -100, -100]])
+    >>> batch["position_ids"]
+    tensor([[0, 1, 2, 3, 2, 0, 0, 0]])
+
+    ```
+    """
+
+    pad_token_id: int
+    weighting: str = "tree"
+    pad_to_multiple_of: int = BLOCK_SIZE
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pad_token_id, (int, np.integer)) or isinstance(self.pad_token_id, bool):
+            raise ValueError(
+                f"`pad_token_id` must be an int, got {self.pad_token_id!r}: pass `tokenizer.pad_token_id`, or "
+                "`tokenizer.eos_token_id` where there is none."
+            )
+        check_weighting(self.weighting)
+        check_multiple(self.pad_to_multiple_of)
+
+    def __call__(self, features: Sequence[PrefixTree | Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        if self.pad_token_id < 0:  # may be set after construction
+            raise ValueError(f"`pad_token_id` must be a token id, got {self.pad_token_id}: set it before collating.")
+        return concatenate_trees(self.trees(features), self.pad_token_id, self.pad_to_multiple_of)
+
+    def trees(self, features: Sequence[PrefixTree | Mapping[str, Any]]) -> list[PrefixTree]:
+        """
+        The trees of a batch, in order.
+
+        Args:
+            features (`Sequence`): The features that the collator is called with.
+        """
+        return [tree for feature in features if not _is_padding(feature) for tree in _trees(feature, self.weighting)]
+
+
+def _is_padding(feature: object) -> bool:
+    if not isinstance(feature, Mapping) or feature.keys() != PADDING_FEATURE.keys():
+        return False
+    return isinstance(feature["input_ids"], list) and not feature["input_ids"]  # arrays compare by element
+
+
+def _trees(feature: object, weighting: str) -> list[PrefixTree]:
+    if isinstance(feature, Mapping):
+        # Arrow fills the columns of other forms with nulls
+        feature = {name: value for name, value in feature.items() if value is not None}
+        found = [
+            " and ".join(f"`{name}`" for name in form) for form in _FORMS if all(name in feature for name in form)
+        ]
+        if len(found) > 1:
+            raise ValueError(f"A feature has {' as well as '.join(found)}: keep one of them.")
+        if "trees" in feature:
+            trees = as_list(feature["trees"], "trees")
+            return [tree if isinstance(tree, PrefixTree) else PrefixTree.from_dict(tree) for tree in trees]
+    return [_as_tree(feature, weighting)]
+
+
+def _as_tree(feature: object, weighting: str) -> PrefixTree:
+    if isinstance(feature, PrefixTree):
+        return feature
+    if isinstance(feature, Mapping):
+        if "node_parents" in feature:
+            return PrefixTree.from_dict(feature)
+        if "node_lengths" in feature and "sample_paths" in feature:
+            raise ValueError(
+                "A feature holds `node_lengths` and `sample_paths`: convert it with `PrefixTree.from_node_paths` "
+                "first, or collate it with `prefix_tree_collate_fn`."
+            )
+        if "branches" in feature:
+            branches = as_list(feature["branches"], "branches")
+            return fold([as_branch(branch, index) for index, branch in enumerate(branches)], weighting)
+        if "prompt_ids" in feature and "completions" in feature:
+            return fold(rollout_branches(feature["prompt_ids"], feature["completions"]), weighting)
+        found = f"the keys {sorted(feature)}"
+    else:
+        found = type(feature).__name__
+    raise ValueError(
+        f"`features` must be trees, `branches`, or `prompt_ids` with `completions`, got {found}. Turn conversations "
+        "into trees with `hf_prefix_tree.prepare_trees`, or let `TreeSFTTrainer` do it. If these were trees, Trainer "
+        "dropped their columns: set `remove_unused_columns=False`."
+    )

@@ -1,0 +1,237 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""[`TreeSFTTrainer`]: TRL's `SFTTrainer` on prefix trees.
+
+Everything that is not about trees is TRL's: the fused LM head (no logits of the row are built), PEFT, activation
+offloading, metrics, saving. Overridden are what a dataset becomes, the columns that are kept, and the weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase
+from trl import SFTTrainer
+from trl.trainer.utils import global_then_local_main_first
+
+from hf_prefix_tree.data.packed import check_weightings
+from hf_prefix_tree.data.prepare import prepare_trees
+from hf_prefix_tree.modeling.batch import BLOCK_SIZE
+from hf_prefix_tree.sft.branchwise import BranchCollator, branch_batches
+from hf_prefix_tree.sft.card import add_section, tree_section
+from hf_prefix_tree.sft.collator import DataCollatorForPrefixTree
+from hf_prefix_tree.sft.config import TreeSFTConfig
+from hf_prefix_tree.sft.mixin import TreeLossMixin
+from hf_prefix_tree.training.checks import check_arguments
+from hf_prefix_tree.tree.prefix_tree import PrefixTree
+
+
+class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
+    """
+    Supervised fine-tuning on prefix trees: a drop-in for TRL's [`~trl.SFTTrainer`].
+
+    A dataset row is one of: a folded tree ([`PrefixTree.to_dict`]), `branches`, `prompt_ids` + `completions`, `prompt`
+    + `completion(s)`, `messages` (with `tools`), or `input_ids` (with `labels`); `TreeSFTConfig(group_by="group")`
+    makes one tree of the rows with an equal `group`. Each row or group becomes one tree; the trees of a micro-batch
+    share one row. Under `max_packed_tokens` a dataset row holds several small trees, or a part of a large one; the
+    parts of a tree stay in one optimizer step, which needs a dataset of known length.
+
+    `TreeSFTConfig(mode="grouped")` trains the same branch by branch, as a baseline: same loss, gradients and step
+    metrics (`entropy`, `mean_token_accuracy` and `num_tokens` are those of the branches), memory of one branch. Micro-
+    batches are then computed in as many passes as the rank with the most branches needs. Evaluation stays on trees.
+
+    Args:
+        model (`str`, `PreTrainedModel` or `PeftModel`):
+            As for `SFTTrainer`. The model is prepared with [`prepare_model`].
+        args ([`TreeSFTConfig`], *optional*):
+            Configuration.
+        data_collator (`DataCollatorForPrefixTree`, *optional*):
+            Defaults to one with the tokenizer's padding token.
+        train_dataset, eval_dataset, processing_class, peft_config, callbacks, optimizers, ...:
+            As for `SFTTrainer`. Refused: `compute_loss_func`, `compute_metrics`, `preprocess_logits_for_metrics`,
+            `formatting_func`, vision datasets, prompt-learning PEFT.
+
+    Raises:
+        `ValueError`: where the architecture or an argument cannot be exact on trees, and under context, sequence or
+            pipeline parallelism, FSDP1, and `dispatch_batches=True` on several ranks.
+
+    Example:
+
+    ```python
+    >>> from datasets import load_dataset
+    >>> from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer
+
+    >>> trainer = TreeSFTTrainer(
+    ...     model="Qwen/Qwen3-0.6B",
+    ...     args=TreeSFTConfig(group_by="group"),
+    ...     train_dataset=load_dataset("json", data_files="dialogues.jsonl", split="train"),
+    ... )  # doctest: +SKIP
+    >>> trainer.train()  # doctest: +SKIP
+
+    ```
+    """
+
+    _signature_columns: list[str] | None
+    data_collator: Any
+    current_gradient_accumulation_steps: int
+    _tag_names = ["trl", "sft", "prefix-tree"]  # noqa: RUF012 - as in TRL
+    _name = "Tree SFT"
+
+    def __init__(
+        self,
+        model: Any,
+        args: TreeSFTConfig | None = None,
+        data_collator: DataCollatorForPrefixTree | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        reason = "on prefix trees it would see rows, not branches"
+        args = check_arguments(args, TreeSFTConfig, model, "TreeSFT", kwargs, reason)
+        if data_collator is None:
+            multiple = args.pad_to_multiple_of or BLOCK_SIZE
+            # TRL settles which token pads while it initialises; it is set below
+            data_collator = DataCollatorForPrefixTree(-1, weighting=args.weighting, pad_to_multiple_of=multiple)
+        elif not isinstance(data_collator, DataCollatorForPrefixTree):
+            raise ValueError(
+                f"`data_collator` must be a `DataCollatorForPrefixTree`, got `{type(data_collator).__name__}`."
+            )
+        else:
+            for name in ("weighting", "pad_to_multiple_of"):
+                own, given = getattr(data_collator, name), getattr(args, name)
+                if given and own != given:
+                    raise ValueError(
+                        f"`{name}={given!r}` in `args`, but {own!r} in `data_collator`: give both the same, or leave "
+                        "`data_collator` out."
+                    )
+        if hasattr(train_dataset, "__len__") and not len(train_dataset):
+            raise ValueError("`train_dataset` has no rows; pass at least one.")
+        # `SFTTrainer` prepares the training dataset first; the same object may be an evaluation dataset as well
+        self._to_select_from: Any = train_dataset
+        self._prepared: weakref.WeakSet = weakref.WeakSet()
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            **kwargs,
+        )
+        if self._is_vision_dataset:
+            raise ValueError("`train_dataset` has images, which prefix trees do not hold yet. Use `SFTTrainer`.")
+        if data_collator.pad_token_id < 0:
+            data_collator.pad_token_id = _pad_token_id(self._tokenizer)
+
+    def _prepare_dataset(
+        self, dataset: Any, processing_class: Any, args: TreeSFTConfig, packing: bool, formatting_func: Any, name: str
+    ) -> Any:
+        if dataset in self._prepared:  # `evaluate` calls itself for each dataset of a `dict`
+            return dataset
+        options: dict[str, Any] = {
+            "chat_template_kwargs": args.chat_template_kwargs,
+            "column_names": args.column_names,
+        }
+        if dataset is self._to_select_from:
+            self._to_select_from = None
+            options |= {
+                "selection_metric": args.selection_metric,
+                "selection_num_proc": args.selection_num_proc,
+                "max_examples": args.max_examples,
+            }
+        with global_then_local_main_first(), _naming(name):
+            dataset = prepare_trees(
+                dataset,
+                self._tokenizer,
+                reasoning=args.reasoning,
+                weighting=args.weighting,
+                group_by=args.group_by,
+                empty_thinking_in_prompt=args.empty_thinking_in_prompt,
+                max_length=args.max_length,
+                overlong=args.overlong,
+                on_error=args.on_error,
+                num_proc=args.dataset_num_proc,
+                max_packed_tokens=args.max_packed_tokens,
+                overflow=args.overflow,
+                pack_trees=args.pack_trees,
+                **options,
+            )
+        if args.shuffle_dataset:
+            dataset = dataset.shuffle(seed=args.seed)
+        self._prepared.add(dataset)
+        return dataset
+
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None:
+            raw = ["branches", "prompt_ids", "completions"]  # folded by the collator under `skip_prepare_dataset`
+            packed = ["trees", "tree_ids"]
+            self._signature_columns = [field.name for field in dataclasses.fields(PrefixTree)] + raw + packed
+
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        is_skipped = (self.args.dataset_kwargs or {}).get("skip_prepare_dataset")
+        if is_skipped and isinstance(dataset, Dataset | IterableDataset):
+            columns = dataset.column_names or list(next(iter(dataset), {}))
+            for column in {"trees", "weighting"}.intersection(columns):
+                dataset = check_weightings(dataset, column, self.args.weighting)
+        collator = self.data_collator
+        if self.args.mode == "grouped" and kwargs.get("is_training", False):
+            if self.is_deepspeed_enabled:
+                raise ValueError(
+                    "`mode='grouped'` does several backwards in a micro-batch, and DeepSpeed may step after each. Use "
+                    "DDP or FSDP, or `mode='tree'`."
+                )
+            self.data_collator = BranchCollator(collator)
+        try:
+            return super()._get_dataloader(dataset, *args, **kwargs)
+        finally:
+            self.data_collator = collator
+
+    def training_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if "branch_lengths" not in inputs:
+            return super().training_step(model, inputs, num_items_in_batch)
+        own = torch.tensor([inputs["branch_lengths"].numel()], device=self.args.device)
+        rows = branch_batches(inputs, number=self.accelerator.gather(own).max().item())
+        steps = self.current_gradient_accumulation_steps
+        self.current_gradient_accumulation_steps = steps * len(rows)  # a router's auxiliary loss is a mean over them
+        losses = []
+        for index, row in enumerate(rows):
+            # Gradients are reduced once, with the last branch (unless the caller holds them back further). Not under
+            # FSDP2: those that wait there are whole, and the end of an inner `no_sync` would end the caller's.
+            waits = index < len(rows) - 1 and not self.accelerator.is_fsdp2
+            with self.accelerator.no_sync(model) if waits else nullcontext():
+                losses.append(super().training_step(model, row, num_items_in_batch))
+        self.current_gradient_accumulation_steps = steps
+        return torch.stack(losses).sum()
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        super().create_model_card(*args, **kwargs)
+        section = tree_section(self.state.log_history, self.args.weighting)
+        if section and self.is_world_process_zero():
+            add_section(Path(self.args.output_dir, "README.md"), section)
+
+
+@contextmanager
+def _naming(dataset: str) -> Iterator[None]:
+    """What is wrong with a dataset for evaluation says that it is that one."""
+    try:
+        yield
+    except ValueError as error:
+        if dataset == "train":
+            raise
+        raise ValueError(f"Dataset {dataset!r}: {error}") from error
+
+
+def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return token_id
+    raise ValueError("`processing_class` has neither a padding nor an end token: set `processing_class.pad_token`.")

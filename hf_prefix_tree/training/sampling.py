@@ -1,0 +1,455 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Which dataset rows an optimizer step holds, and which rank reads them.
+
+Parts of one split tree stay in one step, the rows of a step are assigned to ranks so that they wait little for each
+other, and an uneven last step is filled with empty rows.
+
+A row costs its tokens (linear layers), its supervised tokens (the head) and its visible pairs (attention), in the
+proportion of the model's sizes. Ranks meet at every micro-batch, so a step takes as long as the slowest batch of each
+round; this sum is kept low.
+
+Cost: one pass over the dataset before the first step, O(n log n) an epoch for n rows. Of a stream every process reads
+all rows and keeps its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import IterableDataset, Sampler
+
+from hf_prefix_tree.modeling.flops import cost_per_count
+from hf_prefix_tree.tree.packing import pack_rows
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, Trainer
+
+
+def rounded_up(length: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `length`."""
+    return -(-length // multiple) * multiple
+
+
+class PaddedDataset(torch.utils.data.Dataset):
+    """
+    `dataset` followed by empty rows.
+
+    Args:
+        dataset (`Dataset`): Has `__len__` and `__getitem__`.
+        multiple (`int`): The length is a multiple of it.
+    """
+
+    def __init__(self, dataset: Any, multiple: int) -> None:
+        self.dataset = dataset
+        self.length = rounded_up(len(dataset), multiple)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= self.length:  # what ends an iteration
+            raise IndexError(f"row {index} of {self.length}")
+        return self.dataset[index] if index < len(self.dataset) else PADDING_FEATURE
+
+
+class PaddedStream(torch.utils.data.IterableDataset):
+    """
+    The rows of `dataset` followed by empty ones. In a worker process, those of the worker.
+
+    Args:
+        dataset (`IterableDataset`): Of `datasets` or of torch.
+        multiple (`int`): The number of rows is a multiple of it.
+    """
+
+    def __init__(self, dataset: Any, multiple: int) -> None:
+        self.dataset, self.multiple = dataset, multiple
+
+    def __len__(self) -> int:
+        return rounded_up(len(self.dataset), self.multiple)  # a TypeError where the stream has no length
+
+    def __iter__(self) -> Iterator[Any]:
+        count = 0
+        for row in self.dataset:
+            count += 1
+            yield row
+        for _ in range(count, rounded_up(count, self.multiple)):
+            yield PADDING_FEATURE
+
+    def set_epoch(self, epoch: int) -> None:
+        """Hand the epoch to the stream, as Accelerate would: to its `set_epoch`, or as seed to its `generator`."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        elif isinstance(getattr(self.dataset, "generator", None), torch.Generator):
+            self.dataset.generator.manual_seed(epoch)
+
+
+def padded(trainer: Trainer, dataset: Any, multiple: int, description: str) -> PaddedDataset:
+    """
+    `dataset` without the columns that Trainer would remove, as a [`PaddedDataset`].
+
+    Args:
+        trainer (`Trainer`): The trainer.
+        dataset (`Dataset`): Of `datasets`, or of torch, which has no columns to remove.
+        multiple (`int`): The length is a multiple of it.
+        description (`str`): As `_get_dataloader` gets it.
+    """
+    if hasattr(dataset, "column_names"):
+        dataset = trainer._remove_unused_columns(dataset, description=description)
+    return PaddedDataset(dataset, multiple)
+
+
+def fill_uneven_steps(
+    trainer: Trainer,
+    dataset: Any,
+    rows: int,
+    *,
+    is_training: bool,
+    description: str,
+    sampler: Sampler | None = None,
+) -> Any:
+    """
+    What a trainer's `_get_dataloader` reads instead of `dataset`, so that no row is counted twice or in another epoch.
+
+    Args:
+        trainer (`Trainer`): The trainer.
+        dataset (`Dataset` or `IterableDataset`): Its training or evaluation dataset.
+        rows (`int`): Rows that all ranks take in a round.
+        is_training (`bool`), description (`str`): As `_get_dataloader` gets them.
+        sampler ([`StepSampler`], *optional*): What lays out the steps, if not Trainer's sampler.
+    """
+    if sampler is not None:  # it fills every step; the dataset is as long, or Accelerate would cut the last metrics
+        return padded(trainer, dataset, len(sampler), description)  # type: ignore[arg-type]
+    args, is_distributed = trainer.args, trainer.accelerator.num_processes > 1
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        # Trainer doesn't know where a stream ends, and would carry the gradients of an uneven last step over into the
+        # next epoch's first one. (It ignores `dataloader_drop_last` here.)
+        multiple = rows * (args.gradient_accumulation_steps if is_training else 1)
+        if is_distributed:
+            trainer.accelerator.dataloader_config.dispatch_batches = False  # not set means `True` for streams
+        return PaddedStream(dataset, multiple) if is_distributed or multiple > rows else dataset
+    # an evaluation is of all rows, and what is dropped in training has no last step to fill
+    drops = args.dataloader_drop_last
+    is_filled = is_distributed and not drops if is_training else is_distributed or drops
+    return padded(trainer, dataset, rows, description) if is_filled and len(dataset) % rows else dataset
+
+
+def row_costs(
+    dataset: Any, counts: Any, config: PretrainedConfig, num_proc: int | None = None
+) -> npt.NDArray[np.float64]:
+    """
+    FLOPs of every row.
+
+    Args:
+        dataset (`Dataset`): Of `datasets`, which keeps the counts in its cache, or of torch.
+        counts ([`RowCounts`]): What counts a row.
+        config (`PretrainedConfig`): The model's.
+        num_proc (`int`, *optional*): Processes that count the rows of a `datasets.Dataset`.
+
+    Returns:
+        float64 `[number of rows]`.
+    """
+    if hasattr(dataset, "map"):
+        options = {"batched": True, "batch_size": 64, "num_proc": num_proc, "desc": "Counting tokens and pairs"}
+        found = dataset.with_format(None).map(counts, remove_columns=dataset.column_names, **options)["counts"]
+    else:
+        found = [counts.of(dataset[index]) for index in range(len(dataset))]
+    return np.array(list(found), dtype=np.float64) @ cost_per_count(config)
+
+
+def assign_rows(costs: npt.NDArray[np.float64], ranks: int, batch_size: int) -> npt.NDArray[np.int64]:
+    """
+    The order in which the rows of a step are read: batch after batch, where batch i goes to rank i % ranks.
+
+    Each row, the heaviest first, goes to the batch with the least work that has room. Batches that cost alike make a
+    round, in which rows are exchanged with the heaviest batch as long as that helps; and a round's heaviest batch goes
+    to the rank with the least work so far. Batches of one row are dealt as well as they can be.
+
+    Args:
+        costs (float64 `[n]`): Cost of each row; n is a multiple of `ranks * batch_size`.
+        ranks (`int`): Ranks that read different rows.
+        batch_size (`int`): Rows of a batch.
+
+    Returns:
+        int64 `[n]`: the rows in their new order.
+
+    Example:
+
+    ```python
+    >>> assign_rows(np.array([1.0, 9.0, 4.0, 5.0]), ranks=2, batch_size=1)  # rank 0: 9 and 1, rank 1: 5 and 4
+    array([1, 3, 0, 2])
+
+    ```
+    """
+    batches: list[list[int]] = [[] for _ in range(len(costs) // batch_size)]
+    lightest = [(0.0, batch) for batch in range(len(batches))]  # a heap of those that have room
+    for row in np.argsort(-costs, kind="stable").tolist():
+        work, batch = heapq.heappop(lightest)
+        batches[batch].append(row)
+        if len(batches[batch]) < batch_size:
+            heapq.heappush(lightest, (work + costs[row], batch))
+    batches.sort(key=lambda batch: -costs[batch].sum())
+    order: list[int] = []
+    of_ranks = np.zeros(ranks)
+    for start in range(0, len(batches), ranks):
+        own = batches[start : start + ranks]
+        of_batches = _even_out(costs, own)
+        places = np.empty(ranks, dtype=np.int64)
+        places[np.argsort(of_ranks, kind="stable")] = np.argsort(-of_batches, kind="stable")
+        of_ranks += of_batches[places]
+        order += [row for place in places for row in own[place]]
+    return np.array(order, dtype=np.int64)
+
+
+def _even_out(costs: npt.NDArray[np.float64], own: list[list[int]]) -> npt.NDArray[np.float64]:
+    """Exchanges rows of the heaviest batch with others' as long as that helps; returns the work of each batch."""
+    work = np.array([costs[rows].sum() for rows in own])
+    while (swap := _best_swap(costs, own, work)) is not None:
+        most, i, other, j = swap
+        change = costs[own[most][i]] - costs[own[other][j]]
+        own[most][i], own[other][j] = own[other][j], own[most][i]
+        work[most] -= change
+        work[other] += change
+    return work
+
+
+def _best_swap(
+    costs: npt.NDArray[np.float64], own: list[list[int]], work: npt.NDArray[np.float64]
+) -> tuple[int, int, int, int] | None:
+    """The exchange of two rows that relieves the heaviest batch most, without loading another one as much."""
+    most = int(work.argmax())
+    best, found = work[most] * (1 - 1e-6), None
+    for other, rows in enumerate(own):
+        if other == most:
+            continue
+        change = costs[own[most]][:, None] - costs[rows][None]
+        heavier = np.maximum(work[most] - change, work[other] + change)
+        i, j = np.unravel_index(heavier.argmin(), heavier.shape)
+        if heavier[i, j] < best:
+            best, found = heavier[i, j], (most, int(i), other, int(j))
+    return found
+
+
+# Values of `train_sampling_strategy` for which Trainer needs the length of every row.
+BY_LENGTH = ("group_by_length", "batch_rebalance")
+STRATEGIES = ("random", "sequential", *BY_LENGTH)  # those laid out here
+_WINDOW = 50  # most steps whose rows are sorted by cost together, as many as Transformers takes for `group_by_length`
+
+
+def linked_rows(tree_ids: Sequence[Sequence[int]]) -> list[list[int]]:
+    """
+    Rows that must share a step: those with a tree in common, directly or through other rows.
+
+    Args:
+        tree_ids (sequence of sequences of `int`): The ids of each row's trees.
+
+    Returns:
+        `list` of `list` of `int`: the rows of each unit, ascending; units ordered by their first row.
+
+    Example:
+
+    ```python
+    >>> linked_rows([[0], [1, 2], [3], [2], [0, 3]])
+    [[0, 2, 4], [1, 3]]
+
+    ```
+    """
+    parents = list(range(len(tree_ids)))
+
+    def root(row: int) -> int:
+        while parents[row] != row:
+            parents[row] = parents[parents[row]]
+            row = parents[row]
+        return row
+
+    first: dict[int, int] = {}
+    for row, ids in enumerate(tree_ids):
+        for tree_id in ids:
+            one, other = sorted((root(first.setdefault(tree_id, row)), root(row)))
+            parents[other] = one
+    units: dict[int, list[int]] = {}
+    for row in range(len(tree_ids)):
+        units.setdefault(root(row), []).append(row)
+    return list(units.values())
+
+
+def split_tree_ids(tree_ids: Sequence[Sequence[int]], num_parts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """
+    The ids of split trees alone, checked: all parts of each are there.
+
+    Args:
+        tree_ids (sequence of sequences of `int`): The ids of each row's trees.
+        num_parts (sequence of sequences of `int`): For each of them, the parts that its tree has in all rows.
+
+    Returns:
+        `list` of `list` of `int`: for each row, the ids of those with several parts.
+
+    Raises:
+        `ValueError`: If a tree's parts are not all there. (A dataset may hold a tree several times.)
+
+    Example:
+
+    ```python
+    >>> split_tree_ids([[7, 8], [9], [8]], [[1, 2], [1], [2]])
+    [[8], [], [8]]
+
+    ```
+    """
+    split = [
+        [(tree_id, parts) for tree_id, parts in zip(ids, numbers, strict=True) if parts > 1]
+        for ids, numbers in zip(tree_ids, num_parts, strict=True)
+    ]
+    found = Counter(key for row in split for key in row)
+    torn = [(tree_id, parts, count) for (tree_id, parts), count in found.items() if count % parts]
+    if torn:
+        tree_id, parts, count = torn[0]
+        raise ValueError(
+            f"`train_dataset`: rows with parts of a split tree are missing: tree {tree_id} has {parts} parts, of "
+            f"which {count} are there; {len(torn)} trees are like that. Select before the trees are packed "
+            "(`max_examples`), or keep all rows that have a `tree_ids` entry in common."
+        )
+    return [[tree_id for tree_id, _ in row] for row in split]
+
+
+class StepSampler(Sampler[int]):
+    """
+    Yields blocks of indices, one block per optimizer step, and never cuts a unit in two.
+
+    What a block has room for and no unit fills are indices one past the rows, which stand for empty rows. Which sizes
+    go together is settled once, by best fit, so every epoch has the same number of steps; which units those are and
+    where the blocks come is drawn anew each epoch. Steps do not depend on the number of ranks, given their rows.
+
+    Args:
+        units (`list` of `list` of `int`):
+            What [`linked_rows`] returned.
+        block_size (`int`):
+            Rows of one optimizer step: `gradient_accumulation_steps` x processes x `per_device_train_batch_size`.
+        strategy (`str`):
+            `"sequential"` lays units out in order, each where its first row is; `"random"` and `"batch_rebalance"`
+            shuffle them; `"group_by_length"` also shuffles, and gives a step units that cost alike.
+        seed (`int`):
+            Seed of the shuffling, equal on all ranks.
+        global_step (`Callable`):
+            Returns the optimizer steps done so far, which tell the epoch, after a resumption too: Accelerate's
+            `set_epoch` doesn't reach a sampler behind skipped batches on several processes.
+        costs (float64 `[number of rows]`, *optional*):
+            Cost of each row. With them, the rows of a step are dealt to the ranks by [`assign_rows`].
+        ranks, batch_size (`int`, *optional*, defaults to 1):
+            Ranks that read different rows, and rows of a batch.
+
+    Raises:
+        `ValueError`: If a unit is larger than a block.
+    """
+
+    def __init__(
+        self,
+        units: list[list[int]],
+        block_size: int,
+        *,
+        strategy: str,
+        seed: int,
+        global_step: Callable[[], int],
+        costs: npt.NDArray[np.float64] | None = None,
+        ranks: int = 1,
+        batch_size: int = 1,
+    ) -> None:
+        sizes = np.array([len(unit) for unit in units])
+        if sizes.max() > block_size:
+            raise ValueError(
+                f"{sizes.max()} rows hold parts of the same split trees and must be in one optimizer step, which has "
+                f"{block_size} (`gradient_accumulation_steps` x processes x `per_device_train_batch_size`). Raise "
+                "`gradient_accumulation_steps`, or raise `max_packed_tokens`, so that trees have fewer parts."
+            )
+        self.units, self.block_size, self.strategy, self.seed = units, block_size, strategy, seed
+        self.global_step, self.ranks, self.batch_size = global_step, ranks, batch_size
+        self.padding_index = int(sizes.sum())
+        self.unit_sizes = sizes
+        self.costs = None if costs is None else np.append(costs, 0.0)  # an empty row costs nothing
+        self.unit_costs = None if costs is None else np.array([costs[unit].mean() for unit in units])
+        in_order = strategy == "sequential"
+        self.blocks = _in_order(sizes.tolist(), block_size) if in_order else pack_rows(sizes, block_size)
+
+    def __len__(self) -> int:
+        return len(self.blocks) * self.block_size
+
+    def __iter__(self) -> Iterator[int]:
+        for block in self.blocks if self.strategy == "sequential" else self._drawn_blocks():
+            rows = [row for unit in block for row in self.units[unit]]
+            rows += [self.padding_index] * (self.block_size - len(rows))
+            if self.costs is not None:
+                rows = np.array(rows)[assign_rows(self.costs[rows], self.ranks, self.batch_size)].tolist()
+            yield from rows
+
+    def _drawn_blocks(self) -> Iterator[list[int]]:
+        epoch = self.global_step() // len(self.blocks)
+        rng = np.random.default_rng([self.seed, epoch])
+        drawn = np.empty(len(self.units), dtype=np.int64)  # the unit that takes the place of each
+        places = np.concatenate([np.array(block) for block in self.blocks])
+        for size in np.unique(self.unit_sizes):
+            same = places[self.unit_sizes[places] == size]
+            drawn[same] = self._alike(rng.permutation(np.sort(same)))
+        for block in rng.permutation(len(self.blocks)):
+            yield rng.permutation(drawn[self.blocks[block]]).tolist()
+
+    def _alike(self, units: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """
+        Shuffled units so that those one after another cost alike, within a window: of a quarter of the steps, as in
+        Transformers, or epochs would consist of the same steps, and at least of two, or nothing would be sorted.
+        """
+        if self.strategy != "group_by_length" or self.unit_costs is None:
+            return units
+        window = min(_WINDOW, max(2, len(self.blocks) // 4)) * self.block_size
+        cuts = [units[start : start + window] for start in range(0, len(units), window)]
+        return np.concatenate([cut[np.argsort(-self.unit_costs[cut], kind="stable")] for cut in cuts])
+
+
+def length_sampler(trainer: Trainer, dataset: Any, batch_size: int, ranks: int) -> StepSampler | None:
+    """
+    The sampler of a training on rows with `input_ids` whose lengths matter; `None` where Trainer's own serves.
+
+    Trainer's samplers for `BY_LENGTH` repeat rows in an uneven last step, or draw from a generator that each rank has
+    for itself, so that ranks could read different orders.
+
+    Args:
+        trainer (`Trainer`): The trainer.
+        dataset (`Dataset` or list of `dict`): Its training dataset.
+        batch_size (`int`): Rows of a batch.
+        ranks (`int`): Ranks that read different rows.
+    """
+    args = trainer.args
+    is_stream = not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset)
+    if is_stream or args.train_sampling_strategy not in BY_LENGTH or args.dataloader_drop_last:
+        return None
+    rows = dataset["input_ids"] if hasattr(dataset, "column_names") else (row["input_ids"] for row in dataset)
+    lengths = np.array([len(ids) for ids in rows], dtype=np.float64)
+    return StepSampler(
+        [[row] for row in range(len(lengths))],
+        args.gradient_accumulation_steps * ranks * batch_size,
+        strategy=args.train_sampling_strategy,
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        global_step=lambda: trainer.state.global_step,
+        costs=lengths,
+        ranks=ranks,
+        batch_size=batch_size,
+    )
+
+
+def _in_order(sizes: list[int], block_size: int) -> list[list[int]]:
+    blocks: list[list[int]] = []
+    room = 0
+    for unit, size in enumerate(sizes):
+        if size > room:
+            blocks.append([])
+            room = block_size
+        blocks[-1].append(unit)
+        room -= size
+    return blocks
+
+
+# What fills an uneven last step of distributed training: a row without tokens weighs nothing.
+PADDING_FEATURE: dict[str, list[int]] = {"input_ids": []}

@@ -1,0 +1,327 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Branches, and the fold itself: which tokens the branches share, and what those tokens weigh.
+
+The branches are sorted lexicographically, as bytes. Each is then compared with the one before it, whose path is the
+open path of the trie: what they share is kept, the rest is new. One buffer holds the tree index of the token at each
+depth of the open path, so a branch adds its weights in one indexed addition, and a node is known by its first token.
+
+Cost: O(log B) byte comparisons of each branch for the sort, then a few vectorised passes; memory linear in the input.
+Python steps over branches and nodes, never over tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_prefix_tree.tree import layout
+
+WEIGHTINGS = ("tree", "branch", "branch_mean", "once")
+INT32_MAX = np.iinfo(np.int32).max
+INT64_MAX = np.iinfo(np.int64).max
+
+
+def integer_array(value: Any, name: str, minimum: int = 0, maximum: int = INT64_MAX) -> npt.NDArray[np.int64]:
+    """Copy `value` to int64 `[L]`; a `ValueError` that names `name` if it isn't 1-D, integer and within the bounds."""
+    array = _flat_array(value, name, "integers")
+    if array.size == 0:
+        return np.empty(0, dtype=np.int64)
+    items = value if isinstance(value, (list, tuple)) else []
+    # NumPy reads [5, True] as integers, so a list is looked through for booleans.
+    if array.dtype.kind not in "iu" or {bool, np.bool_} & set(map(type, items)):
+        for index, item in enumerate(items or array.tolist()):
+            if isinstance(item, (bool, np.bool_)) or not isinstance(item, (int, np.integer)):
+                raise ValueError(f"`{name}` must be integers, got {_short(item)} at index {index}; pass `int`s.")
+        raise ValueError(f"`{name}` has the dtype {array.dtype}, got {_short(value)}; pass integers that fit int64.")
+    if array.min() < minimum or array.max() > maximum:
+        index = int(np.argmax((array < minimum) | (array > maximum)))
+        raise ValueError(
+            f"`{name}` must be between {minimum} and {maximum}, got {array[index]} at index {index}; replace it."
+        )
+    return array.astype(np.int64)
+
+
+def weight_array(value: Any, name: str) -> npt.NDArray[np.float64]:
+    """Copy `value` to float64 `[L]`; a `ValueError` that names `name` if it isn't 1-D, real, finite and >= 0."""
+    array = _flat_array(value, name, "numbers")
+    if array.size == 0:
+        return np.empty(0, dtype=np.float64)
+    if array.dtype.kind not in "fiub":
+        raise ValueError(f"`{name}` must be real numbers, got {_short(value)}; pass one number per token.")
+    weights = np.add(array, 0.0, dtype=np.float64)  # a copy, and -0.0 becomes 0.0
+    if not (weights.min() >= 0.0 and weights.max() < np.inf):  # NaN fails every comparison
+        index = int(np.argmin((weights >= 0.0) & (weights < np.inf)))
+        raise ValueError(
+            f"`{name}` must be finite and not negative, got {weights[index]} at index {index}; replace it "
+            "(0 means not supervised)."
+        )
+    return weights
+
+
+def as_list(value: Any, name: str) -> list[Any]:
+    """`value` as a list; a `ValueError` that names `name` if it can't be iterated."""
+    try:
+        return list(value)
+    except TypeError as error:
+        raise ValueError(f"`{name}` is {_short(value)}; pass a list.") from error
+
+
+def check_weighting(weighting: Any) -> str:
+    """`weighting`, if it is known; a `ValueError` otherwise."""
+    if not isinstance(weighting, str) or weighting not in WEIGHTINGS:
+        raise ValueError(f"`weighting` is {_short(weighting)}; pass one of {', '.join(map(repr, WEIGHTINGS))}.")
+    return weighting
+
+
+def _flat_array(value: Any, name: str, kind: str) -> npt.NDArray[Any]:
+    try:
+        array = np.asarray(value)
+    except Exception as error:  # whatever an array-like's own conversion raises
+        raise ValueError(f"`{name}` is no array ({error}); pass a flat list or 1-D array of {kind}.") from error
+    if array.ndim != 1:
+        raise ValueError(
+            f"`{name}` has {array.ndim} dimensions, got {_short(value)}; pass a flat list or 1-D array of {kind}."
+        )
+    return array
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+@dataclass(frozen=True, init=False, eq=False)
+class Branch:
+    """
+    One root-to-leaf token sequence with a weight per token: what ordinary training sees as one sample.
+
+    The first token has no predecessor, so nothing predicts it: its weight is set to 0.
+
+    Args:
+        input_ids (array-like of `int`, shape `[L]`):
+            Token ids, not negative.
+        weights (array-like of `float`, shape `[L]`):
+            Weight of each token in the loss, finite and not negative. 0 means not supervised.
+
+    Raises:
+        `ValueError`: If the branch is empty, the lengths differ, an id is not a non-negative integer, or a weight is
+            negative, infinite or NaN.
+
+    Example:
+
+    ```python
+    >>> from hf_prefix_tree import Branch
+
+    >>> branch = Branch([7, 8, 9], weights=[1, 0, 1])
+    >>> branch.input_ids
+    array([7, 8, 9])
+    >>> branch.weights
+    array([0., 0., 1.])
+
+    ```
+    """
+
+    input_ids: npt.NDArray[np.int64]
+    weights: npt.NDArray[np.float64]
+
+    def __init__(self, input_ids: npt.ArrayLike, weights: npt.ArrayLike) -> None:
+        ids = integer_array(input_ids, "input_ids")
+        own_weights = weight_array(weights, "weights")
+        if len(ids) == 0:
+            raise ValueError("`input_ids` is empty; drop the branch or give it at least one token.")
+        if len(ids) != len(own_weights):
+            raise ValueError(
+                f"`weights` has {len(own_weights)} entries but `input_ids` has {len(ids)}; pass one weight per token."
+            )
+        own_weights[0] = 0.0
+        ids.setflags(write=False)
+        own_weights.setflags(write=False)
+        object.__setattr__(self, "input_ids", ids)
+        object.__setattr__(self, "weights", own_weights)
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Branch):
+            return NotImplemented
+        return np.array_equal(self.input_ids, other.input_ids) and np.array_equal(self.weights, other.weights)
+
+    def __reduce__(self) -> tuple[type[Branch], tuple[Any, ...]]:
+        return Branch, (self.input_ids, self.weights)  # arrays come back from a pickle writable: go through the checks
+
+
+def branches_of_nodes(parents: Any, input_ids: Any, weights: Any) -> list[Branch]:
+    """The branches of explicit nodes. See `PrefixTree.from_nodes`."""
+    parents = integer_array([-1 if p is None else p for p in as_list(parents, "parents")], "parents", minimum=-1)
+    ids = [integer_array(x, f"input_ids[{node}]") for node, x in enumerate(as_list(input_ids, "input_ids"))]
+    own = [np.ones(len(x)) for x in ids]
+    if weights is not None:
+        own = [weight_array(x, f"weights[{node}]") for node, x in enumerate(as_list(weights, "weights"))]
+    for name, lists in (("input_ids", ids), ("weights", own)):
+        if len(lists) != len(parents):
+            raise ValueError(f"`{name}` has {len(lists)} lists for {len(parents)} `parents`; pass one list per node.")
+    for node, (x, w) in enumerate(zip(ids, own, strict=True)):
+        if len(x) != len(w):
+            raise ValueError(f"`weights[{node}]` has {len(w)} entries for {len(x)} tokens; pass one weight per token.")
+    return _branches_along(layout.leaf_paths(parents.tolist()), ids, own)
+
+
+def branches_of_node_paths(input_ids: Any, node_lengths: Any, sample_paths: Any, weights: Any) -> list[Branch]:
+    """The branches of a tree in NeMo's terms. See `PrefixTree.from_node_paths`."""
+    ids = integer_array(input_ids, "input_ids")
+    lengths = integer_array(node_lengths, "node_lengths", maximum=INT32_MAX)
+    own = np.ones(len(ids)) if weights is None else weight_array(weights, "weights")
+    if len(own) != len(ids):
+        raise ValueError(f"`weights` has {len(own)} entries for {len(ids)} tokens; pass one weight per token.")
+    if lengths.sum() != len(ids):
+        raise ValueError(f"`node_lengths` sums to {lengths.sum()} for {len(ids)} `input_ids`; make them agree.")
+    if len(lengths) == 0:
+        raise ValueError("`node_lengths` has no nodes; pass at least one.")
+    paths = [
+        integer_array(path, f"sample_paths[{index}]", maximum=len(lengths) - 1).tolist()
+        for index, path in enumerate(as_list(sample_paths, "sample_paths"))
+    ]
+    layout.check_sample_paths(lengths.tolist(), paths)
+    cuts = np.cumsum(lengths)[:-1]
+    return _branches_along(paths, np.split(ids, cuts), np.split(own, cuts))
+
+
+def _branches_along(
+    paths: list[list[int]], ids: list[npt.NDArray[np.int64]], weights: list[npt.NDArray[np.float64]]
+) -> list[Branch]:
+    for path in paths:
+        if not any(len(ids[node]) for node in path):
+            raise ValueError(f"`input_ids` has no token on the path {path}; give it a token or drop it.")
+    return [
+        Branch(np.concatenate([ids[node] for node in path]), np.concatenate([weights[node] for node in path]))
+        for path in paths
+    ]
+
+
+def fold_branches(branches: Sequence[Branch], weighting: str) -> dict[str, Any]:
+    """Fold a non-empty list of branches: the stored state of a `PrefixTree`. See `hf_prefix_tree.fold`."""
+    order = sorted_order([branch.input_ids for branch in branches])
+    ids = [branches[b].input_ids for b in order]
+    raw = [branches[b].weights for b in order]
+    lengths = np.array([len(x) for x in ids])
+    shared = common_prefixes(ids)
+    num_tokens = int((lengths - shared).sum())
+    if num_tokens > INT32_MAX:
+        raise ValueError(f"`branches` fold to {num_tokens} tokens, int32 ends at {INT32_MAX}; fold fewer.")
+    first_new = np.cumsum(lengths - shared) - (lengths - shared)  # tree index of each branch's first new token
+
+    scaled = raw
+    if weighting == "branch_mean":
+        scaled = [w / max(int(np.count_nonzero(w)), 1) for w in raw]
+    keeps = shared.tolist()
+    tree_ids = np.concatenate([x[keep:] for x, keep in zip(ids, keeps, strict=True)])
+    total = np.concatenate([w[keep:] for w, keep in zip(scaled, keeps, strict=True)])
+    count = (np.concatenate([w[keep:] for w, keep in zip(raw, keeps, strict=True)]) > 0).astype(np.int64)
+
+    # The open path: tree index of its token at each depth.
+    path = np.empty(lengths.max(), dtype=np.int64)
+    above, split, last = [], [], []  # per branch: token above its new ones, that token's open child, the branch's end
+    open_length = 0
+    with np.errstate(over="ignore"):  # an infinite sum is refused below
+        for index, (keep, length, start) in enumerate(zip(keeps, lengths.tolist(), first_new.tolist(), strict=True)):
+            above.append(path[keep - 1] if keep else -1)
+            split.append(path[keep] if keep < open_length else -1)
+            path[keep:length] = np.arange(start, start + length - keep)
+            last.append(path[length - 1])
+            open_length = length
+            (supervised,) = raw[index][:keep].nonzero()
+            if len(supervised):
+                at = path[supervised]  # no index twice
+                total[at] += scaled[index][supervised]
+                count[at] += 1
+
+    # A node starts with a branch's first new token, and with the token where it leaves the open path: two children of
+    # the token `above`.
+    new = np.where(lengths > shared, first_new, -1)
+    starts, where = np.unique(np.concatenate([[-1], new, split]), return_index=True)
+    starts, where = starts[1:], where[1:] - 1  # without the -1 of branches that start no node
+    parents = np.searchsorted(starts, np.concatenate([above, above])[where], side="right") - 1
+    node_lengths = np.diff(starts, append=num_tokens)
+    branch_nodes = np.empty(len(order), dtype=np.int64)
+    branch_nodes[order] = np.searchsorted(starts, last, side="right") - 1
+
+    nodes = layout.heavy_first_order(node_lengths, parents, layout.first_seen(branch_nodes, parents))
+    rank = np.empty(len(nodes) + 1, dtype=np.int64)
+    rank[nodes] = np.arange(len(nodes))
+    rank[-1] = -1  # a root's parent
+    node_lengths = node_lengths[nodes]
+    tokens = np.repeat(starts[nodes] - layout.node_starts(node_lengths), node_lengths) + np.arange(num_tokens)
+    run_counts, run_lengths, run_values = _weight_runs([branch.weights for branch in branches])
+    return {
+        "input_ids": tree_ids[tokens],
+        "node_lengths": node_lengths,
+        "node_parents": rank[parents[nodes]],
+        "weights": _weighted(total, count, len(branches), weighting)[tokens],
+        "branch_count": count[tokens],
+        "num_branches": len(branches),
+        "weighting": weighting,
+        "branch_nodes": rank[branch_nodes],
+        "run_counts": run_counts,
+        "run_lengths": run_lengths,
+        "run_values": run_values,
+    }
+
+
+def sorted_order(ids: list[npt.NDArray[np.int64]]) -> list[int]:
+    """Indices of the branches in lexicographic order; equal branches keep theirs."""
+    flat = np.concatenate(ids)
+    # Big-endian integers of one width compare as bytes, and `bytes` puts a strict prefix first.
+    dtype = np.dtype(">u4" if flat.max() < 2**32 else ">u8")
+    data = flat.astype(dtype).tobytes()
+    ends = itertools.accumulate(len(x) * dtype.itemsize for x in ids)
+    keys = [data[end - len(x) * dtype.itemsize : end] for x, end in zip(ids, ends, strict=True)]
+    return sorted(range(len(ids)), key=keys.__getitem__)
+
+
+def common_prefixes(ids: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    """Number of tokens that each branch shares with the one before it, 0 for the first."""
+    shared = [0]
+    for before, after in itertools.pairwise(ids):
+        length = min(len(before), len(after))
+        differs = before[:length] != after[:length]
+        at = int(differs.argmax())
+        shared.append(at if differs[at] else length)
+    return np.array(shared)
+
+
+def _weighted(
+    total: npt.NDArray[np.float64], count: npt.NDArray[np.int64], num_branches: int, weighting: str
+) -> npt.NDArray[np.float64]:
+    """Turn the summed weights of the branches into the weights of the tree's tokens."""
+    with np.errstate(over="ignore"):
+        weight = total.sum()  # what the loss divides by, and above every token's and every branch's weight
+    if not weight < np.inf:
+        raise ValueError(
+            f"`weights` of the branches add up to {weight} over the tree; scale the weights of all branches down."
+        )
+    if weighting == "tree":
+        return total / num_branches
+    if weighting == "once":
+        return total / np.maximum(count, 1)
+    return total
+
+
+def _weight_runs(
+    weights: list[npt.NDArray[np.float64]],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Run-length encoding of every branch's weights: runs per branch, tokens per run, value of each run."""
+    flat = np.concatenate(weights)
+    starts_run = np.empty(len(flat), dtype=bool)
+    np.not_equal(flat[1:], flat[:-1], out=starts_run[1:])
+    ends = np.cumsum([len(w) for w in weights])
+    starts_run[0] = True
+    starts_run[ends[:-1]] = True  # a run never spans two branches
+    (starts,) = starts_run.nonzero()
+    run_counts = np.diff(np.searchsorted(starts, ends), prepend=0)
+    return run_counts, np.diff(starts, append=len(flat)), flat[starts]
