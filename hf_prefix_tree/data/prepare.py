@@ -19,7 +19,7 @@ from datasets import Dataset, IterableDataset
 from hf_prefix_tree.data.counts import Report
 from hf_prefix_tree.data.messages import Tools
 from hf_prefix_tree.data.packed import check_weightings, log_packing, pack_dataset, pack_stream
-from hf_prefix_tree.data.rows import MESSAGE_KINDS, TEXT_KINDS, RowOptions, group_key, row_kind
+from hf_prefix_tree.data.rows import MESSAGE_KINDS, TEXT_KINDS, RowOptions, columns_of, group_key, row_kind
 from hf_prefix_tree.data.selection import METRICS, SCORES, order_units, select_trees
 from hf_prefix_tree.data.trees import (
     COUNTED_FEATURES,
@@ -85,9 +85,10 @@ def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
         trees = prepare(None)
         for tree_counts in trees[REPORT]:
             report.add(tree_counts)
-        filled = [index for index, tree_counts in enumerate(trees[REPORT]) if tree_counts["branches"]]
-        if len(filled) < len(trees):
-            trees = trees.select(filled)
+        sources = [index for index, tree_counts in enumerate(trees[REPORT]) if tree_counts["branches"]]
+        if len(sources) < len(trees):
+            trees = trees.select(sources)
+        report.further["sources"] = np.array(sources, dtype=np.int64)
     else:
         candidates = list(range(len(dataset) if units is None else len(units)))
         ratio = None
@@ -324,6 +325,7 @@ def prepare_trees(
             - branches `truncated`, `overlong`, `unsupervised`; turns with `prefix_mismatches`,
               `unrendered_reasoning`, `unclosed_reasoning`; `unrendered_messages`; rows `filled`, `skipped`; trees
               `oversized` or `empty`: what was lost;
+            - `sources`, an int64 array: of which row, or group by first appearance, each tree was made;
             - with `max_examples`: `candidates` (rows or groups), `valid` ones of those prepared, `selected`;
             - with `max_packed_tokens`: `packed_rows`, their `fill` (0 to 1), `split_trees`, `parts`,
               `weightless_parts` (left out: all that they supervise is in other parts), `duplicated_tokens`.
@@ -351,7 +353,7 @@ def prepare_trees(
         raise ValueError(f"`dataset` is a {type(dataset).__name__}; pass one split, a Dataset or an IterableDataset.")
     if isinstance(dataset, Dataset) and dataset.format["type"] is not None:
         raise ValueError(f"`dataset` has the format {dataset.format['type']!r}; pass `dataset.with_format(None)`.")
-    columns = dataset.column_names or list(next(iter(dataset), {}))
+    columns = columns_of(dataset)
     if column_names:
         dataset, columns = _renamed(dataset, columns, column_names)
     kind = row_kind(columns)
