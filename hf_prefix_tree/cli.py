@@ -1,8 +1,8 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """The `hf-prefix-tree` command: does a data set fold, and what would that gain?
 
-`inspect` counts, compares files and draws a tree; `estimate` predicts speed-up and memory for a model. What is wrong
-with the input is said in one line on standard error, with exit code 2.
+`inspect` counts, compares files and draws a tree; `estimate` predicts speed-up and memory for a model. An error in the
+input is one line on standard error, with exit code 2.
 """
 
 from __future__ import annotations
@@ -63,19 +63,9 @@ def inspect(
     if plot is not None:
         check_matplotlib()
     loaded = _load_tokenizer(tokenizer)
-    schemas = None if tools is None else read_tools(tools, "--tools")
-    files = [
-        fold_file(
-            path,
-            loaded,
-            reasoning=reasoning,
-            tools=schemas,
-            group_by=group_by,
-            max_length=max_length,
-            max_packed_tokens=max_packed_tokens,
-        )
-        for path in data
-    ]
+    limits = {"max_length": max_length, "max_packed_tokens": max_packed_tokens}
+    options = {"reasoning": reasoning, "tools": _load_tools(tools), "group_by": group_by, **limits}
+    files = [fold_file(path, loaded, **options) for path in data]
     reports: list[dict[str, Any]] = [
         {
             "file": file.name,
@@ -98,7 +88,7 @@ def inspect(
             groups = [(group["name"], group) for group in report["groups"]]
             out.print(counts_table(report["file"], "group", groups, report["total"]))
             if report["losses"]:
-                out.print(f"Not all is counted as it was: {report['losses']}.")
+                out.print(f"Some data was dropped or modified: {report['losses']}.")
         if len(reports) > 1 or top is not None:
             title = f"The {top} trees with the highest pair ratio" if top is not None else "All trees"
             title += ", after splitting" if max_packed_tokens is not None else ""
@@ -121,17 +111,9 @@ def estimate(
 ) -> None:
     """Predict speed-up and activation memory of training a model on trees instead of on their branches."""
     config = _load_config(model)
-    loaded = _load_tokenizer(tokenizer)
-    schemas = None if tools is None else read_tools(tools, "--tools")
-    file = fold_file(
-        data,
-        loaded,
-        reasoning=reasoning,
-        tools=schemas,
-        group_by=group_by,
-        max_length=max_length,
-        max_packed_tokens=max_packed_tokens,
-    )
+    limits = {"max_length": max_length, "max_packed_tokens": max_packed_tokens}
+    options = {"reasoning": reasoning, "tools": _load_tools(tools), "group_by": group_by, **limits}
+    file = fold_file(data, _load_tokenizer(tokenizer), **options)
     predicted = predict(file.trees, config, max_packed_tokens)
     total = counts_of(file.groups, max_packed_tokens)
     if as_json:
@@ -143,7 +125,7 @@ def estimate(
     out = console()
     out.print(counts_table(file.name, "", [("all groups", total)]))
     if file.losses:
-        out.print(f"Not all is counted as it was: {file.losses}.")
+        out.print(f"Some data was dropped or modified: {file.losses}.")
     print(_prediction(predicted))
 
 
@@ -194,6 +176,10 @@ def _load_tokenizer(name: str | None) -> Any:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"`--tokenizer` is {name!r}, which can't be loaded: {error}") from error
+
+
+def _load_tools(path: Path | None) -> Any:
+    return None if path is None else read_tools(path, "--tools")
 
 
 def _load_config(name: str) -> Any:

@@ -152,20 +152,19 @@ def prefix_tree_collate_fn(
 
     ```
     """
-    found: object
     if isinstance(features, Mapping | FoldedRollouts) or len(features) != 1:
-        found = type(features).__name__ if isinstance(features, Mapping | FoldedRollouts) else len(features)
+        got = type(features).__name__ if isinstance(features, Mapping | FoldedRollouts) else len(features)
         raise ValueError(
-            f"`features` must be a list of one group, got {found}. Use a batch size of 1, or "
+            f"`features` must be a list of one group, got {got}. Use a batch size of 1, or "
             "`DataCollatorForPrefixTree` for several groups."
         )
     group = features[0]
     fields = dataclasses.asdict(group) if isinstance(group, FoldedRollouts) else group
     names = ("input_ids", "labels", "node_lengths", "sample_paths")
     if not isinstance(fields, Mapping) or any(name not in fields for name in names):
-        found = sorted(fields) if isinstance(fields, Mapping) else type(fields).__name__
+        keys = sorted(fields) if isinstance(fields, Mapping) else type(fields).__name__
         raise ValueError(
-            f"`features[0]` must be a `FoldedRollouts` or have its fields {', '.join(names)}, got {found}. Make it "
+            f"`features[0]` must be a `FoldedRollouts` or have its fields {', '.join(names)}, got {keys}. Make it "
             "with `fold_shared_prefix_rollouts`."
         )
     input_ids, labels, node_lengths = (np.asarray(fields[name], dtype=np.int64) for name in names[:3])

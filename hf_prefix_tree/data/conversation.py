@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @dataclass
 class Conversation:
     """
-    A conversation, and what was found missing in it.
+    A conversation, and counts of its parts that the template does not render.
 
     Args:
         template ([`ChatTemplate`]):
@@ -192,7 +192,7 @@ class _Trunk:
             reasons.append(bool(text) and conversation.reasoning_is_in(text, t))
             texts += [conversation.text(visible[: t + 1]), *([text] if reasons[-1] else [])]
         self.ids, before, prompt, quiet_before, quiet_prompt, *encoded = self._segments.encode(texts)
-        # What a generation prompt adds, as it is and with thinking turned off.
+        # The tokens that a generation prompt adds, as it is and with thinking turned off.
         self._header = prompt[common_prefix(before, prompt) :]
         self._quiet_header = quiet_prompt[common_prefix(quiet_before, quiet_prompt) :]
 
@@ -252,16 +252,16 @@ class _Trunk:
     def _output_length(self, index: int, alone: Ids, output: Ids, past_end: int | None) -> int:
         """Length of a turn's visible output at the start of `output`, found by what it is `alone`."""
         skipped = self._skip(alone)
-        own = alone[skipped : self.turn_end(alone, skipped)]
-        if len(own) and int(own[-1]) in self._segments.special_ids:
+        shown = alone[skipped : self.turn_end(alone, skipped)]
+        if len(shown) and int(shown[-1]) in self._segments.special_ids:
             # It has as many of these tokens as its own rendering: one, unless its content has some.
-            ends = [i for i in (int(own[-1]), past_end) if i is not None]
+            ends = [i for i in (int(shown[-1]), past_end) if i is not None]
             (at,) = np.isin(output, ends).nonzero()
-            count = int(np.isin(own, ends).sum())
+            count = int(np.isin(shown, ends).sum())
             if len(at) >= count:
                 return int(at[count - 1]) + 1
-        elif np.array_equal(output[: len(own)], own):
-            return len(own)
+        elif np.array_equal(output[: len(shown)], shown):
+            return len(shown)
         raise _no_trunk(f"the visible output of `messages[{index}]` is another one when messages follow it")
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Counts of what was read, what was made of it and what was dropped or truncated: per tree, summed, logged."""
+"""Counts of rows, branches and trees, and of all that was dropped or truncated: per tree, summed, logged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_prefix_tree.tree.layout import TreeStats
 
 logger = logging.getLogger(__name__)
 
-# What is counted as lost, and how the log says it.
+# The counts of losses, and their names in the log.
 LOSSES = {
     "truncated": "branches truncated to `max_length`",
     "overlong": "branches dropped as longer than `max_length`",
@@ -38,7 +38,7 @@ NO_SIZES = dict.fromkeys(SIZES, 0)
 
 
 class Report:
-    """The sum of the counts of many trees, and what selection and packing count besides (`further`)."""
+    """The sum of the counts of many trees, and the counts of selection and packing (`further`)."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -57,7 +57,7 @@ class Report:
         self._max_branches = max(self._max_branches, counts["branches"])
 
     def losses(self) -> str:
-        """What was lost, with the first few errors; empty if nothing was."""
+        """The losses, with the first few errors; empty if there are none."""
         losses = [f"{self._counts[name]} {what}" for name, what in LOSSES.items() if self._counts[name]]
         errors = [error.rstrip(".") for error in self._errors[:3]]
         return "; ".join([*losses, *errors, *(["..."] if len(self._errors) > 3 else [])])
@@ -88,61 +88,63 @@ class Report:
     def log(self) -> None:
         """Log the sum: a warning if something was lost."""
         if losses := self.losses():
-            logger.warning("Prepared %s. Not all is trained on as it was: %s.", self, losses)
+            logger.warning("Prepared %s. Some data was dropped or modified: %s.", self, losses)
         else:
             logger.info("Prepared %s.", self)
 
 
-CUT = "_cut"  # the column: one of the values below
-WHOLE, SHORTENED, UNSUPERVISED = range(3)
+TRUNCATION = "_truncation"  # the column: one of the values below
+WHOLE, TRUNCATED, UNSUPERVISED = range(3)
 
 
-def cut_of(supervised: Sequence[Any] | np.ndarray, length: int, first: int = 0) -> int:
+def truncation_of(supervised: Sequence[Any] | np.ndarray, length: int, first: int = 0) -> int:
     """
-    What a cap does to a sample.
+    Whether a length limit truncates a sample, and whether any supervised token remains.
 
     Args:
-        supervised (sequence or `np.ndarray`): What each token counts: 0 or `False` where it is not supervised.
-        length (`int`): The cap.
+        supervised (sequence or `np.ndarray`): Weight of each token: 0 or `False` where it is not supervised.
+        length (`int`): The limit.
         first (`int`, *optional*, defaults to 0): Index of the first token that can be supervised.
 
     Example:
 
     ```python
-    >>> cut_of([0, 0, 1], 3) == WHOLE, cut_of([0, 0, 1, 1], 3) == SHORTENED, cut_of([0, 0, 1], 2) == UNSUPERVISED
-    (True, True, True)
+    >>> truncation_of([0, 0, 1], 3) == WHOLE
+    True
+    >>> truncation_of([0, 0, 1, 1], 3) == TRUNCATED, truncation_of([0, 0, 1], 2) == UNSUPERVISED
+    (True, True)
 
     ```
     """
     if len(supervised) <= length:
         return WHOLE
-    return SHORTENED if any(supervised[first:length]) else UNSUPERVISED
+    return TRUNCATED if any(supervised[first:length]) else UNSUPERVISED
 
 
-def kept_of(cuts: Sequence[int], cap: tuple[str, int]) -> list[int]:
+def kept_of(truncations: Sequence[int], cap: tuple[str, int]) -> list[int]:
     """
-    The indices of the samples that stay; logs a warning if any was cut.
+    The indices of the samples that stay; logs a warning if any was truncated.
 
     Args:
-        cuts (sequence of `int`): What [`cut_of`] says of each sample.
-        cap (`tuple[str, int]`): The argument that cuts, and its value.
+        truncations (sequence of `int`): The [`truncation_of`] each sample.
+        cap (`tuple[str, int]`): The argument that sets the limit, and its value.
 
     Raises:
         `ValueError`: If no sample stays, though there were some.
     """
     name, value = cap
-    kept = [index for index, cut in enumerate(cuts) if cut != UNSUPERVISED]
-    cut, left_out = sum(cut != WHOLE for cut in cuts), len(cuts) - len(kept)
+    kept = [index for index, truncation in enumerate(truncations) if truncation != UNSUPERVISED]
+    truncated, left_out = sum(truncation != WHOLE for truncation in truncations), len(truncations) - len(kept)
     losses = (
-        f"{cut} samples truncated to `{name}={value}`, {left_out} of them left out because no supervised token "
+        f"{truncated} samples truncated to `{name}={value}`, {left_out} of them left out because no supervised token "
         "remained"
     )
     if left_out and not kept:
-        raise ValueError(f"no sample is left of {len(cuts)} ({losses}); raise `{name}`, or shorten the samples.")
-    if cut:
+        raise ValueError(f"no sample is left of {len(truncations)} ({losses}); raise `{name}` or shorten them.")
+    if truncated:
         logger.warning(
-            "Prepared %d samples. Not all is trained on as it was: %s; raise `%s`, or shorten the samples.",
-            len(cuts),
+            "Prepared %d samples. Some data was dropped or modified: %s; raise `%s`, or shorten the samples.",
+            len(truncations),
             losses,
             name,
         )
@@ -151,28 +153,28 @@ def kept_of(cuts: Sequence[int], cap: tuple[str, int]) -> list[int]:
 
 def without_unsupervised(dataset: Dataset | IterableDataset, cap: tuple[str, int]) -> Dataset | IterableDataset:
     """
-    The samples that stay, without the column `CUT`. A stream, which nobody has counted, warns once, while it is read.
+    The samples that stay, without the column `TRUNCATION`. A stream is not counted: it warns once, while it is read.
 
     Args:
-        dataset (`Dataset` or `IterableDataset`): Has the column `CUT`.
+        dataset (`Dataset` or `IterableDataset`): Has the column `TRUNCATION`.
         cap (`tuple[str, int]`): As for [`kept_of`].
     """
     if isinstance(dataset, IterableDataset):
-        return dataset.filter(_Keeps(cap), input_columns=CUT).remove_columns(CUT)
-    kept = kept_of(dataset[CUT], cap)
-    dataset = dataset.remove_columns(CUT)
+        return dataset.filter(_Keeps(cap), input_columns=TRUNCATION).remove_columns(TRUNCATION)
+    kept = kept_of(dataset[TRUNCATION], cap)
+    dataset = dataset.remove_columns(TRUNCATION)
     return dataset.select(kept) if len(kept) < len(dataset) else dataset
 
 
 class _Keeps:
-    """Whether a sample of a stream stays; warns of the first one that is cut."""
+    """Whether a sample of a stream stays; warns of the first one that is truncated."""
 
     def __init__(self, cap: tuple[str, int]) -> None:
         self.cap = cap
         self.has_warned = False
 
-    def __call__(self, cut: int) -> bool:
-        if cut != WHOLE and not self.has_warned:
+    def __call__(self, truncation: int) -> bool:
+        if truncation != WHOLE and not self.has_warned:
             self.has_warned = True
             name, value = self.cap
             logger.warning(
@@ -182,4 +184,4 @@ class _Keeps:
                 value,
                 name,
             )
-        return cut != UNSUPERVISED
+        return truncation != UNSUPERVISED

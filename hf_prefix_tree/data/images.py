@@ -65,17 +65,17 @@ def fold_images(
     for index, (branch, ids) in enumerate(zip(branches, sequences, strict=True)):
         is_image = ids == image_token_id
         starts = np.flatnonzero(is_image & ~np.concatenate([[False], is_image[:-1]]))
-        own_grids = torch.as_tensor(branch.get("image_grid_thw", torch.empty(0, 3)), dtype=torch.int64).view(-1, 3)
-        if len(own_grids) != len(starts):
+        branch_grids = torch.as_tensor(branch.get("image_grid_thw", torch.empty(0, 3)), dtype=torch.int64).view(-1, 3)
+        if len(branch_grids) != len(starts):
             raise ValueError(
-                f"`branches[{index}]` has {len(own_grids)} images in `image_grid_thw`, but {len(starts)} runs of the "
-                f"image token {image_token_id}: give every image of the branch, in order, with other tokens between."
+                f"`branches[{index}]` has {len(branch_grids)} images in `image_grid_thw`, but {len(starts)} runs of "
+                f"the image token {image_token_id}: give every image of the branch, in order, other tokens between."
             )
         if len(starts) == 0:
             continue
-        own_patches = torch.as_tensor(branch["pixel_values"]).split(own_grids.prod(dim=1).tolist())
+        branch_patches = torch.as_tensor(branch["pixel_values"]).split(branch_grids.prod(dim=1).tolist())
         run = np.cumsum(np.isin(np.arange(len(ids)), starts)) - 1
-        for i, (image, grid) in enumerate(zip(own_patches, own_grids, strict=True)):
+        for i, (image, grid) in enumerate(zip(branch_patches, branch_grids, strict=True)):
             content = blake2b(image.contiguous().view(torch.uint8).numpy(), key=grid.numpy().tobytes()).digest()
             number = numbers.setdefault(content, len(numbers))
             if number == len(patches):

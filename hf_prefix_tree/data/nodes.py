@@ -42,8 +42,8 @@ def rollout_branches(prompt_ids: npt.ArrayLike, completions: Sequence[npt.ArrayL
     """
     prompt, ids = _prompt_and_completions(prompt_ids, completions)
     return [
-        Branch(np.concatenate([prompt, own]), np.concatenate([np.zeros(len(prompt)), np.ones(len(own))]))
-        for own in ids
+        Branch(np.concatenate([prompt, completion]), np.arange(len(prompt) + len(completion)) >= len(prompt))
+        for completion in ids
     ]
 
 
@@ -60,13 +60,13 @@ def as_branch(branch: object, index: int) -> Branch:
     """
     if isinstance(branch, Branch):
         return branch
-    found = type(branch).__name__
+    got = type(branch).__name__
     if isinstance(branch, Mapping):
         given = {name: value for name, value in branch.items() if value is not None}  # Arrow fills what is missing
         if given.keys() >= {"input_ids", "weights"}:
             return Branch(given["input_ids"], given["weights"])
-        found = f"the keys {sorted(given)}"
-    raise ValueError(f"`branches[{index}]` must be a `Branch` or have `input_ids` and `weights`, got {found}.")
+        got = f"the keys {sorted(given)}"
+    raise ValueError(f"`branches[{index}]` must be a `Branch` or have `input_ids` and `weights`, got {got}.")
 
 
 def _prompt_and_completions(
@@ -107,8 +107,8 @@ def text_tree_branches(
     for index, text in enumerate(texts):
         if not isinstance(text, str):
             raise ValueError(f"`texts[{index}]` is a {type(text).__name__}; pass a string.")
-    own = np.ones(len(texts)) if weights is None else weight_array(weights, "weights")
-    for name, given in (("parents", parents), ("weights", own)):
+    of_node = np.ones(len(texts)) if weights is None else weight_array(weights, "weights")
+    for name, given in (("parents", parents), ("weights", of_node)):
         if len(given) != len(texts):
             raise ValueError(f"`{name}` has {len(given)} entries for {len(texts)} `texts`; pass one per node.")
     ids = [
@@ -119,7 +119,7 @@ def text_tree_branches(
     for index, parent in enumerate(parents):
         if parent is None or parent == -1:
             ids[index] = before + ids[index]
-    per_token = [np.full(len(x), weight) for x, weight in zip(ids, own, strict=True)]
+    per_token = [np.full(len(x), weight) for x, weight in zip(ids, of_node, strict=True)]
     return PrefixTree.from_nodes(parents, ids, per_token).branches()
 
 
@@ -184,13 +184,13 @@ def _check_step(step: Any, index: int) -> None:
 
 def _extended(number: int, text: str, before: Mapping[str, bool]) -> tuple[int, str]:
     """The text of the step before that this one extends: a kept one if there is, of those the longest."""
-    found = [other for other in before if text.startswith(other)]
-    if not found:
+    extended = [start for start in before if text.startswith(start)]
+    if not extended:
         raise ValueError(
             f"`nodes` has the text {text[-60:]!r} of step {number}, which extends no text of step {number - 1}; add "
             "that step, or number the steps from 0."
         )
-    return number - 1, max(found, key=lambda other: (before[other], len(other)))
+    return number - 1, max(extended, key=lambda start: (before[start], len(start)))
 
 
 def _ids_before_a_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:

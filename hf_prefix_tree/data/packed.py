@@ -1,8 +1,8 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Trees to rows of at most so many tokens: large trees are split, small ones share a row.
+"""Trees to packed sequences of at most so many tokens: large trees are split, small ones share a sequence.
 
-All parts of a split tree belong in one optimizer step, so what shares a row with a part is bound to that step too.
-Every part therefore has a row of its own, which only whole trees fill up: no row binds two split trees together.
+All parts of a split tree belong in one optimizer step, and so does a tree that shares a sequence with a part. Every
+part therefore has a sequence of its own, which only whole trees fill up: no sequence ties two split trees together.
 
 Cost: lengths are packed in O(n log n); only trees that are split are read for it. Then one pass gathers the rows as
 Arrow tables, a batch of rows at a time, without a Python object per token.
@@ -83,7 +83,7 @@ def pack_dataset(
             if not is_weightless:
                 pieces[tree].append((len(trees) + at, tree, length))
         source = concatenate_datasets([trees, parts.remove_columns(list(_PART_COUNTS))])
-    flat = [piece for own in pieces for piece in own]
+    flat = [piece for of_tree in pieces for piece in of_tree]
     rows = _rows([length for *_, length in flat], [tree for _, tree, _ in flat], max_tokens, pack_trees)
     members = [[flat[piece][0] for piece in row] for row in rows]
     ids = _tree_ids(trees)
@@ -145,19 +145,19 @@ def check_weightings(dataset: Dataset | IterableDataset, column: str, weighting:
     for table in dataset.select_columns("trees").with_format("arrow").iter(batch_size=1000):
         for chunk in table["trees"].chunks:
             _check_weightings(
-                [[{"weighting": own} for own in chunk.flatten().field("weighting").unique().to_pylist()]], weighting
+                [[{"weighting": name} for name in chunk.flatten().field("weighting").unique().to_pylist()]], weighting
             )
     return dataset
 
 
 def _check_weightings(rows: list[list[dict[str, Any]]] | list[str], weighting: str) -> dict[str, Any]:
     for row in rows:
-        for own in [row] if isinstance(row, str) else [tree["weighting"] for tree in row]:
-            if own != weighting:
+        for given in [row] if isinstance(row, str) else [tree["weighting"] for tree in row]:
+            if given != weighting:
                 held = "trees" if isinstance(row, str) else "packed rows of trees"
                 raise ValueError(
-                    f"`weighting` is {weighting!r}, but `dataset` holds {held} that were folded with {own!r}; pass "
-                    f"`weighting={own!r}`, or prepare the whole trees again."
+                    f"`weighting` is {weighting!r}, but `dataset` holds {held} that were folded with {given!r}; pass "
+                    f"`weighting={given!r}`, or prepare the whole trees again."
                 )
     return {}
 
@@ -249,17 +249,17 @@ def _pack_batch(
     split: list[tuple[int, int, int]] = []
     tokens_before = 0
     for row, input_ids in enumerate(batch["input_ids"]):
-        own = [{name: batch[name][row] for name in TREE_FEATURES}]
+        members = [{name: batch[name][row] for name in TREE_FEATURES}]
         if len(input_ids) > max_tokens:
             parts = _parts(_tree_at(batch, row), row, max_tokens)
             split += [(row, part["tokens"], part["weightless"]) for part in parts]
             tokens_before += len(input_ids)
-            own = [{name: part[name] for name in TREE_FEATURES} for part in parts if not part["weightless"]]
-        for tree in own:
+            members = [{name: part[name] for name in TREE_FEATURES} for part in parts if not part["weightless"]]
+        for tree in members:
             pieces.append((len(trees), row, len(tree["input_ids"])))
             trees.append(tree)
     rows = _rows([length for *_, length in pieces], [row for _, row, _ in pieces], max_tokens, pack_trees)
-    # A stream says this again and again, without end.
+    # A warning per batch of a stream would flood the log.
     log_packing(_counted(pieces, rows, max_tokens, split, tokens_before), max_tokens, logging.INFO)
     ids = [_tree_id(batch["input_ids"][row], index) for row, index in enumerate(indices)]
     num_parts = Counter(row for _, row, _ in pieces)

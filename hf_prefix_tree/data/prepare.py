@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `prepare_trees` was asked for, checked. `settings` are those of `tree_of_rows`."""
+    """The checked options of `prepare_trees`. `settings` are those of `tree_of_rows`."""
 
     settings: dict[str, Any]
     group_by: str | None
@@ -52,7 +52,7 @@ class Plan:
 
 
 def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
-    """The trees of a dataset, or the rows that they are packed in. The report is added what was counted."""
+    """The trees of a dataset, or the rows that they are packed in. Counts are added to the report."""
     units: list[list[int]] | None = None
     if plan.group_by is not None:
         members: dict[Any, list[int]] = {}
@@ -69,8 +69,8 @@ def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
         rows = units
         if chosen is not None:
             rows = [units[unit] if units is not None else [unit] for unit in chosen]
-        # One row stands for each unit; the others of a group are read when its turn comes.
-        return (dataset if rows is None else dataset.select([own[0] for own in rows])).map(
+        # The first row stands for its unit; the rest of a group is read when the unit is folded.
+        return (dataset if rows is None else dataset.select([unit[0] for unit in rows])).map(
             tree_of_unit,
             with_indices=True,
             remove_columns=dataset.column_names,
@@ -152,6 +152,7 @@ PREPARATION_CHOICES: dict[str, tuple[str, ...]] = {
     "selection_metric": METRICS,
     "on_error": ("raise", "skip"),
 }
+_LIMITS = {"max_length": 2, "max_packed_tokens": 2, "selection_num_proc": 1, "max_examples": 1}
 # Rooms whose code decides what a dataset becomes: everything that this room imports.
 CODE = ("tree", "data")
 
@@ -185,27 +186,14 @@ def check_preparation(
 
     ```
     """
-    chosen = {
-        "reasoning": reasoning,
-        "weighting": weighting,
-        "overlong": overlong,
-        "overflow": overflow,
-        "selection_metric": selection_metric,
-        "on_error": on_error,
-    }
-    for name, value in chosen.items():
-        known = PREPARATION_CHOICES[name]
-        if value not in known and not (name == "selection_metric" and value is None):
+    options = locals()
+    for name, known in PREPARATION_CHOICES.items():
+        if (value := options[name]) not in known and not (name == "selection_metric" and value is None):
             raise ValueError(f"`{name}` is {value!r}; pass one of {', '.join(map(repr, known))}.")
-    limits = {
-        "max_length": (max_length, 2, "a branch's first token is not supervised"),
-        "max_packed_tokens": (max_packed_tokens, 2, "a branch's first token is not supervised"),
-        "selection_num_proc": (selection_num_proc, 1, "or leave it out"),
-        "max_examples": (max_examples, 1, "or leave it out"),
-    }
-    for name, (number, least, reason) in limits.items():
-        if number is not None and (not isinstance(number, (int, np.integer)) or number < least):
-            raise ValueError(f"`{name}` is {number!r}; pass an integer of at least {least}, {reason}.")
+    for name, least in _LIMITS.items():
+        if (value := options[name]) is not None and (not isinstance(value, (int, np.integer)) or value < least):
+            reason = "a branch's first token is not supervised" if least == 2 else "or leave it out"
+            raise ValueError(f"`{name}` is {value!r}; pass an integer of at least {least}, {reason}.")
     if max_length is not None and max_packed_tokens is not None and max_length > max_packed_tokens:
         raise ValueError(
             f"`max_length` is {max_length}, above `max_packed_tokens`, which is {max_packed_tokens}: a packed "

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Rows to one tree, with what was counted on the way: the functions that `datasets` maps.
+"""Dataset rows to one tree and its counts: the functions that `datasets` maps.
 
 A tree's rows carry their counts along, in one more column, so that they are there also when the tree comes from the
 cache. A tree that supervises nothing is kept for its counts, without tokens.
@@ -53,20 +53,19 @@ def tree_of_unit(
 
     Without `units`, the row at `index` is one of its own. `settings` are those of `tree_of_rows`.
     """
-    first, *others = [index] if units is None else units[index]
-    rows = ((other, source[other]) for other in others)
-    return tree_of_rows([(first, row)], rows, **settings)
+    first, *further = [index] if units is None else units[index]
+    return tree_of_rows([(first, row)], ((i, source[i]) for i in further), **settings)
 
 
 def trees_of_batch(batch: Mapping[str, list[Any]], indices: list[int], **settings: Any) -> dict[str, list[Any]]:
-    """The trees of a stream's rows, each row a tree; what they lost is logged."""
+    """The trees of a stream's rows, each row a tree; losses are logged."""
     rows = zip(indices, rows_of_batch(batch), strict=True)
     trees = list(_logged(tree_of_rows([row], **settings) for row in rows))
     return {name: [tree[name] for tree in trees] for name in TREE_FEATURES}
 
 
 def trees_of_stream(dataset: IterableDataset, group_by: str, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The trees of a stream's groups, each of consecutive rows; what they lost is logged."""
+    """The trees of a stream's groups, each of consecutive rows; losses are logged."""
 
     def keyed() -> Iterator[tuple[Any, tuple[int, Mapping[str, Any]]]]:
         for index, row in enumerate(dataset):
@@ -82,14 +81,14 @@ def trees_of_stream(dataset: IterableDataset, group_by: str, settings: dict[str,
 
 
 def skipped_row(index: int, error: ValueError, on_error: str) -> dict[str, Any]:
-    """What a row counts that can't be put into any tree. Raises under `on_error="raise"`."""
+    """The counts of a row that can't be put into any tree. Raises under `on_error="raise"`."""
     if on_error == "raise":
         raise ValueError(f"row {index}: {error}") from error
     return {**dict.fromkeys(COUNTS, 0), **NO_SIZES, "rows": 1, "skipped": 1, "errors": [f"row {index}: {error}"]}
 
 
 def _logged(trees: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The trees that supervise something, without their counts; what was lost is logged after the last one."""
+    """The trees that supervise something, without their counts; losses are logged after the last one."""
     report = Report()
     for tree in trees:
         report.add(tree.pop(REPORT))
@@ -107,7 +106,7 @@ def tree_of_rows(
     max_packed_tokens: int | None,
     overflow: str,
 ) -> dict[str, Any]:
-    """The tree of some rows, given with their indices, and what was lost. Without tokens if it supervises nothing."""
+    """The tree of some rows, given with their indices, and its counts. Without tokens if it supervises nothing."""
     counts: Counter[str] = Counter()
     errors: list[str] = []
     branches: list[Branch] = []

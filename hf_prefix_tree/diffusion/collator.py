@@ -4,7 +4,7 @@
     [ content ][ block fill: EOS, supervised ][ padding: PAD ]
     0         raw                         fill end          L
 
-Nothing is shifted: one slot is one token. Cost: linear in the slots of the batch.
+Nothing is shifted: one position is one token. Cost: linear in the positions of the batch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DataCollatorForDiffusionLM:
             Round the length of the batch up to a multiple of it that is also one of `block_size`; `None`, 0 or 1: no
             rounding.
         max_seq_len (`int`, *optional*):
-            Most slots of a row, also after rounding.
+            Most positions of a row, also after rounding.
         supervise_padding (`bool`, *optional*, defaults to `False`):
             Whether PAD is supervised. Clean PAD that the model attends to gives the length of the response away.
         response_window (`bool`, *optional*, defaults to `False`):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from datasets import IterableDataset
 
-from hf_prefix_tree.data.counts import CUT, LOSSES, cut_of, without_unsupervised
+from hf_prefix_tree.data.counts import LOSSES, TRUNCATION, truncation_of, without_unsupervised
 from hf_prefix_tree.data.rows import MESSAGE_KINDS, RowOptions, columns_of, row_branches, row_kind, rows_of_batch
 from hf_prefix_tree.data.supervision import SUPERVISION, read_sample
 from hf_prefix_tree.diffusion.collator import SAMPLE_INDEX, DataCollatorForDiffusionLM
@@ -54,7 +54,7 @@ def prepare_diffusion_rows(
         num_proc (`int`, *optional*):
             Processes that render.
         cap (`tuple[str, int]`, *optional*):
-            The argument to which the collator will cut samples, and its value. Those of which it would leave nothing
+            The argument to which the collator truncates samples, and its value. Those of which it would leave nothing
             supervised are left out here.
 
     Returns:
@@ -91,7 +91,7 @@ def prepare_diffusion_rows(
     name, length = cap
     if length is None:
         return dataset
-    dataset = _mapped(dataset, _with_cut, num_proc, with_indices=True, fn_kwargs={"length": length})
+    dataset = _mapped(dataset, _with_truncation, num_proc, with_indices=True, fn_kwargs={"length": length})
     return without_unsupervised(dataset, (name, length))
 
 
@@ -120,8 +120,8 @@ def _with_index(row: Mapping[str, Any], index: int) -> dict[str, int]:
     return {SAMPLE_INDEX: index}
 
 
-def _with_cut(row: Mapping[str, Any], index: int, length: int) -> dict[str, int]:
-    return {CUT: cut_of(read_sample(row, f"row {index}").weights, length)}
+def _with_truncation(row: Mapping[str, Any], index: int, length: int) -> dict[str, int]:
+    return {TRUNCATION: truncation_of(read_sample(row, f"row {index}").weights, length)}
 
 
 def _samples(batch: Mapping[str, list[Any]], options: RowOptions) -> dict[str, list[list[int]]]:

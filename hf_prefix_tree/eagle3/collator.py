@@ -1,8 +1,8 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""[`DataCollatorForEagle3`]: rows of documents for EAGLE-3 draft training, packed or one padded document each.
+"""[`DataCollatorForEagle3`]: batches for EAGLE-3 draft training, of packed sequences or of one padded document each.
 
-A row is what [`eagle3_row`] makes: documents one after another, then padding that counts to the last document. One
-slot is one token; nothing is shifted. Cost: linear in the tokens.
+[`eagle3_row`] lays documents one after another, then padding that counts to the last document. One position is one
+token; nothing is shifted. Cost: linear in the tokens.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def eagle3_row(documents: Sequence[Document], length: int, pad_token_id: int) ->
 
     Args:
         documents (sequence of pairs): Token ids and loss mask (0 or 1) of each document, at least one token each.
-        length (`int`): Slots of the row, at least the documents' tokens.
+        length (`int`): Positions of the row, at least the documents' tokens.
         pad_token_id (`int`): Token id of the padding.
 
     Returns:
         `dict[str, list[int]]`: `input_ids`, `loss_mask`, `attention_mask` (1 = real token), `position_ids` (from 0 in
-        every document; padding continues the last), `doc_remaining` (real tokens after the slot in its document), all
-        of `length`, and `seq_lens` (tokens per document, the padding with the last one: their sum is `length`).
+        every document; padding continues the last), `doc_remaining` (real tokens after the position in its document),
+        all of `length`, and `seq_lens` (tokens per document, the padding with the last one: their sum is `length`).
 
     Example:
 
@@ -144,23 +144,24 @@ class DataCollatorForEagle3:
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         if not features:
             raise ValueError("`features` is empty; pass at least one row.")
-        documents = [
-            None if "doc_remaining" in feature else as_document(read_sample(feature, f"`features[{index}]`"))
+        documents = {
+            index: as_document(read_sample(feature, f"`features[{index}]`"))
             for index, feature in enumerate(features)
-        ]
-        lengths = {len(feature["input_ids"]) for feature, own in zip(features, documents, strict=True) if own is None}
+            if "doc_remaining" not in feature
+        }
+        lengths = {len(feature["input_ids"]) for index, feature in enumerate(features) if index not in documents}
         if len(lengths) > 1:
             raise ValueError(
                 f"`features` has packed rows of {sorted(lengths)} tokens: pack them with one `packed_sequence_size`."
             )
-        length = lengths.pop() if lengths else self._padded_length([own for own in documents if own is not None])
+        length = lengths.pop() if lengths else self._padded_length(list(documents.values()))
         rows = [
-            _checked_row(feature) if own is None else self._padded(own, length)
-            for feature, own in zip(features, documents, strict=True)
+            self._padded(documents[index], length) if index in documents else _checked_row(feature)
+            for index, feature in enumerate(features)
         ]
         batch = {name: torch.tensor([row[name] for row in rows], dtype=torch.int64) for name in ROW_KEYS}
-        most = max(len(row["seq_lens"]) for row in rows)
-        seq_lens = [[*row["seq_lens"], *[0] * (most - len(row["seq_lens"]))] for row in rows]
+        count = max(len(row["seq_lens"]) for row in rows)
+        seq_lens = [[*row["seq_lens"], *[0] * (count - len(row["seq_lens"]))] for row in rows]
         batch["seq_lens"] = torch.tensor(seq_lens, dtype=torch.int64)
         if any(feature.get(HIDDEN_STATES) is not None for feature in features):
             batch |= _hidden_states(features, batch, self.target_fingerprint)
@@ -185,8 +186,8 @@ def _checked_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
     length = len(row["input_ids"])
     for name in ROW_KEYS:
         if name not in row or len(row[name]) != length:
-            found = "none" if name not in row else str(len(row[name]))
-            raise ValueError(f"A packed row of {length} tokens has {found} `{name}`: pack it again.")
+            count = "none" if name not in row else str(len(row[name]))
+            raise ValueError(f"A packed row of {length} tokens has {count} `{name}`: pack it again.")
     if sum(row["seq_lens"]) != length:
         raise ValueError(f"A packed row of {length} tokens has `seq_lens` that sum to {sum(row['seq_lens'])}.")
     return row
@@ -199,22 +200,22 @@ def _hidden_states(
     loaded = [
         None if f.get(HIDDEN_STATES) is None else _states_of(f[HIDDEN_STATES], target_fingerprint) for f in features
     ]
-    first = next(own for own in loaded if own is not None)
+    first = next(states for states in loaded if states is not None)
     batch_size, length = batch["input_ids"].shape
     stacked = {
         name: value.new_zeros((batch_size, length, *value.shape[1:]))
         for name, value in first.items()
         if name not in ("input_ids", "seq_lens")
     }
-    for index, (own, feature) in enumerate(zip(loaded, features, strict=True)):
-        if own is None:
+    for index, (states, feature) in enumerate(zip(loaded, features, strict=True)):
+        if states is None:
             if len(feature["input_ids"]):
                 raise ValueError(f"Some rows have `{HIDDEN_STATES}` and others don't: precompute all of them.")
             continue
-        count = len(own["input_ids"])
+        count = len(states["input_ids"])
         seq_lens = batch["seq_lens"][index]
-        starts = [lens[lens > 0].cumsum(0)[:-1].tolist() for lens in (own["seq_lens"], seq_lens)]
-        if count > length or not torch.equal(own["input_ids"], batch["input_ids"][index, :count]):
+        starts = [lens[lens > 0].cumsum(0)[:-1].tolist() for lens in (states["seq_lens"], seq_lens)]
+        if count > length or not torch.equal(states["input_ids"], batch["input_ids"][index, :count]):
             raise ValueError(
                 f"{feature[HIDDEN_STATES]} was computed for other tokens than this row has: precompute it again."
             )
@@ -224,7 +225,7 @@ def _hidden_states(
                 f"row start at {[0, *starts[1]]}: precompute it again."
             )
         for name, value in stacked.items():
-            value[index, :count] = own[name]
+            value[index, :count] = states[name]
     return stacked
 
 
@@ -232,8 +233,8 @@ def _states_of(file: str, target_fingerprint: str | None) -> dict[str, torch.Ten
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as tensors:
-        found = (tensors.metadata() or {}).get("target_fingerprint")
-        if target_fingerprint is not None and found != target_fingerprint:
+        fingerprint = (tensors.metadata() or {}).get("target_fingerprint")
+        if target_fingerprint is not None and fingerprint != target_fingerprint:
             raise ValueError(
                 f"{file} was computed by another target, or from other layers of it, than the one that is trained "
                 "for: precompute it again, or pass the folder that it lies in as `target_model`."

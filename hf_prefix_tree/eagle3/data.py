@@ -18,7 +18,7 @@ from datasets import Dataset, Features, List, Value, load_dataset
 from datasets import IterableDataset as StreamedDataset
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from hf_prefix_tree.data.counts import CUT, cut_of, kept_of, without_unsupervised
+from hf_prefix_tree.data.counts import TRUNCATION, kept_of, truncation_of, without_unsupervised
 from hf_prefix_tree.data.messages import REASONING_KEYS
 from hf_prefix_tree.data.rows import (
     MESSAGE_KINDS,
@@ -72,15 +72,7 @@ class SampleOptions:
 def documents_of(row: Mapping[str, Any], options: SampleOptions, where: str) -> list[Document]:
     """
     The documents of one row: one, several where a prompt has several completions, or none where a text has no
-    supervised token.
-
-    Args:
-        row (`Mapping[str, Any]`): Columns as [`pack_eagle3_dataset`] lists them.
-        options ([`SampleOptions`]): How conversations are rendered.
-        where (`str`): Which row it is; errors begin with it.
-
-    Raises:
-        `ValueError`: If the row has none of these forms, is malformed, or needs a tokenizer that is not there.
+    supervised token. Errors begin with `where`, which says which row it is.
     """
     try:
         if row.get("input_ids") is not None:
@@ -103,8 +95,8 @@ def _texts(row: Mapping[str, Any], kind: str, options: SampleOptions) -> list[Do
             continue
         if not options.supervise_reasoning:
             end = options.tokenizer(options.reasoning_end, add_special_tokens=False)["input_ids"]
-            found = _unsupervise_reasoning(branch.input_ids, mask, end)
-            if not found and _has_reasoning(row, kind):
+            has_end = _unsupervise_reasoning(branch.input_ids, mask, end)
+            if not has_end and _has_reasoning(row, kind):
                 raise ValueError(
                     f"`supervise_reasoning=False`, but {options.reasoning_end!r} stands in no turn of a conversation "
                     "with reasoning: set `reasoning_end` to the text that ends the reasoning in this chat template."
@@ -116,14 +108,14 @@ def _texts(row: Mapping[str, Any], kind: str, options: SampleOptions) -> list[Do
 def _unsupervise_reasoning(ids: np.ndarray, mask: np.ndarray, end: Sequence[int]) -> bool:
     """Clears the mask of each supervised run up to the last place in it where the tokens `end` stand."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]])))
-    found = False
+    has_end = False
     for start, stop in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
         for at in range(stop - len(end), start - 1, -1):
             if ids[at : at + len(end)].tolist() == list(end):
                 mask[start : at + len(end)] = False
-                found = True
+                has_end = True
                 break
-    return found
+    return has_end
 
 
 def _has_reasoning(row: Mapping[str, Any], kind: str) -> bool:
@@ -146,7 +138,7 @@ def pack_eagle3_dataset(
     num_proc: int | None = None,
 ) -> Any:
     """
-    Pack documents into rows of `packed_sequence_size` slots.
+    Pack documents into rows of `packed_sequence_size` positions.
 
     A document that is longer keeps its head; one without tokens is skipped. Of a `Dataset`, up to 10,000 documents are
     packed together, of a stream 1,000: a row holds documents of one such part. As a step of a pipeline,
@@ -159,7 +151,7 @@ def pack_eagle3_dataset(
             `attention_mask`), or with a `tokenizer` conversations (`messages`, or `prompt` and `completion`). A
             mapping of lists is a batch of rows, as `datasets.map` hands over.
         packed_sequence_size (`int`):
-            Slots of a row.
+            Positions of a row.
         pad_token_id (`int`):
             Token id of the padding.
         strategy (`str`, *optional*, defaults to `"next_fit"`):
@@ -246,7 +238,7 @@ def _mapped(dataset: Any, function: Any, columns: Sequence[str], settings: dict[
         batched=True,
         with_indices=True,
         remove_columns=columns_of(dataset),
-        features=Features({name: Value("int64") if name == CUT else List(Value("int64")) for name in columns}),
+        features=Features({name: Value("int64") if name == TRUNCATION else List(Value("int64")) for name in columns}),
         fn_kwargs={**settings, "options": options},
         **kwargs,
     )
@@ -285,10 +277,10 @@ def build_eagle3_dataloader(
         batch_size (`int`, *optional*, defaults to `1`):
             Rows of a batch, on each rank.
         seq_length (`int`, *optional*, defaults to `2048`):
-            Slots of a padded row; a longer document keeps its head, or is left out if that supervises nothing, and
+            Positions of a padded row; a longer document keeps its head, or is left out if that supervises nothing, and
             both are logged.
         packed_sequence_size (`int`, *optional*, defaults to `0`):
-            Slots of a packed row, in place of `seq_length`. `0` pads instead, one document a row.
+            Positions of a packed row, in place of `seq_length`. `0` pads instead, one document a row.
         strategy (`str`, *optional*, defaults to `"next_fit"`):
             See [`pack_eagle3_dataset`].
         shuffle (`bool`, *optional*, defaults to `True`):
@@ -347,7 +339,7 @@ def build_eagle3_dataloader(
             settings["multiprocessing_context"] = "forkserver"  # a forked CUDA context aborts the worker
     if isinstance(rows, StreamedDataset):
         rows = rows.shuffle(seed=seed) if shuffle else rows
-        return DataLoader(OwnRows(rows, rank, ranks, batch_size) if ranks > 1 else rows, **settings)
+        return DataLoader(RankRows(rows, rank, ranks, batch_size) if ranks > 1 else rows, **settings)
     padded = PaddedDataset(rows, ranks * batch_size if ranks > 1 else 1)
     sampler: DistributedSampler = DistributedSampler(padded, num_replicas=ranks, rank=rank, shuffle=shuffle, seed=seed)
     return DataLoader(padded, sampler=sampler, **settings)
@@ -364,8 +356,8 @@ def prepare_eagle3_rows(
     num_proc: int | None = None,
 ) -> Any:
     """
-    Rows for [`DataCollatorForEagle3`]: packed ones, or documents of at most `seq_length` tokens. How many were cut is
-    logged, and those left with no supervised token are left out. Rows that are packed already, or that name their
+    Rows for [`DataCollatorForEagle3`]: packed ones, or documents of at most `seq_length` tokens. Truncation is logged,
+    and documents left with no supervised token are dropped. Rows that are packed already, or that name their
     precomputed hidden states, stay as they are.
 
     Args:
@@ -383,12 +375,12 @@ def prepare_eagle3_rows(
     if isinstance(dataset, Dataset | StreamedDataset):
         processes = {"num_proc": num_proc, "desc": "Rendering documents"} if isinstance(dataset, Dataset) else {}
         settings = {"options": options, "length": cap[1]}
-        documents = _mapped(dataset, _columns_of_documents, (*DOCUMENT_KEYS, CUT), settings, **processes)
+        documents = _mapped(dataset, _columns_of_documents, (*DOCUMENT_KEYS, TRUNCATION), settings, **processes)
         rows = without_unsupervised(documents, cap)
     else:
-        found = _truncated_documents(enumerate(dataset), options, cap[1])
-        kept = kept_of([document[CUT] for document in found], cap)
-        rows = [{name: found[index][name] for name in DOCUMENT_KEYS} for index in kept]
+        truncated = _truncated_documents(enumerate(dataset), options, cap[1])
+        kept = kept_of([document[TRUNCATION] for document in truncated], cap)
+        rows = [{name: truncated[index][name] for name in DOCUMENT_KEYS} for index in kept]
     if not isinstance(rows, StreamedDataset) and not len(rows):
         raise ValueError("`dataset`: no row could be produced, because no sample has a token. Check the data.")
     if packed_sequence_size:
@@ -404,7 +396,7 @@ def padding_token(tokenizer: PreTrainedTokenizerBase | None, pad_token_id: int |
     raise ValueError("No padding token: pass `pad_token_id`, or a tokenizer with a `pad_token`.")
 
 
-class OwnRows(IterableDataset):
+class RankRows(IterableDataset):
     """
     A rank's rows of a stream; every rank gets as many whole batches as the others.
 
@@ -427,7 +419,7 @@ def _truncated_documents(
     rows: Iterable[tuple[int, Mapping[str, Any]]], options: SampleOptions, length: int
 ) -> list[dict[str, Any]]:
     return [  # `first=1`: no step of the draft predicts a document's first token
-        {"input_ids": ids[:length], "loss_mask": mask[:length], CUT: cut_of(mask, length, first=1)}
+        {"input_ids": ids[:length], "loss_mask": mask[:length], TRUNCATION: truncation_of(mask, length, first=1)}
         for index, row in rows
         for ids, mask in documents_of(row, options, f"row {index}")
         if len(ids)
@@ -438,7 +430,7 @@ def _columns_of_documents(
     batch: Mapping[str, Any], indices: list[int], options: SampleOptions, length: int
 ) -> dict[str, list[Any]]:
     rows = _truncated_documents(zip(indices, rows_of_batch(batch), strict=True), options, length)
-    return {name: [row[name] for row in rows] for name in (*DOCUMENT_KEYS, CUT)}
+    return {name: [row[name] for row in rows] for name in (*DOCUMENT_KEYS, TRUNCATION)}
 
 
 def _place(dp_mesh: DeviceMesh | None) -> tuple[int, int]:

@@ -125,9 +125,9 @@ def draw_tree(tree: PrefixTree, tokenizer: PreTrainedTokenizerBase | None = None
         if tokenizer is not None:
             text = tokenizer.decode(tree.input_ids[start : start + min(length, 16)].tolist())
             line += f"  {text[:32]!r}" + ("..." if length > 16 or len(text) > 32 else "")
-        own = place.add(Text(line))
+        line_of_node = place.add(Text(line))
         levels.append(level)
-        places.append(own if level < _DEEPEST_INDENT else place)
+        places.append(line_of_node if level < _DEEPEST_INDENT else place)
     if len(parents) > max_nodes:
         drawn.add(f"... and {_number(len(parents) - max_nodes, 'more node')}")
     return drawn

@@ -323,10 +323,10 @@ def test_long_branches(caplog, max_length, overlong, expected, losses):
     assert prepare_rows([LONG, HOPELESS], **options) == want
     total = sum(map(len, expected))
     note = f"Prepared 2 rows: {total} branches."
-    assert caplog.messages == [note + (f" Not all is trained on as it was: {losses}" if losses else "")]
+    assert caplog.messages == [note + (f" Some data was dropped or modified: {losses}" if losses else "")]
     caplog.clear()
     assert trees(prepare_trees(stream_of([LONG, HOPELESS]), **options)) == want
-    assert caplog.messages == ([f"{note} Not all is trained on as it was: {losses}"] if losses else [])
+    assert caplog.messages == ([f"{note} Some data was dropped or modified: {losses}"] if losses else [])
 
 
 def test_counts_of_a_group_add_up(caplog):

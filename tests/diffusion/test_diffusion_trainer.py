@@ -246,8 +246,8 @@ def test_samples_cut_to_nothing_supervised_are_left_out_and_counted(has_collator
         options["data_collator"] = DataCollatorForDiffusionLM(0, 2, block_size=4, max_seq_len=8, response_window=True)
     trainer = trainer_of(tmp_path, rows, eval_rows={"a": rows}, **options)
     message = (
-        f"Prepared 6 samples. Not all is trained on as it was: 3 samples truncated to `{name}=8`, 2 of them left out "
-        f"because no supervised token remained; raise `{name}`, or shorten the samples."
+        f"Prepared 6 samples. Some data was dropped or modified: 3 samples truncated to `{name}=8`, 2 of them left "
+        f"out because no supervised token remained; raise `{name}`, or shorten the samples."
     )
     assert caplog.messages.count(message) == 2  # once per dataset
     assert trainer.train_dataset["sample_index"] == trainer.eval_dataset["a"]["sample_index"] == [0, 1, 4, 5]

@@ -307,8 +307,8 @@ def test_documents_cut_to_nothing_supervised_are_left_out_and_counted(name, tmp_
     masks = [[0, 1, 1], [0] * 15 + [1, 1], [1] + [0] * 15 + [1], [0] * 30 + [1, 1]]  # no step predicts a first token
     rows = [{"input_ids": [5] * len(mask), "loss_mask": mask} for mask in masks]
     message = (
-        f"Prepared 4 samples. Not all is trained on as it was: 3 samples truncated to `{name}=16`, 2 of them left out "
-        f"because no supervised token remained; raise `{name}`, or shorten the samples."
+        f"Prepared 4 samples. Some data was dropped or modified: 3 samples truncated to `{name}=16`, 2 of them left "
+        f"out because no supervised token remained; raise `{name}`, or shorten the samples."
     )
     for source in (rows, Dataset.from_list(rows)):
         caplog.clear()
