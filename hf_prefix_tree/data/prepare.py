@@ -247,7 +247,7 @@ def prepare_trees(
     | `parents`, `nodes` | a tree by its nodes: token ids, or `input_ids`, `weights` | one per leaf |
     | `parents`, `texts` | a tree by its nodes' texts, with `weights`: one per node | one per leaf |
     | `input`, `nodes` | a search: nodes are `step`, `text`, `kept`, see [`search_tree_branches`] | one per kept leaf |
-    | `input_ids` | token ids, with `labels` (unshifted), `weights` or TRL's masks | itself |
+    | `input_ids` | token ids, with `loss_mask`, `labels`, `weights` or TRL's masks | itself, see [`read_sample`] |
     | those of a tree | a tree | it is weighted anew if its `weighting` is another one, selected and packed |
     | `trees`, `tree_ids`, `num_parts` | packed trees | the dataset is returned as it is |
 
