@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,17 @@ FEATURES = {**dict.fromkeys((*COUNTS, *SIZES), Value("int64")), "errors": List(V
 NO_SIZES = dict.fromkeys(SIZES, 0)
 
 
+def described(counts: Mapping[str, int]) -> list[str]:
+    """The losses among the counts, in words."""
+    return [f"{counts[name]} {meaning}" for name, meaning in LOSSES.items() if counts.get(name)]
+
+
+def log_losses(num_rows: int, counts: Mapping[str, int]) -> None:
+    """Warn of the losses of some rows, if there are any."""
+    if losses := "; ".join(described(counts)):
+        logger.warning("Of %d rows: %s.", num_rows, losses)
+
+
 class Report:
     """The sum of the counts of many trees, and the counts of selection and packing (`further`)."""
 
@@ -58,9 +69,8 @@ class Report:
 
     def losses(self) -> str:
         """The losses, with the first few errors; empty if there are none."""
-        losses = [f"{self._counts[name]} {what}" for name, what in LOSSES.items() if self._counts[name]]
         errors = [error.rstrip(".") for error in self._errors[:3]]
-        return "; ".join([*losses, *errors, *(["..."] if len(self._errors) > 3 else [])])
+        return "; ".join([*described(self._counts), *errors, *(["..."] if len(self._errors) > 3 else [])])
 
     def sizes(self) -> str:
         """The trees in one line. There is at least one."""

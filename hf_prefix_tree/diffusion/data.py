@@ -7,7 +7,6 @@ model that looks both ways. Cost: that of rendering, see `hf_prefix_tree.convers
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from datasets import IterableDataset
 
-from hf_prefix_tree.data.counts import LOSSES, TRUNCATION, truncation_of, without_unsupervised
+from hf_prefix_tree.data.counts import TRUNCATION, log_losses, truncation_of, without_unsupervised
 from hf_prefix_tree.data.rows import MESSAGE_KINDS, RowOptions, columns_of, row_branches, row_kind, rows_of_batch
 from hf_prefix_tree.data.supervision import SUPERVISION, read_sample
 from hf_prefix_tree.diffusion.collator import SAMPLE_INDEX, DataCollatorForDiffusionLM
@@ -24,8 +23,6 @@ from hf_prefix_tree.training.sampling import PADDING_FEATURE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 COLUMNS = ("input_ids", "attention_mask", *SUPERVISION, SAMPLE_INDEX)
 # Fills an uneven last step of distributed training: no token, so it counts nowhere.
@@ -136,7 +133,5 @@ def _samples(batch: Mapping[str, list[Any]], options: RowOptions) -> dict[str, l
             end = int(np.flatnonzero(branch.weights)[-1]) + 1
             samples["input_ids"].append(branch.input_ids[:end].tolist())
             samples["loss_mask"].append((branch.weights[:end] > 0).astype(int).tolist())
-    losses = "; ".join(f"{count} {LOSSES[name]}" for name, count in counts.items() if count)
-    if losses:
-        logger.warning("Of %d rows: %s.", len(rows), losses)
+    log_losses(len(rows), counts)
     return samples

@@ -18,7 +18,7 @@ from datasets import Dataset, Features, List, Value, load_dataset
 from datasets import IterableDataset as StreamedDataset
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from hf_prefix_tree.data.counts import TRUNCATION, kept_of, truncation_of, without_unsupervised
+from hf_prefix_tree.data.counts import TRUNCATION, kept_of, log_losses, truncation_of, without_unsupervised
 from hf_prefix_tree.data.messages import REASONING_KEYS
 from hf_prefix_tree.data.rows import (
     MESSAGE_KINDS,
@@ -69,29 +69,39 @@ class SampleOptions:
     features: Mapping[str, Any] = field(default_factory=dict)
 
 
-def documents_of(row: Mapping[str, Any], options: SampleOptions, where: str) -> list[Document]:
+def documents_of(rows: Iterable[tuple[int, Mapping[str, Any]]], options: SampleOptions) -> list[Document]:
     """
-    The documents of one row: one, several where a prompt has several completions, or none where a text has no
-    supervised token. Errors begin with `where`, which says which row it is.
+    The documents of rows, given with their indices, without empty ones: one for each row, several where a prompt has
+    several completions, or none where a text has no supervised token. Losses are logged.
+
+    Raises:
+        `ValueError`: If a row can't be read; its index is named.
     """
-    try:
-        if row.get("input_ids") is not None:
-            return [as_document(read_sample(row))]
-        kind = row_kind(name for name, value in row.items() if value is not None)
-        if kind not in MESSAGE_KINDS:
-            raise ValueError(f"{kind} rows are for trees; pass conversations, or `input_ids` with a `loss_mask`.")
-        return _texts(row, kind, options)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+    documents: list[Document] = []
+    counts: Counter[str] = Counter()
+    for index, row in rows:
+        counts["rows"] += 1
+        try:
+            if row.get("input_ids") is not None:
+                documents.append(as_document(read_sample(row)))
+                continue
+            kind = row_kind(name for name, value in row.items() if value is not None)
+            if kind not in MESSAGE_KINDS:
+                raise ValueError(f"{kind} rows are for trees; pass conversations, or `input_ids` with a `loss_mask`.")
+            documents += _texts(row, kind, options, counts)
+        except ValueError as error:
+            raise ValueError(f"row {index}: {error}") from error
+    log_losses(counts["rows"], counts)
+    return [(ids, mask) for ids, mask in documents if len(ids)]
 
 
-def _texts(row: Mapping[str, Any], kind: str, options: SampleOptions) -> list[Document]:
+def _texts(row: Mapping[str, Any], kind: str, options: SampleOptions, counts: Counter[str]) -> list[Document]:
     if options.tokenizer is None:
         raise ValueError("it is text, and there is no `tokenizer`; pass the model's.")
     documents = []
-    for branch in row_branches(row, RowOptions(kind, options.tokenizer, options.features, "keep"), Counter()):
+    for branch in row_branches(row, RowOptions(kind, options.tokenizer, options.features, "keep"), counts):
         mask = branch.weights > 0
-        if not mask.any():  # an empty document trains nothing
+        if not mask.any():  # nothing to train on; counted
             continue
         if not options.supervise_reasoning:
             end = options.tokenizer(options.reasoning_end, add_special_tokens=False)["input_ids"]
@@ -216,12 +226,7 @@ def _packed(
     strategy: str,
     options: SampleOptions,
 ) -> list[dict[str, list[int]]]:
-    documents = [
-        (ids[:length], mask[:length])
-        for index, sample in samples
-        for ids, mask in documents_of(sample, options, f"row {index}")
-        if len(ids)
-    ]
+    documents = [(ids[:length], mask[:length]) for ids, mask in documents_of(samples, options)]
     return [eagle3_row(row, length, pad_token_id) for row in STRATEGIES[strategy](documents, length)]
 
 
@@ -420,9 +425,7 @@ def _truncated_documents(
 ) -> list[dict[str, Any]]:
     return [  # `first=1`: no step of the draft predicts a document's first token
         {"input_ids": ids[:length], "loss_mask": mask[:length], TRUNCATION: truncation_of(mask, length, first=1)}
-        for index, row in rows
-        for ids, mask in documents_of(row, options, f"row {index}")
-        if len(ids)
+        for ids, mask in documents_of(rows, options)
     ]
 
 

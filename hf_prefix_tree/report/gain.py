@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
 
-from hf_prefix_tree.data.counts import LOSSES
+from hf_prefix_tree.data.counts import described
 from hf_prefix_tree.data.messages import Tools
 from hf_prefix_tree.data.prepare import check_preparation, prepare_trees
 from hf_prefix_tree.modeling.flops import activation_bytes, flop_counts
@@ -187,8 +187,7 @@ def fold_file(
     for source, row in zip(counts["sources"], prepared, strict=True):
         trees.setdefault(of_tree[source], []).append(PrefixTree.from_dict(row))
     groups = [Group(name, rows[name], trees[name]) for name in rows if name in trees]
-    losses = "; ".join(f"{counts[name]} {meaning}" for name, meaning in LOSSES.items() if counts[name])
-    return Folded(str(path), groups, losses)
+    return Folded(str(path), groups, "; ".join(described(counts)))
 
 
 def counts_of(groups: Sequence[Group], max_packed_tokens: int | None = None) -> dict[str, int | float]:

@@ -237,6 +237,15 @@ def test_conversations_supervise_every_assistant_turn(dialogues, tiny_tokenizer)
                 assert part is None or part in text
 
 
+def test_losses_are_logged(tiny_tokenizer, caplog):
+    turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "<think>four, or"}]
+    rows = [{"messages": turns}, {"messages": [turns[0], {"role": "assistant", "content": "4"}]}]
+    for samples in (rows, Dataset.from_list(rows)):
+        caplog.clear()
+        pack_eagle3_dataset(samples, 64, 0, tokenizer=tiny_tokenizer)
+        assert "Of 2 rows: 1 turns" in caplog.text and "never closed" in caplog.text
+
+
 def test_reasoning_can_be_left_unsupervised(dialogues, tiny_tokenizer):
     options = {"batch_size": 6, "seq_length": 4096, "shuffle": False}
     (whole,) = build_eagle3_dataloader(dialogues, tiny_tokenizer, **options)
