@@ -133,7 +133,7 @@ def main() -> None:
     """Entry point of `hf-prefix-tree`."""
     logger = logging.getLogger("hf_prefix_tree")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # the reports say what was lost
+    logger.setLevel(logging.ERROR)  # the reports name the losses
     if not sys.stderr.isatty():
         disable_progress_bars()
     try:

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""What is trained without trees, from the same branches: rows that TRL's stock `SFTTrainer` takes as they are.
+"""Baselines without trees, from the same branches: dataset rows that TRL's stock `SFTTrainer` takes as they are.
 
 Cost: linear in the tokens of the branches.
 """
@@ -46,7 +46,7 @@ def per_branch(trees: Iterable[PrefixTree]) -> list[Row]:
 
 def flat_steps(branches: Sequence[Branch]) -> list[Row]:
     """
-    What RL pipelines train on: the turns of one conversation, as few samples as their contexts allow.
+    The samples of RL pipelines: the turns of one conversation, as few samples as their contexts allow.
 
     A sample starts as one turn's branch. It grows by the next turn as long as that turn's prompt still extends the
     sample; where the template has changed what came before (earlier reasoning is gone), a new sample starts.

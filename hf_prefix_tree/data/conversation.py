@@ -238,7 +238,7 @@ class _Trunk:
         raise _no_trunk("some of its assistant turns don't begin as a generation prompt ends")
 
     def _from_header(self, ids: Ids, order: int) -> Ids:
-        """What follows from the header of the assistant turn with this number, 0 for the first."""
+        """The tokens from the header of the assistant turn with this number on, 0 for the first."""
         positions = _positions(self._mark, ids)
         if len(positions) <= order:
             raise _no_trunk("some of its assistant turns have no header when they come last")
@@ -250,7 +250,7 @@ class _Trunk:
         return quiet if common_prefix(ids, self._quiet_header) == quiet else common_prefix(ids, self._header)
 
     def _output_length(self, index: int, alone: Ids, output: Ids, past_end: int | None) -> int:
-        """Length of a turn's visible output at the start of `output`, found by what it is `alone`."""
+        """Length of a turn's visible output at the start of `output`, found by its rendering `alone`."""
         skipped = self._skip(alone)
         shown = alone[skipped : self.turn_end(alone, skipped)]
         if len(shown) and int(shown[-1]) in self._segments.special_ids:

@@ -27,7 +27,7 @@ def fold_images(
 
     Args:
         branches (sequence of mappings):
-            What the processor gives for each branch, one-dimensional, with weights: `input_ids` and `weights` (see
+            The processor's output for each branch, one-dimensional, with weights: `input_ids` and `weights` (see
             [`Branch`]), and where it has images `pixel_values` (`torch.Tensor` of shape `(patches, ...)`) and
             `image_grid_thw` (`torch.Tensor` of shape `(images, 3)`, int64).
         image_token_id (`int`):

@@ -132,7 +132,7 @@ def search_tree_branches(prompt: Any, steps: Sequence[Any], tokenizer: PreTraine
 
     Args:
         prompt (`str`):
-            What all texts follow. A line break sets it apart, unless it ends with white space.
+            The text before all others. A line break sets it apart, unless it ends with white space.
         steps (sequence of `{"step": int, "text": str, "kept": bool}`):
             The texts: one of step 0 is a first step, one of step k > 0 a text of step k - 1 and the step that follows
             it. Equal texts of a step are one, kept if any of them is.

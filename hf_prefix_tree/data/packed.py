@@ -40,7 +40,7 @@ def pack_dataset(
     trees: Dataset, lengths: list[int], max_tokens: int, pack_trees: bool, num_proc: int | None
 ) -> tuple[Dataset, dict[str, Any]]:
     """
-    Pack a dataset of trees into rows with the columns of `PACKED_FEATURES`.
+    Pack a dataset of trees into dataset rows with the columns of `PACKED_FEATURES`, one packed sequence each.
 
     Args:
         trees ([`~datasets.Dataset`]):
@@ -55,7 +55,7 @@ def pack_dataset(
             Number of processes.
 
     Returns:
-        The rows, and what was counted: `packed_rows`, `split_trees`, `parts`, `weightless_parts`, `duplicated_tokens`,
+        The packed rows, and counts: `packed_rows`, `split_trees`, `parts`, `weightless_parts`, `duplicated_tokens`,
         `fill`.
     """
     large = [index for index, length in enumerate(lengths) if length > max_tokens]
@@ -163,7 +163,7 @@ def _check_weightings(rows: list[list[dict[str, Any]]] | list[str], weighting: s
 
 
 def log_packing(counts: Mapping[str, Any], max_tokens: int, level: int = logging.WARNING) -> None:
-    """Log what was counted while packing: no loss, but to be seen without further settings."""
+    """Log the counts of packing. Nothing is lost, but by default only warnings are shown."""
     split = (
         f"; {counts['split_trees']} trees split into {counts['parts']} parts, {counts['duplicated_tokens']} tokens "
         f"computed again, {counts['weightless_parts']} parts without supervised token left out"

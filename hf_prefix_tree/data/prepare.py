@@ -236,7 +236,7 @@ def prepare_trees(
     whole trees fill up; the rows of a tree's parts come one after another. The id is made of a tree's tokens and its
     index, so that data sets which were prepared apart can be concatenated.
 
-    The columns say what the rows are:
+    The columns tell the kind of rows:
 
     | columns | a row is | its branches |
     |---|---|---|
@@ -254,7 +254,7 @@ def prepare_trees(
     K of a tree is the number of branches that its rows hold, those that supervise nothing included (also where
     `overlong="truncate"` left nothing to supervise); of such a branch the tree keeps the first token. Branches that
     `overlong="drop"` drops, and those of skipped rows, are not counted. Trees that supervise nothing are left out.
-    Whatever is dropped, truncated or skipped is logged at the end, for a streaming dataset batch by batch. Arrow keeps
+    Dropped or truncated data is always reported: at the end, for a streaming dataset batch by batch. Arrow keeps
     neither the order of keys nor nulls in its structs: tool schemas and arguments are best stored as JSON strings or
     `Json` features.
 
@@ -280,13 +280,13 @@ def prepare_trees(
         max_length (`int`, *optional*):
             Longest branch, in tokens.
         overlong (`str`, *optional*, defaults to `"truncate"`):
-            What becomes of a longer branch: `"truncate"` keeps its start, `"drop"` drops it, so that K is smaller,
+            How to treat a longer branch: `"truncate"` keeps its start, `"drop"` drops it, so that K is smaller,
             `"raise"` makes its row an error.
         max_packed_tokens (`int`, *optional*):
             Tokens that a row of packed trees holds. At least `max_length`, if that is given. Of a streaming dataset,
             up to 1,000 consecutive trees are packed together.
         overflow (`str`, *optional*, defaults to `"split"`):
-            What becomes of a tree that is larger: `"split"` splits it (a branch that is longer makes its row an
+            How to treat a larger tree: `"split"` splits it (a branch that is longer makes its row an
             error), `"drop"` drops it, `"raise"` makes its row an error.
         pack_trees (`bool`, *optional*, defaults to `True`):
             Whether trees share rows. If not, each row holds one tree or part.
@@ -307,12 +307,12 @@ def prepare_trees(
         num_proc (`int`, *optional*):
             Number of processes. Not for streaming datasets.
         counts (`MutableMapping[str, Any]`, *optional*):
-            Is filled with what was counted. Not for streaming datasets, which are counted while they are read.
+            Is filled with counts. Not for streaming datasets, which are counted while they are read.
 
             - `rows` that were read, `trees`, `max_branches` of one, the fields of [`TreeStats`], and `errors`;
             - branches `truncated`, `overlong`, `unsupervised`; turns with `prefix_mismatches`,
               `unrendered_reasoning`, `unclosed_reasoning`; `unrendered_messages`; rows `filled`, `skipped`; trees
-              `oversized` or `empty`: what was lost;
+              `oversized` or `empty`: the losses;
             - `sources`, an int64 array: of which row, or group by first appearance, each tree was made;
             - with `max_examples`: `candidates` (rows or groups), `valid` ones of those prepared, `selected`;
             - with `max_packed_tokens`: `packed_rows`, their `fill` (0 to 1), `split_trees`, `parts`,

@@ -129,7 +129,7 @@ def row_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[st
         options ([`RowOptions`]):
             How to read it.
         counts (`Counter[str]`):
-            Is added what was truncated (`truncated`), dropped as too long (`overlong`) or has no supervised token
+            Gets the branches that were truncated (`truncated`), dropped (`overlong`) or have no supervised token
             (`unsupervised`), the counts of [`ConversationBranches`], and whether Arrow filled in keys of tool schemas
             or arguments (`filled`).
 

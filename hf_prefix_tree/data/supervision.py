@@ -51,7 +51,7 @@ def read_sample(row: Mapping[str, Any], where: str = "", *, weighted: bool = Fal
     - `labels`: unshifted, the token itself, or -100 where it is not supervised.
     - `position_ids`, `seq_lengths`: only checked, they must be those of a single sequence.
 
-    Several columns that say what is supervised must agree. Columns of other names are ignored.
+    If several columns tell the supervised tokens, they must agree. Columns of other names are ignored.
 
     Args:
         row (`Mapping[str, Any]`):

@@ -139,7 +139,7 @@ class ChatTemplate:
         """
         End of the assistant turn that begins at `start` and ends the rendering, the turn-end token included.
 
-        What the template writes after that token, if anything, is special tokens and white space. Among them the
+        The template writes only special tokens and white space after that token, if anything. Among them the
         turn-end token is the one that follows a plain turn, else the last special one. A template may write none: the
         turn then ends with the rendering.
         """

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Messages to branches: what each assistant turn saw when it was sampled, and what it then said.
+"""Messages to branches: the context that each assistant turn was sampled from, and the turn.
 
 Cost: two renderings per assistant turn (three where its reasoning leaves the trunk), each a pass of the template over
 the messages so far, and one of the whole conversation; tokenization of what the renderings don't share.
@@ -64,7 +64,7 @@ def conversation_branches(
     Turn a conversation into branches, with the tokenizer's own chat template.
 
     A turn is supervised from the common token prefix of its generation prompt and its rendering, to the turn-end token
-    inclusive. What the template adds after that token is context.
+    inclusive. Text that the template adds after that token is context.
 
     Args:
         messages (sequence of mappings, or a JSON string of one):
@@ -77,7 +77,7 @@ def conversation_branches(
         tools (sequence or `str`, *optional*):
             Tool schemas, or a JSON string of them.
         reasoning (`str`, *optional*, defaults to `"per_turn"`):
-            What becomes of reasoning that the template drops from earlier turns:
+            How to treat reasoning that the template drops from earlier turns:
 
             - `"per_turn"`: one branch per assistant turn: the messages up to it, rendered. This is what an agent loop
               samples. Earlier reasoning is gone where the template drops it.

@@ -1,8 +1,8 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """From dataset rows to samples of a diffusion language model: token ids and which of them are supervised, unshifted.
 
-Conversations become one sample per assistant turn: what is after a turn in the row would tell how long it is to a
-model that looks both ways. Cost: that of rendering, see `hf_prefix_tree.conversations`.
+Conversations become one sample per assistant turn: text after a turn would tell a model that looks both ways how long
+the turn is. Cost: that of rendering, see `hf_prefix_tree.data.turns`.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _samples(batch: Mapping[str, list[Any]], options: RowOptions) -> dict[str, l
         for branch in row_branches(row, options, counts):
             if not branch.weights.any():  # no sample; counted
                 continue
-            # What the template writes after the turn would stand, clean, where the response ends.
+            # Text of the template after the turn would mark, clean, where the response ends.
             end = int(np.flatnonzero(branch.weights)[-1]) + 1
             samples["input_ids"].append(branch.input_ids[:end].tolist())
             samples["loss_mask"].append((branch.weights[:end] > 0).astype(int).tolist())

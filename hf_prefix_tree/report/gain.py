@@ -53,7 +53,7 @@ class Folded:
     Args:
         name (`str`): The file.
         groups (`list[Group]`): Its groups that have a tree, by first appearance.
-        losses (`str`): What was truncated or dropped on the way, empty if nothing was.
+        losses (`str`): Data that was dropped or modified, empty if none was.
     """
 
     name: str
@@ -192,7 +192,7 @@ def fold_file(
 
 def counts_of(groups: Sequence[Group], max_packed_tokens: int | None = None) -> dict[str, int | float]:
     """
-    What the trees of some groups add up to.
+    The sizes of the trees of some groups, summed.
 
     Args:
         groups (sequence of [`Group`]):
@@ -262,7 +262,7 @@ def top_counts(trees: Sequence[PrefixTree], top: int | None, max_packed_tokens: 
 
 
 def parts_of(tree: PrefixTree, max_packed_tokens: int | None) -> list[PrefixTree]:
-    """What is trained of a tree: itself, or the parts of at most so many tokens that supervise anything."""
+    """The tree itself, or its parts of at most so many tokens that supervise anything: all that is trained on."""
     parts = [tree] if max_packed_tokens is None else split_tree(tree, max_packed_tokens)
     return [part for part in parts if part.weights.any()] if len(parts) > 1 else parts
 
@@ -291,7 +291,7 @@ ASSUMPTIONS = (
 @dataclass(frozen=True)
 class Estimate:
     """
-    What [`estimate`] predicts.
+    A prediction of [`estimate`].
 
     Args:
         branch_tflop (`float`), tree_tflop (`float`): FLOPs of one epoch, in 10^12.
@@ -330,7 +330,7 @@ def estimate(trees: Sequence[PrefixTree], config: PretrainedConfig, max_packed_t
         config (`PretrainedConfig`):
             The model's.
         max_packed_tokens (`int`, *optional*):
-            Splits larger trees first, so that what the parts compute again counts.
+            Splits larger trees first, so that tokens which several parts compute count as often.
 
     Raises:
         `ValueError`: If the FLOPs of the model are not counted, see [`step_flops`], or a branch is longer than
