@@ -38,7 +38,7 @@ def make_tree(seed: int) -> PrefixTree:
 
 
 def loss_of_branches(model: PreTrainedModel, tree: PrefixTree) -> float:
-    """The same loss by its definition: each branch is one ordinary sequence, the mean is over all supervised tokens."""
+    """The same loss by its definition: the mean over the supervised tokens of the branches, each run by itself."""
     total, count = 0.0, 0.0
     with torch.no_grad():
         for branch in tree.branches():
