@@ -86,7 +86,14 @@ def markdown_table(results: list[Result]) -> str:
     lines += ["", "## Refused", "", "`prepare_model` raises a `ValueError` with this reason.", "", *_reasons(refused)]
     not_built = [result for result in text if result.status == NOT_BUILT]
     if not_built:
-        lines += ["", "## Not built", "", "The harness could not build a tiny model of these.", "", *_reasons(not_built)]
+        lines += [
+            "",
+            "## Not built",
+            "",
+            "The harness could not build tiny models of these.",
+            "",
+            *_reasons(not_built),
+        ]
     for variant, introduction in _VARIANTS.items():
         chosen = [result for result in results if result.variant == variant]
         if chosen:
