@@ -3,9 +3,9 @@
 
     python -m benchmarks.plot_scaling benchmarks/results/scaling_[124]_h200.csv --output scaling_h200.png
 
-Branches a second (for `flat_steps`: samples) on logarithmic axes. A line for each mode, size of its steps and way of
-running that was measured on several numbers of GPUs; dotted, what it would be if it grew with them. Of launches that
-are alike in these the fastest is shown. Needs matplotlib.
+Branches per second (for `flat_steps`: samples) on logarithmic axes. One line for each mode, step size and way of
+running that was measured on several numbers of GPUs; the dotted line is perfect scaling. Shows the fastest of equal
+launches. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COLOURS = {"tree": "#2171b5", "per_branch": "#cb181d", "flat_steps": "#fd8d3c", 
 
 
 def lines(paths: Sequence[Path], shape: str, dtype: str) -> dict[tuple[str, str], dict[int, float]]:
-    """Branches a second by number of GPUs, for each mode and what tells its runs apart."""
+    """Branches per second by number of GPUs, for each mode and each setting that distinguishes its runs."""
     found: dict[tuple[str, str], dict[int, float]] = {}
     for path in paths:
         for row in read_csv(path):

@@ -20,7 +20,7 @@ VOCAB = 32_000  # ids are drawn below it
 
 
 def caterpillar(turns: int, prompt: int, context: int, reasoning: int, answer: int) -> Nodes:
-    """An agent dialogue, a branch per turn: reasoning and answer hang off a trunk that goes on without reasoning."""
+    """An agent dialogue, one branch per turn: reasoning and answer leave a trunk that continues without reasoning."""
     nodes: Nodes = [(-1, prompt + context, False)]
     for turn in range(turns):
         trunk = 0 if turn == 0 else len(nodes) - 2
@@ -67,7 +67,7 @@ FOLD_SHAPES: dict[str, Nodes] = {
 
 
 def build(nodes: Nodes, seed: int = 0, vocab: int = VOCAB) -> PrefixTree:
-    """The tree of a shape, with random tokens. Children of a node differ in their first token, so that none merge."""
+    """The tree of a shape, with random tokens. Children of a node differ in their first token, so none merge."""
     rng = np.random.default_rng(seed)
     parents, lengths, supervised = zip(*nodes, strict=True)
     ids = [rng.integers(vocab, size=length) for length in lengths]
