@@ -228,10 +228,10 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         for shape in args.only:
             tree = build((QUICK if args.quick else SHAPES)[shape])
             for method in args.methods:
-                found = attend_of(method, tree, device) if method != "causal" else None
-                if found is None:
+                available = attend_of(method, tree, device) if method != "causal" else None
+                if available is None:
                     continue
-                attend, prefix_tree, kernel = found
+                attend, prefix_tree, kernel = available
                 expected = through_the_project(prefix_tree, "sdpa") if len(tree) <= LONGEST_CHECKED else None
                 facts = mask_facts(prefix_tree, heads, dtype)
                 add(shape, method, kernel, attend, expected, len(tree), tree.stats().tree_pairs, **facts)

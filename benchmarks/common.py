@@ -146,13 +146,13 @@ def matmul_roof(device: torch.device, dtype: torch.dtype) -> float:
 
 def versions() -> dict[str, str]:
     """Version of every relevant package, empty if it is not installed."""
-    found = {}
+    installed = {}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = ""
-    return found
+            installed[name] = ""
+    return installed
 
 
 def environment(device: torch.device, commit: str | None = None) -> Row:
@@ -202,12 +202,12 @@ def read_csv(path: Path) -> list[Row]:
 def write_csv(path: Path, rows: list[Row]) -> None:
     """Writes rows with all their columns. A process that dies while writing leaves the old file unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    own = path.with_name(f"{path.name}.{os.getpid()}")
-    with own.open("w", newline="") as file:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    with temporary.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)), restval="")
         writer.writeheader()
         writer.writerows(rows)
-    own.replace(path)
+    temporary.replace(path)
 
 
 class Results:

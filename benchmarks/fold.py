@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
                 measure(function, device, warmup=1, seconds=3, clock=process_time)
                 for function in (
                     lambda branches=branches: fold(branches),
-                    lambda arrays=arrays: fold([Branch(*own) for own in arrays]),
+                    lambda arrays=arrays: fold([Branch(*parts) for parts in arrays]),
                 )
             ]
         stats = tree.stats()

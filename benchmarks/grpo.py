@@ -78,9 +78,9 @@ def rollouts(group: Group, vocab_size: int) -> Any:
     def generate(prompts: list[str], trainer: Any) -> dict[str, list[list[Any]]]:
         rng = np.random.default_rng(0)
         prompt = rng.integers(300, vocab_size, size=group.prompt).tolist()
-        own = rng.integers(300, vocab_size, size=(len(prompts), group.length))
-        own[:, 0] = 300 + np.arange(len(prompts))  # no two completions share a token
-        completions = own.tolist()
+        drawn = rng.integers(300, vocab_size, size=(len(prompts), group.length))
+        drawn[:, 0] = 300 + np.arange(len(prompts))  # no two completions share a token
+        completions = drawn.tolist()
         return {
             "prompt_ids": [prompt] * len(prompts),
             "completion_ids": completions,
@@ -171,14 +171,14 @@ def measure_update(trainer: GRPOTrainer, group: Group, seconds: float, device: t
 
 def add_ratios(rows: list[Row]) -> None:
     """Adds speed-up and memory ratio to the rows of trees."""
-    found = {tuple(row[name] for name in ("shape", "mode", "checkpointing", "method")): row for row in rows}
-    for key, row in found.items():
-        other = found.get((*key[:3], "stock"))
-        if row["method"] == "stock" or other is None or "ms" not in row or "ms" not in other:
+    by_run = {tuple(row[name] for name in ("shape", "mode", "checkpointing", "method")): row for row in rows}
+    for key, row in by_run.items():
+        stock = by_run.get((*key[:3], "stock"))
+        if row["method"] == "stock" or stock is None or "ms" not in row or "ms" not in stock:
             continue
-        row["speedup"], row["old_speedup"] = other["ms"] / row["ms"], other["old_ms"] / row["old_ms"]
+        row["speedup"], row["old_speedup"] = stock["ms"] / row["ms"], stock["old_ms"] / row["old_ms"]
         if row["peak_gib"] is not None:
-            row["memory_ratio"] = row["peak_gib"] / other["peak_gib"]
+            row["memory_ratio"] = row["peak_gib"] / stock["peak_gib"]
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:

@@ -106,19 +106,19 @@ def find_largest(step: Callable[[int], float], shortest: int, most: int, total: 
         return {"failure": f"out of memory at {fits} tokens"}
     while fits < most:
         tokens = min(2 * fits, most)
-        found = attempt(step, tokens)
-        if found is None:
+        measured = attempt(step, tokens)
+        if measured is None:
             break
-        slope = (found - peak) / (tokens - fits)
-        fits, peak = tokens, found
+        slope = (measured - peak) / (tokens - fits)
+        fits, peak = tokens, measured
     tokens = int(0.95 * tokens)
     if slope > 0:
         tokens = min(tokens, fits + int((0.96 * total - peak) / slope))
     tokens = tokens // BLOCK_SIZE * BLOCK_SIZE
     while fits < tokens < most:
-        found = attempt(step, tokens)
-        if found is not None:
-            fits, peak = tokens, found
+        measured = attempt(step, tokens)
+        if measured is not None:
+            fits, peak = tokens, measured
         tokens = int(0.95 * tokens) // BLOCK_SIZE * BLOCK_SIZE
     return {"largest_row": fits, "peak_gib": peak}
 

@@ -62,10 +62,10 @@ def scan_starts_anew(config: PreTrainedConfig, device: torch.device) -> bool:
     decay = torch.full((1, 256, heads), -0.01, device=device)
     beta = torch.full((1, 256, heads), 0.5, device=device, dtype=dtype)
     starts = torch.tensor([0, 100, 256], device=device)
-    other = value.clone()
-    other[:, :100] = 0.0
+    changed = value.clone()
+    changed[:, :100] = 0.0
     outputs = []
-    for values in (value, other):
+    for values in (value, changed):
         scan = functools.partial(modeling_qwen3_5.torch_chunk_gated_delta_rule, query, key, values, g=decay, beta=beta)
         try:
             with torch.no_grad():
@@ -97,15 +97,15 @@ class FoldedStep:
         divisor = _divisor(trees)
         self.losses: list[Loss] = []
         self.row_tokens = 0
-        for own in pack([len(tree) for tree in trees], budget):
-            row = concatenate_trees([trees[i] for i in own], pad_token_id=0)
+        for indices in pack([len(tree) for tree in trees], budget):
+            row = concatenate_trees([trees[i] for i in indices], pad_token_id=0)
             self.row_tokens = max(self.row_tokens, row["input_ids"].shape[1])
             self.losses.append(self._loss(row, divisor, device))
             if row["input_ids"].shape[1] == self.row_tokens:
                 self.longest = row["prefix_tree"].to(device)
 
     def kernel(self, backend: str, config: PreTrainedConfig, dtype: torch.dtype) -> str:
-        """What the longest row runs under this `attn_backend`."""
+        """The kernel of the longest packed sequence under this `attn_backend`."""
         call = AttentionCall.of(config, self.longest.device, dtype, self.row_tokens)
         return choose_backend(backend, call, functools.partial(tree_block_mask, self.longest))
 
@@ -130,15 +130,15 @@ class BranchStep:
         self.rows: list[packed.Packed] = []
         self.losses: list[Loss] = []
         self.row_tokens = 0
-        for own in pack([len(branch) + gap for branch, _ in branches], budget):
-            lengths = [len(branches[i][0]) + gap for i in own]
+        for indices in pack([len(branch) + gap for branch, _ in branches], budget):
+            lengths = [len(branches[i][0]) + gap for i in indices]
             padding = -sum(lengths) % BLOCK_SIZE
             row = packed.Packed.of(lengths + [padding] * (padding > 0), device)
             ids = torch.zeros(1, sum(row.lengths), dtype=torch.int64)
             weights = torch.zeros(1, sum(row.lengths), dtype=torch.float64)
             is_real = torch.zeros(1, sum(row.lengths), dtype=torch.bool)
             start = 0
-            for length, (branch, num_branches) in zip(lengths, (branches[i] for i in own), strict=True):
+            for length, (branch, num_branches) in zip(lengths, (branches[i] for i in indices), strict=True):
                 here = (0, slice(start, start + len(branch)))
                 ids[here] = torch.tensor(branch.input_ids)
                 weights[here] = torch.tensor(branch.weights / num_branches)
@@ -182,8 +182,8 @@ class BranchStep:
         only: Sequence[str] | None = None,
     ) -> dict[str, float]:
         """
-        Milliseconds of one layer's attention over all rows, forward and backward, with every kernel installed (those
-        of `only`, where it is given); infinite for one that does not run.
+        Milliseconds of one layer's attention over all packed sequences, forward and backward, with every installed
+        kernel (or those of `only`); infinite for a kernel that does not run.
         """
         kernels = [kernel for kernel in packed.installed_kernels(device) if only is None or kernel in only]
         heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
@@ -191,26 +191,26 @@ class BranchStep:
         leaves = [[make(1, n, sum(row.lengths), config.head_dim) for n in heads] for row in self.rows]
 
         def attend() -> list[torch.Tensor]:
-            found = []
-            for row, own in zip(self.rows, leaves, strict=True):
-                output, _ = packed.packed_attention(torch.nn.Module(), *own, None, packed=row)
-                found = [output, *torch.autograd.grad(output, own, output)]
-            return found
+            tensors = []
+            for row, inputs in zip(self.rows, leaves, strict=True):
+                output, _ = packed.packed_attention(torch.nn.Module(), *inputs, None, packed=row)
+                tensors = [output, *torch.autograd.grad(output, inputs, output)]
+            return tensors
 
         times: dict[str, float] = {}
         reference: list[torch.Tensor] = []
         for kernel in kernels:
             try:
                 self.use(kernel)
-                found = attend()
+                tensors = attend()
                 times[kernel] = measure(attend, device, warmup=0, seconds=0.1).ms
             except Exception as error:  # any error: kernels refuse a head dimension in different ways
                 times[kernel] = math.inf
                 reason = (str(error).splitlines() or [""])[0]
                 print(f"kernel {kernel} does not run here: {type(error).__name__}: {reason}", file=sys.stderr)
                 continue
-            reference = reference or found
-            error = max(relative_error(x, y) for x, y in zip(found, reference, strict=True))
+            reference = reference or tensors
+            error = max(relative_error(x, y) for x, y in zip(tensors, reference, strict=True))
             if not error < 2e-2:
                 raise RuntimeError(f"kernel {kernel} differs from the first by {error:.1e}")
         if all(map(math.isinf, times.values())):

@@ -205,8 +205,8 @@ def _by_length(
     for length, members in groupby(packed.lengths):
         count = len(list(members))
         end = start + count * length
-        own = [x[0, :, start:end].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value)]
-        outputs.append(causal(*own, scale).transpose(1, 2).flatten(0, 1))
+        inputs = [x[0, :, start:end].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value)]
+        outputs.append(causal(*inputs, scale).transpose(1, 2).flatten(0, 1))
         start = end
     return torch.cat(outputs)[None]
 
@@ -229,8 +229,8 @@ def gather_paths(tree: PrefixTree, device: torch.device, kernel: str) -> Callabl
         outputs = []
         for count, path in zip(counts[0], paths, strict=True):
             mask = torch.ones(count, len(path), dtype=torch.bool).tril(len(path) - count)
-            own = (query[:, :, path[-count:]], key[:, :, path], value[:, :, path])
-            outputs.append(torch.nn.functional.scaled_dot_product_attention(*own, mask, enable_gqa=True))
+            inputs = (query[:, :, path[-count:]], key[:, :, path], value[:, :, path])
+            outputs.append(torch.nn.functional.scaled_dot_product_attention(*inputs, mask, enable_gqa=True))
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
     return attend if device.type == "cuda" else attend_on_cpu

@@ -146,8 +146,8 @@ def run(argv: Sequence[str] | None) -> list[Row]:
     sets = list(of_group.values())
     trees = list(map(fold, sets))
     longest = max(tree.stats().longest_path for tree in trees)
-    most = args.max_packed_tokens or longest
-    branches = [branch for own in sets for branch in own]
+    budget = args.max_packed_tokens or longest
+    branches = [branch for group in sets for branch in group]
     tokens = sum(map(len, branches))
     counts = {
         "data": args.data.name if args.data is not None else "demo dialogues",
@@ -156,36 +156,36 @@ def run(argv: Sequence[str] | None) -> list[Row]:
         "branches": len(branches),
         "branch_tokens": tokens,
         "tree_tokens": sum(map(len, trees)),
-        "max_packed_tokens": most,
+        "max_packed_tokens": budget,
     }
     texts = rendered(talks, template)
     # Each run starts with a new tokenizer.
     fresh = iter([copy.deepcopy(tokenizer) for _ in range(3)])
     source = Dataset.from_list(lines)
-    options: dict[str, Any] = {"group_by": "group", "max_packed_tokens": most}
+    options: dict[str, Any] = {"group_by": "group", "max_packed_tokens": budget}
     steps: dict[str, list[tuple[str, Callable[[], Any]]]] = {
         "rendering": [("ours", lambda: rendered(talks, ChatTemplate(tokenizer, tokenizer.get_chat_template())))],
         "tokenizing": [
             ("ours", lambda: ChatTemplate(tokenizer, tokenizer.get_chat_template()).segments.encode(texts))
         ],
         "folding": [("ours", lambda: list(map(fold, sets)))],
-        "splitting and packing": [("ours", lambda: packed(trees, most))],
+        "splitting and packing": [("ours", lambda: packed(trees, budget))],
         "prepare_trees": [("ours", lambda: prepare_trees(source, next(fresh), **options))],
         "naive": [
             ("rendering", lambda: naively_rendered(talks, template, tokenizer)),
             ("tokenizing", lambda: tokenizer(texts, add_special_tokens=False, return_attention_mask=False)),
         ],
     }
-    own = rendered(talks[:2], template)
-    assert naively_rendered(talks[:2], template, tokenizer) == own
-    whole = tokenizer(own, add_special_tokens=False)["input_ids"]
-    assert all(map(np.array_equal, template.segments.encode(own), whole))
+    few = rendered(talks[:2], template)
+    assert naively_rendered(talks[:2], template, tokenizer) == few
+    whole = tokenizer(few, add_special_tokens=False)["input_ids"]
+    assert all(map(np.array_equal, template.segments.encode(few), whole))
     rows: list[Row] = []
     for name in args.only:
-        for other, function in steps[name]:
+        for label, function in steps[name]:
             with one_core():
                 timing = measure(function, CPU, warmup=0, seconds=args.seconds, least=1, most=3, clock=process_time)
-            step = {"method": "ours", "step": name} if other == "ours" else {"method": name, "step": other}
+            step = {"method": "ours", "step": name} if label == "ours" else {"method": name, "step": label}
             speed = tokens / timing.ms * 1e3
             progress(rows, {**step, **counts, **timing._asdict(), "tokens_per_s": speed})
     return report(

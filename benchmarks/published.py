@@ -25,7 +25,7 @@ def set_figures(trees: Sequence[PrefixTree]) -> dict[str, float]:
     stats = [tree.stats() for tree in trees]
 
     def total(name: str) -> int:
-        return sum(getattr(own, name) for own in stats)
+        return sum(getattr(of_tree, name) for of_tree in stats)
 
     return {
         "branches": total("branches") / len(stats),

@@ -50,10 +50,10 @@ def random_inputs(rule: str, length: int, heads: int, dim: int, device: torch.de
 
     if rule == "delta":
         q, k, v = normal(heads, dim), normal(heads, dim), normal(heads, dim)
-        found = [q, k, v, -0.1 * normal(heads).float().sigmoid(), normal(heads).sigmoid()]
+        inputs = [q, k, v, -0.1 * normal(heads).float().sigmoid(), normal(heads).sigmoid()]
     else:
-        found = [normal(heads, dim), 0.1 * normal(heads).float().sigmoid(), normal(1, dim), normal(1, dim)]
-    return [x.detach().requires_grad_() for x in found]
+        inputs = [normal(heads, dim), 0.1 * normal(heads).float().sigmoid(), normal(1, dim), normal(1, dim)]
+    return [x.detach().requires_grad_() for x in inputs]
 
 
 def recurrence_of(rule: str, inputs: list[torch.Tensor], counts: list[int]) -> Recurrence:

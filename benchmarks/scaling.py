@@ -188,8 +188,8 @@ def measure_mode(mode: str, coverage: str, trees: Sequence[PrefixTree], args: An
     trainer.add_callback(clock)
     trainer.train()
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    own = torch.tensor([peak, *clock.seconds], dtype=torch.float64, device=device)
-    peak, first, *seconds = trainer.accelerator.gather(own[None]).amax(dim=0).tolist()
+    measured = torch.tensor([peak, *clock.seconds], dtype=torch.float64, device=device)
+    peak, first, *seconds = trainer.accelerator.gather(measured[None]).amax(dim=0).tolist()
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     per_step = trainer.args.gradient_accumulation_steps * trainer.args.per_device_train_batch_size * RANKS
     covered = statistics.mean(entry.get("tree/branches", per_step) for entry in log[1:])

@@ -149,17 +149,17 @@ def add_ratios(rows: list[Row]) -> None:
     """Adds speed-up, memory ratio and FLOP ratio to the rows of trees."""
     branches = {(row["shape"], row["mode"], row["checkpointing"]): row for row in rows if row["method"] == "branches"}
     for row in rows:
-        other = branches.get((row["shape"], row["mode"], row["checkpointing"]))
-        if row["method"] != "folded" or other is None:
+        unfolded = branches.get((row["shape"], row["mode"], row["checkpointing"]))
+        if row["method"] != "folded" or unfolded is None:
             continue
-        row["flop_ratio"] = other["tflop"] / row["tflop"]
-        if "ms" in row and "ms" in other:
-            row["speedup"] = other["ms"] / row["ms"]
+        row["flop_ratio"] = unfolded["tflop"] / row["tflop"]
+        if "ms" in row and "ms" in unfolded:
+            row["speedup"] = unfolded["ms"] / row["ms"]
             row["bound_share"] = row["speedup"] / row["flop_ratio"]
             if row["peak_gib"] is not None:
-                row["memory_ratio"] = row["peak_gib"] / other["peak_gib"]
-                if other["peak_gib_in_rows"] is not None:
-                    row["rows_ratio"] = row["peak_gib"] / other["peak_gib_in_rows"]
+                row["memory_ratio"] = row["peak_gib"] / unfolded["peak_gib"]
+                if unfolded["peak_gib_in_rows"] is not None:
+                    row["rows_ratio"] = row["peak_gib"] / unfolded["peak_gib_in_rows"]
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
@@ -221,12 +221,12 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         times = kernel_times[name]
         tried = sorted((kernel for kernel in times if times[kernel] < math.inf), key=times.__getitem__)
         tried = tried[: 2 if compiled and tried[0] == "cudnn" else 1]
-        found: list[Row] = []
+        runs: list[Row] = []
         for kernel in tried:
             branch_steps[name].use(kernel)
             measured = measure_step(model, branch_steps[name], checkpointing, args.seconds, device)
-            found.append({"kernel": kernel, **measured})
-        best = min(found, key=lambda row: row.get("ms", float("inf")))
+            runs.append({"kernel": kernel, **measured})
+        best = min(runs, key=lambda row: row.get("ms", float("inf")))
         best["peak_gib_in_rows"] = best.get("peak_gib")
         if short_steps[name].row_tokens < branch_steps[name].row_tokens:
             short_steps[name].use(best["kernel"])

@@ -152,7 +152,7 @@ def shrink(default: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
 
 
 def _both_kinds(default: dict[str, Any]) -> dict[str, Any]:
-    """What turns on the sliding window where it is an option: one full layer, one sliding layer."""
+    """The fields that turn on an optional sliding window: one full layer, one sliding layer."""
     values: dict[str, Any] = {"use_sliding_window": True, "sliding_window": WINDOW, "num_hidden_layers": 2}
     if "max_window_layers" in default:
         values["max_window_layers"] = 1

@@ -110,8 +110,8 @@ def print_preparation(split: str, rows: Dataset, args: Eagle3Config) -> None:
     )
     tokens, supervised = sum(map(sum, masks)), sum(map(sum, rows["loss_mask"]))
     print(
-        f"{split}: {len(rows):,} rows of {length:,} slots, {tokens:,} tokens ({tokens / (len(rows) * length):.1%} of "
-        f"the slots), {supervised:,} supervised."
+        f"{split}: {len(rows):,} sequences of {length:,} positions, {tokens:,} tokens "
+        f"({tokens / (len(rows) * length):.1%} of the positions), {supervised:,} supervised."
     )
 
 
