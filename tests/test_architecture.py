@@ -35,6 +35,12 @@ def test_the_map_is_the_folders():
     assert page == folders, f"update `docs/architecture.md`; the rooms that differ have these files:\n{update}"
 
 
+def test_files_in_the_text_exist():
+    names = re.findall(r"`(\w+(?:/\w+)+)`", (REPO_ROOT / "docs" / "architecture.md").read_text())
+    assert len(names) > 5
+    assert [name for name in names if not (PACKAGE / f"{name}.py").is_file()] == []
+
+
 def test_the_map_is_in_the_order_of_imports():
     page = mapped((REPO_ROOT / "docs" / "architecture.md").read_text())
     top = list(dict.fromkeys(room.split("/")[0] for room in page if room != "hf_prefix_tree"))
