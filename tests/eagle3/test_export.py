@@ -155,6 +155,9 @@ def change_tensors(folder, change):
         ({"rope_theta": 1.0}, "`rope_theta` and `rope_parameters` differ"),
         ({"attention_bias": True}, "`attention_bias` is true"),
         ({"hidden_size": "gone"}, "`hidden_size` is missing"),
+        ({"draft_vocab_size": VOCAB + 1}, "describes no draft: `draft_vocab_size` must be between"),
+        ({"num_attention_heads": 3}, "describes no draft"),
+        ({"target_hidden_size": "wide"}, "describes no draft"),
         ({"head_dim": 16}, "`midlayer.self_attn.q_proj.weight` has the shape [32, 64]; the config says [64, 64]"),
     ],
 )
