@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_prefix_tree.eagle3.config import Eagle3DraftConfig
 from hf_prefix_tree.eagle3.model import Eagle3DraftModel
-from hf_prefix_tree.eagle3.vocabulary import ids_from_d2t, t2d_from_ids
+from hf_prefix_tree.eagle3.vocabulary import ids_from_d2t, problem_of_ids, t2d_from_ids
 
 ENGINES = ("vllm", "sglang", "speculators")
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -337,11 +337,9 @@ def _map_problems(maps: dict[str, torch.Tensor], vocab_size: int, draft_vocab_si
         yield f"`d2t` is {d2t.dtype} of shape {list(d2t.shape)}, not int64 of shape {[draft_vocab_size]}."
     elif t2d.dtype != torch.bool or list(t2d.shape) != [vocab_size]:
         yield f"`t2d` is {t2d.dtype} of shape {list(t2d.shape)}, not bool of shape {[vocab_size]}."
-    elif int((ids := ids_from_d2t(d2t)).min()) < 0 or int(ids.max()) >= vocab_size:
-        yield f"`d2t` leads to ids from {int(ids.min())} to {int(ids.max())}, outside of the target's vocabulary."
-    elif not bool((ids.diff() > 0).all()):
-        yield "`d2t` is not in ascending order of target ids: tools that slice by `t2d` would mix tokens up."
-    elif not torch.equal(t2d_from_ids(ids, vocab_size), t2d):
+    elif problem := problem_of_ids(ids_from_d2t(d2t), vocab_size, draft_vocab_size):
+        yield f"`d2t` leads to wrong target ids: {problem}."
+    elif not torch.equal(t2d_from_ids(ids_from_d2t(d2t), vocab_size), t2d):
         yield "`t2d` and `d2t` name different tokens."
 
 

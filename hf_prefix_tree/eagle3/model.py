@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 from hf_prefix_tree.eagle3.attention import Documents, step_attention
 from hf_prefix_tree.eagle3.config import Eagle3DraftConfig
 from hf_prefix_tree.eagle3.loss import StepSums, shifted, slot_losses, supervised_slots, weighted_steps
-from hf_prefix_tree.eagle3.vocabulary import d2t_from_ids, ids_from_d2t, t2d_from_ids
+from hf_prefix_tree.eagle3.vocabulary import d2t_from_ids, ids_from_d2t, problem_of_ids, t2d_from_ids
 
 
 class Eagle3Attention(nn.Module):
@@ -169,13 +169,9 @@ class Eagle3DraftModel(PreTrainedModel):
         Raises:
             `ValueError`: If they are not as many as the head has, or not ascending ids of the target.
         """
-        size = self.config.draft_vocab_size
-        is_ascending = ids.dim() == 1 and len(ids) == size and bool((ids.diff() > 0).all())
-        if not is_ascending or int(ids[0]) < 0 or int(ids[-1]) >= self.config.vocab_size:
-            raise ValueError(
-                f"`ids` must be {size} ascending ids below {self.config.vocab_size} (`draft_vocab_size`), got shape "
-                f"{tuple(ids.shape)}: pass what `build_token_mapping` returned for this size."
-            )
+        problem = problem_of_ids(ids, self.config.vocab_size, self.lm_head.out_features)
+        if problem is not None:
+            raise ValueError(f"`ids` is no draft vocabulary: {problem}. Pass the result of `build_token_mapping`.")
         if self.d2t is not None and self.t2d is not None:
             self.d2t = d2t_from_ids(ids).to(self.d2t.device)
             self.t2d = t2d_from_ids(ids, self.config.vocab_size).to(self.t2d.device)

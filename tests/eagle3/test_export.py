@@ -206,8 +206,8 @@ def _reorder(tensors):
         (lambda t: [t.pop("t2d"), t.pop("d2t")], ["read draft ids as target ids"]),
         (lambda t: t.update({"d2t": t["d2t"].int()}), ["`d2t` is torch.int32"]),
         (lambda t: t.update({"t2d": t["t2d"].long()}), ["`t2d` is torch.int64"]),
-        (lambda t: t.update({"d2t": t["d2t"] + VOCAB}), ["outside of the target's vocabulary"]),
-        (_reorder, ["not in ascending order"]),
+        (lambda t: t.update({"d2t": t["d2t"] + VOCAB}), ["`d2t` leads to wrong target ids: the ids range from"]),
+        (_reorder, ["`d2t` leads to wrong target ids: the ids are not ascending"]),
         (lambda t: t.update({"t2d": ~t["t2d"]}), ["`t2d` and `d2t` name different tokens"]),
     ],
 )
