@@ -3,19 +3,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trl import DPOTrainer, KTOTrainer
 
 from hf_prefix_tree.rl.folded_forward import FoldedForwardMixin
 
-if TYPE_CHECKING:
-    from trl import DPOTrainer as _Trainer
-else:
-    _Trainer = object
 
-
-class TreePreferenceMixin(FoldedForwardMixin, _Trainer):
+class TreePreferenceMixin(FoldedForwardMixin):
     """Put it before `DPOTrainer` or `KTOTrainer`."""
 
     def compute_ref_log_probs(self, *args: Any, **kwargs: Any) -> Any:

@@ -19,18 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hf_prefix_tree.tree import layout
-from hf_prefix_tree.tree.folding import (
-    INT32_MAX,
-    Branch,
-    as_list,
-    branches_of_node_paths,
-    branches_of_nodes,
-    check_weighting,
-    fold_branches,
-    integer_array,
-    weight_array,
-)
+from hf_prefix_tree.tree import folding, layout
+from hf_prefix_tree.tree.folding import INT32_MAX, Branch, check_weighting, integer_array
 from hf_prefix_tree.tree.layout import TreeStats
 
 __all__ = ["Branch", "PrefixTree", "TreeStats", "fold"]
@@ -298,7 +288,7 @@ class PrefixTree:
 
         ```
         """
-        return fold(branches_of_nodes(parents, input_ids, weights), weighting)
+        return fold(folding.branches_of_nodes(parents, input_ids, weights), weighting)
 
     def to_node_paths(self) -> tuple[list[int], list[list[int]]]:
         """
@@ -343,7 +333,7 @@ class PrefixTree:
             `ValueError`: If the lengths differ, a path has a node out of range, twice or before its parent, a node has
                 two parents, tokens are on no path, or a path has no token.
         """
-        return fold(branches_of_node_paths(input_ids, node_lengths, sample_paths, weights), weighting)
+        return fold(folding.branches_of_node_paths(input_ids, node_lengths, sample_paths, weights), weighting)
 
 
 def fold(branches: Iterable[Branch], weighting: str = "tree") -> PrefixTree:
@@ -386,17 +376,17 @@ def fold(branches: Iterable[Branch], weighting: str = "tree") -> PrefixTree:
     ```
     """
     check_weighting(weighting)
-    items = as_list(branches, "branches")
+    items = folding.as_list(branches, "branches")
     for index, item in enumerate(items):
         if not isinstance(item, Branch):
             raise ValueError(f"`branches[{index}]` is a {type(item).__name__}; make it a `Branch`.")
     if not items:
         raise ValueError("`branches` is empty; pass at least one `Branch`.")
-    return PrefixTree(**fold_branches(items, weighting))
+    return PrefixTree(**folding.fold_branches(items, weighting))
 
 
 def _float64(value: Any, name: str) -> npt.NDArray[np.float64]:
-    weights = weight_array(value, name)
+    weights = folding.weight_array(value, name)
     dtype = np.float64 if isinstance(value, list) else np.asarray(value).dtype
     if dtype in (np.float16, np.float32):
         raise ValueError(
