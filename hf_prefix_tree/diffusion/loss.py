@@ -43,11 +43,11 @@ def mdlm_terms(targets: torch.Tensor, is_masked: torch.Tensor, p: torch.Tensor, 
         `ValueError`: If shapes differ, a supervised target is negative, or a masked token has `p <= 0`.
     """
     _check_shapes(targets, is_masked=is_masked, p=p, loss_mask=loss_mask)
-    where = ((is_masked != 0) & (loss_mask != 0)).flatten().nonzero().squeeze(1)
-    probabilities = p.flatten()[where].double()
+    terms = _flat_terms(targets, (is_masked != 0) & (loss_mask != 0))
+    probabilities = p.flatten()[terms.where].double()
     if not bool((probabilities > 0).all()):
         raise ValueError("`p` is not above 0 at a masked position: pass the `p` that was drawn with `is_masked`.")
-    return LossTerms(where, _checked(targets.flatten()[where]), 1 / probabilities)
+    return terms._replace(weights=1 / probabilities)
 
 
 def block_diffusion_terms(targets: torch.Tensor, loss_mask: torch.Tensor) -> LossTerms:
@@ -65,8 +65,7 @@ def block_diffusion_terms(targets: torch.Tensor, loss_mask: torch.Tensor) -> Los
         `ValueError`: If shapes differ or a supervised target is negative.
     """
     _check_shapes(targets, loss_mask=loss_mask)
-    where = (loss_mask != 0).flatten().nonzero().squeeze(1)
-    return LossTerms(where, _checked(targets.flatten()[where]), torch.ones_like(where, dtype=torch.float64))
+    return _flat_terms(targets, loss_mask != 0)
 
 
 def next_token_terms(targets: torch.Tensor, loss_mask: torch.Tensor) -> LossTerms:
@@ -99,8 +98,8 @@ def next_token_terms(targets: torch.Tensor, loss_mask: torch.Tensor) -> LossTerm
     _check_shapes(targets, loss_mask=loss_mask)
     is_predicted = loss_mask != 0
     is_predicted[:, :1] = False
-    index = is_predicted.flatten().nonzero().squeeze(1)
-    return LossTerms(index - 1, _checked(targets.flatten()[index]), torch.ones_like(index, dtype=torch.float64))
+    terms = _flat_terms(targets, is_predicted)
+    return terms._replace(where=terms.where - 1)
 
 
 def hybrid_terms(diffusion: LossTerms, next_token: LossTerms, length: int, alpha: float) -> LossTerms:
@@ -258,13 +257,16 @@ def _full_loss(
     return weighted_token_loss(logits, terms.targets, terms.weights, num_items_in_batch)
 
 
-def _checked(targets: torch.Tensor) -> torch.Tensor:
+def _flat_terms(targets: torch.Tensor, selected: torch.Tensor) -> LossTerms:
+    """The selected targets at their own positions, with weight 1."""
+    where = selected.flatten().nonzero().squeeze(1)
+    targets = targets.flatten()[where]
     if bool((targets < 0).any()):
         raise ValueError(
             "`targets` is negative at a position that `loss_mask` supervises: pass the clean ids, or `labels` and "
             "`loss_mask` of one collator."
         )
-    return targets
+    return LossTerms(where, targets, torch.ones_like(where, dtype=torch.float64))
 
 
 def _check_shapes(targets: torch.Tensor, **others: torch.Tensor) -> None:

@@ -147,12 +147,6 @@ class Eagle3DraftModel(PreTrainedModel):
         (loaded[0] if isinstance(loaded, tuple) else loaded).embed_tokens.weight.requires_grad_(False)
         return loaded
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed_tokens
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
     @property
     def draft_ids(self) -> torch.Tensor:
         """Target ids of the draft vocabulary, ascending, int64 of shape `(draft_vocab_size,)`."""

@@ -274,25 +274,18 @@ def leaf_paths(parents: list[int]) -> list[list[int]]:
     if not parents:
         raise ValueError("`parents` has no nodes; pass at least one.")
     for node, parent in enumerate(parents):
-        if parent >= len(parents):
+        if parent >= node:
             raise ValueError(
-                f"`parents[{node}]` is {parent}, out of range for {len(parents)} nodes; use -1 for a root."
+                f"`parents[{node}]` is {parent} of {len(parents)} nodes, not an earlier node; order the nodes parents "
+                "first, and use -1 for a root."
             )
-        if parent == node:
-            raise ValueError(f"`parents[{node}]` is {parent}, a cycle: no node is its own parent; use -1 for a root.")
-        if parent > node:
-            raise ValueError(
-                f"`parents[{node}]` is {parent}, a parent after its child or a cycle; order the nodes parents first."
-            )
-    inner = set(parents)
     paths = []
-    for leaf in range(len(parents)):
-        if leaf not in inner:
-            path, node = [], leaf
-            while node >= 0:
-                path.append(node)
-                node = parents[node]
-            paths.append(path[::-1])
+    for node in sorted(set(range(len(parents))) - set(parents)):
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = parents[node]
+        paths.append(path[::-1])
     return paths
 
 
