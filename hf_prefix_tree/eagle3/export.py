@@ -95,7 +95,7 @@ def export_for_serving(
 
 def validate_export(path: str | os.PathLike[str]) -> list[str]:
     """
-    Check a folder that vLLM, SGLang or speculators is to load, from whichever tool.
+    Check a folder for vLLM, SGLang or speculators, no matter which tool wrote it.
 
     Args:
         path (`str` or `os.PathLike`): The folder.

@@ -68,7 +68,7 @@ class Eagle3Layer(nn.Module):
             hidden (`torch.Tensor` of shape `(B, N, hidden)`): The state after the step before.
             cos, sin (`torch.Tensor` of shape `(B, N, head_dim)`): RoPE of this step's positions.
             documents ([`Documents`]): The documents.
-            earlier (`torch.Tensor`): Keys of the steps before, then their values.
+            earlier (`torch.Tensor`): Keys and values of the steps before, by turns.
 
         Returns:
             `tuple`: the new state `(B, N, hidden)`, this step's keys and values.
@@ -76,8 +76,7 @@ class Eagle3Layer(nn.Module):
         inputs = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1)
         query, key, value = self.self_attn.heads(inputs)
         query, key = apply_rotary_pos_emb(query, key, cos, sin)
-        half = len(earlier) // 2
-        output = step_attention(query, [*earlier[:half], key], [*earlier[half:], value], documents)
+        output = step_attention(query, [*earlier[::2], key], [*earlier[1::2], value], documents)
         hidden = hidden + self.self_attn.o_proj(output.flatten(2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden)), key, value
 
@@ -109,9 +108,6 @@ class Eagle3DraftModel(PreTrainedModel):
             the target's.
     """
 
-    config: Eagle3DraftConfig
-    d2t: torch.Tensor | None
-    t2d: torch.Tensor | None
     config_class = Eagle3DraftConfig
     base_model_prefix = ""
     supports_gradient_checkpointing = True
@@ -167,9 +163,9 @@ class Eagle3DraftModel(PreTrainedModel):
         problem = problem_of_ids(ids, self.config.vocab_size, self.lm_head.out_features)
         if problem is not None:
             raise ValueError(f"`ids` is no draft vocabulary: {problem}. Pass the result of `build_token_mapping`.")
-        if self.d2t is not None and self.t2d is not None:
-            self.d2t = d2t_from_ids(ids).to(self.d2t.device)
-            self.t2d = t2d_from_ids(ids, self.config.vocab_size).to(self.t2d.device)
+        if self.d2t is not None:
+            self.d2t.copy_(d2t_from_ids(ids))
+            self.t2d.copy_(t2d_from_ids(ids, self.config.vocab_size))
 
     @torch.no_grad()
     def init_from_target(self, embedding: torch.Tensor, head: torch.Tensor | None = None) -> None:
@@ -231,11 +227,10 @@ class Eagle3DraftModel(PreTrainedModel):
         supervised = [supervised_positions(loss_mask, doc_remaining, k).flatten() for k in range(ttt_steps)]
         hidden = self.fc(aux_hidden_states.to(self.fc.weight.dtype))
         on_track = torch.ones_like(supervised[0])  # every choice so far was the target's
-        keys: list[torch.Tensor] = []
-        values: list[torch.Tensor] = []
+        cache: list[torch.Tensor] = []
         steps = []
         for k in range(ttt_steps):
-            hidden = self._step(shifted(input_ids, 1 + k), position_ids + k, hidden, documents, keys, values)
+            hidden = self._step(shifted(input_ids, 1 + k), position_ids + k, hidden, documents, cache)
             # Positions that count now, and those whose choice now decides whether a later choice is a hit.
             where = torch.stack(supervised[k:]).any(dim=0).nonzero().squeeze(-1)
             ahead = where + 1 + k  # the position of the step's token, in the same document
@@ -259,18 +254,16 @@ class Eagle3DraftModel(PreTrainedModel):
         positions: torch.Tensor,
         hidden: torch.Tensor,
         documents: Documents,
-        keys: list[torch.Tensor],
-        values: list[torch.Tensor],
+        cache: list[torch.Tensor],
     ) -> torch.Tensor:
-        """One pass of the layer; its keys and values are appended."""
+        """One pass of the layer; its keys and values are appended to the cache."""
         cos, sin = self.rotary_emb(hidden, positions)
-        arguments = (self.embed_tokens(tokens).to(hidden.dtype), hidden, cos, sin, documents, *keys, *values)
+        arguments = (self.embed_tokens(tokens).to(hidden.dtype), hidden, cos, sin, documents, *cache)
         if self.gradient_checkpointing and self.training:
             hidden, key, value = self._gradient_checkpointing_func(self.midlayer.__call__, *arguments)
         else:
             hidden, key, value = self.midlayer(*arguments)
-        keys.append(key)
-        values.append(value)
+        cache += [key, value]
         return hidden
 
     @torch.no_grad()
@@ -296,11 +289,10 @@ class Eagle3DraftModel(PreTrainedModel):
         positions = torch.arange(length, device=input_ids.device)[None]
         hidden = self.fc(aux_hidden_states.to(self.fc.weight.dtype))
         tokens = input_ids[:, 1:]
-        keys: list[torch.Tensor] = []
-        values: list[torch.Tensor] = []
+        cache: list[torch.Tensor] = []
         drafted: list[torch.Tensor] = []
         for k in range(num_tokens):
-            hidden = self._step(tokens, positions + k, hidden, documents, keys, values)
+            hidden = self._step(tokens, positions + k, hidden, documents, cache)
             choice = self.draft_ids[self.lm_head(self.norm(hidden[:, -1:])).argmax(dim=-1)]
             drafted.append(choice[0, 0])
             tokens = torch.cat([tokens[:, 1:], choice], dim=1)  # only the last position matters from here on

@@ -41,8 +41,8 @@ def build_token_mapping(
     Choose the draft vocabulary from the supervised tokens of the data.
 
     Counts are summed over the ranks of the default process group (gloo or NCCL), so every rank returns the same
-    mapping. Ranks read disjoint parts of the data; what a [`~torch.utils.data.DistributedSampler`] repeats to fill an
-    uneven last batch is not counted twice. The random state of the process is the same afterwards.
+    mapping. Ranks read disjoint parts of the data; rows that a [`~torch.utils.data.DistributedSampler`] repeats, to
+    fill an uneven last batch, are not counted twice. The random state of the process is the same afterwards.
 
     Args:
         dataloader (iterable of `Mapping`):
@@ -189,7 +189,7 @@ def undisturbed_randomness(dataloader: object = None) -> Iterator[None]:
 
 def d2t_from_ids(ids: torch.Tensor) -> torch.Tensor:
     """
-    Engines' `d2t`: what to add to a draft id to get its target id.
+    Engines' `d2t`: the difference between each target id and its draft id.
 
     Args:
         ids (`torch.Tensor` of shape `(draft_vocab_size,)`, int64): The draft vocabulary, ascending.

@@ -197,7 +197,7 @@ class _FoldedCalls:
         """Why padded rows are not folded, whatever their tokens: a kind of reason, and after a colon the case."""
         width = is_token.shape[1]
         if self._rope_limit is not None and width > self._rope_limit:
-            return f"rows exceed what rotary frequencies of this model allow: {width} > {self._rope_limit} tokens"
+            return f"rows exceed the limit of this model's rotary frequencies: {width} > {self._rope_limit} tokens"
         if module.training and getattr(module.get_input_embeddings(), "neftune_noise_alpha", None):
             return "NEFTune adds noise to each row (`neftune_noise_alpha`)"
         filled = is_token.any(axis=1)

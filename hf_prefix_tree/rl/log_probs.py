@@ -3,7 +3,7 @@
 
 Cost: one forward over the tree of the sequences. The head is TRL's: log-probs are computed in chunks, and recomputed
 in the backward, so that no `[N, vocab]` tensor is kept. It runs in float32 at most; a float64 model, as in checks,
-takes the logits of its own head instead.
+uses the logits of its plain head instead.
 """
 
 from __future__ import annotations
@@ -93,7 +93,15 @@ def tree_log_probs(
     if not temperature > 0:
         raise ValueError(f"`temperature` must be a number > 0, got {temperature!r}.")
     if not isinstance(input_ids, torch.Tensor):
-        return _of_sequences(model, input_ids, attention_mask, completion_mask, temperature, min_reuse)
+        if attention_mask is not None:
+            raise ValueError("`attention_mask` is for padded rows: leave it out with a list of sequences.")
+        sequences = [torch.as_tensor(ids) for ids in input_ids]
+        if not sequences:
+            return []
+        ids, is_token, is_wanted = _padded(sequences, completion_mask)
+        options: Any = {"completion_mask": is_wanted, "temperature": temperature, "min_reuse": min_reuse}
+        rows = tree_log_probs(model, ids, is_token, **options)
+        return [row[: len(sequence)] for row, sequence in zip(rows, sequences, strict=True)]
     if input_ids.dim() != 2:
         raise ValueError(
             f"`input_ids` has the shape {tuple(input_ids.shape)}: pass padded rows `[B, L]`, or a list of sequences."
@@ -117,38 +125,20 @@ def tree_log_probs(
     return torch.nn.functional.pad(log_probs, (1, 0))
 
 
-def _of_sequences(
-    model: torch.nn.Module,
-    input_ids: Sequence[torch.Tensor],
-    attention_mask: torch.Tensor | None,
-    completion_mask: Sequence[torch.Tensor] | None,
-    temperature: float,
-    min_reuse: float,
-) -> list[torch.Tensor]:
-    if attention_mask is not None:
-        raise ValueError("`attention_mask` is for padded rows: leave it out with a list of sequences.")
-    sequences = [torch.as_tensor(ids) for ids in input_ids]
-    if not sequences:
-        return []
+def _padded(
+    sequences: list[torch.Tensor], completion_mask: Sequence[torch.Tensor] | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Sequences as rows padded on the right: their ids, attention mask and completion mask."""
     for index, ids in enumerate(sequences):
         if ids.dim() != 1 or len(ids) == 0:
             raise ValueError(f"`input_ids[{index}]` has the shape {tuple(ids.shape)}: pass 1-D tensors with a token.")
-    lengths = [len(ids) for ids in sequences]
-    wanted = None
+    tensors = [sequences, [torch.ones_like(ids) for ids in sequences]]
     if completion_mask is not None:
-        masks = [torch.as_tensor(mask, device=sequences[0].device) for mask in completion_mask]
-        if [tuple(mask.shape) for mask in masks] != [(length,) for length in lengths]:
+        tensors.append([torch.as_tensor(mask, device=sequences[0].device) for mask in completion_mask])
+        if [mask.shape for mask in tensors[-1]] != [ids.shape for ids in sequences]:
             raise ValueError("`completion_mask` must hold one mask per sequence, as long as the sequence.")
-        wanted = pad_sequence(masks, batch_first=True)
-    rows = tree_log_probs(
-        model,
-        pad_sequence(sequences, batch_first=True),
-        pad_sequence([torch.ones_like(ids) for ids in sequences], batch_first=True),
-        completion_mask=wanted,
-        temperature=temperature,
-        min_reuse=min_reuse,
-    )
-    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    ids, is_token, *is_wanted = (pad_sequence(values, batch_first=True) for values in tensors)
+    return ids, is_token, is_wanted[0] if is_wanted else None
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from trl import GRPOTrainer, RLOOTrainer
@@ -26,11 +26,6 @@ from hf_prefix_tree.modeling.attention.implementations import (
 from hf_prefix_tree.modeling.checks import base_causal_lm
 from hf_prefix_tree.rl.folded_forward import FoldedForwardMixin, can_fold
 from hf_prefix_tree.rl.folded_rows import SortedRows, row_multiple, select_rows
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer as _Trainer
-else:
-    _Trainer = object
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +66,7 @@ def _in_row_order(values: Sequence[torch.Tensor], parts: list[list[int]]) -> tor
     return torch.cat(list(values))[order.argsort()]
 
 
-class TreePolicyMixin(FoldedForwardMixin, _Trainer):
+class TreePolicyMixin(FoldedForwardMixin):
     """
     Put it before `GRPOTrainer` or `RLOOTrainer`.
 
@@ -82,7 +77,6 @@ class TreePolicyMixin(FoldedForwardMixin, _Trainer):
     max_row_tokens: int = 0
     _buffered_inputs: list[dict[str, Any]] | None
     _metrics: dict[str, Any]
-    _step: int
     _regrouped: Regrouped | None = None  # the micro-batch whose loss is being computed
     _known: Scored | None = None  # the forward returns it without computing anything
 
@@ -185,7 +179,7 @@ class TreePolicyMixin(FoldedForwardMixin, _Trainer):
 
     @torch.no_grad()
     def _log_metrics(self, model: Any, window: Window) -> None:
-        """Lets TRL log the metrics of its own micro-batches, from log-probs that are known."""
+        """Lets TRL log the metrics of its own micro-batches, from the log-probs of the parts."""
         try:
             for batch, self._known in zip(window.batches, window.scored_batches(), strict=True):
                 self._compute_loss(model, batch)

@@ -2,7 +2,7 @@
 """Branches, and the fold itself: which tokens the branches share, and the weights of those tokens.
 
 The branches are sorted lexicographically, as bytes. Each is then compared with the one before it, whose path is the
-open path of the trie: what they share is kept, the rest is new. One buffer holds the tree index of the token at each
+open path of the trie: shared tokens are kept, the rest is new. One buffer holds the tree index of the token at each
 depth of the open path, so a branch adds its weights in one indexed addition; a node is identified by its first token.
 
 Cost: O(log B) byte comparisons of each branch for the sort, then a few vectorised passes; memory linear in the input.
@@ -98,7 +98,7 @@ def _short(value: Any) -> str:
 @dataclass(frozen=True, init=False, eq=False)
 class Branch:
     """
-    One root-to-leaf token sequence with a weight per token: what ordinary training sees as one sample.
+    One root-to-leaf token sequence with a weight per token: one sample of ordinary training.
 
     The first token has no predecessor, so nothing predicts it: its weight is set to 0.
 

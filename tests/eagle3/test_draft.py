@@ -84,8 +84,8 @@ def _without_documents(seq_lens, length, backend):
     return Documents(torch.full((len(seq_lens), 1), length), length, backend)
 
 
-def _without_step_positions(self, tokens, positions, hidden, documents, keys, values):
-    return STEP(self, tokens, positions - len(keys), hidden, documents, keys, values)
+def _without_step_positions(self, tokens, positions, hidden, documents, cache):
+    return STEP(self, tokens, positions - len(cache) // 2, hidden, documents, cache)
 
 
 def _without_diagonals(query, keys, values, documents):
