@@ -4,8 +4,9 @@
 Each is `sum_t w_t * nll_t / N` with N the supervised tokens of the whole optimizer step. Diffusion predicts a token at
 its own position, next-token prediction at the position before.
 
-The loss functions here take all logits. The trainer selects the M positions that carry loss before the head, with the
-same terms: [`mdlm_terms`], [`block_diffusion_terms`], [`next_token_terms`] and [`hybrid_terms`].
+The `*_terms` functions say which positions carry loss and with which weight. The trainer runs the head at those M
+positions alone and takes the weighted mean of their NLLs; the `*_loss` functions take the logits of all positions, for
+training loops that have them, and compute the same mean over the same terms.
 """
 
 from __future__ import annotations
@@ -25,33 +26,33 @@ class LossTerms(NamedTuple):
     weights: torch.Tensor  # [M] float64
 
 
-def mdlm_terms(targets: torch.Tensor, is_noised: torch.Tensor, p: torch.Tensor, loss_mask: torch.Tensor) -> LossTerms:
+def mdlm_terms(targets: torch.Tensor, is_masked: torch.Tensor, p: torch.Tensor, loss_mask: torch.Tensor) -> LossTerms:
     """
-    The terms of masked diffusion (MDLM, LLaDA): noised and supervised tokens, each weighted `1 / p`.
+    The terms of masked diffusion (MDLM, LLaDA): masked and supervised tokens, each weighted `1 / p`.
 
     Args:
         targets (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, or labels with -100 where not supervised.
-        is_noised (`torch.Tensor` of shape `(B, L)`, bool): Which tokens the model doesn't see.
-        p (`torch.Tensor` of shape `(B, L)`, float32): Probability with which each was hidden.
+        is_masked (`torch.Tensor` of shape `(B, L)`, bool): Which tokens were masked or replaced.
+        p (`torch.Tensor` of shape `(B, L)`, float32): Probability with which each was masked.
         loss_mask (`torch.Tensor` of shape `(B, L)`): Not 0 where a token is supervised.
 
     Returns:
         [`LossTerms`], in the order of the flattened batch.
 
     Raises:
-        `ValueError`: If shapes differ, a supervised target is negative, or a noised token has `p <= 0`.
+        `ValueError`: If shapes differ, a supervised target is negative, or a masked token has `p <= 0`.
     """
-    _check_shapes(targets, is_noised=is_noised, p=p, loss_mask=loss_mask)
-    where = ((is_noised != 0) & (loss_mask != 0)).flatten().nonzero().squeeze(1)
-    probabilities = p.flatten()[where].double()
+    _check_shapes(targets, is_masked=is_masked, p=p, loss_mask=loss_mask)
+    terms = _flat_terms(targets, (is_masked != 0) & (loss_mask != 0))
+    probabilities = p.flatten()[terms.where].double()
     if not bool((probabilities > 0).all()):
-        raise ValueError("`p` is not above 0 at a noised position: pass the `p` that was drawn with `is_noised`.")
-    return LossTerms(where, _checked(targets.flatten()[where]), 1 / probabilities)
+        raise ValueError("`p` is not above 0 at a masked position: pass the `p` that was drawn with `is_masked`.")
+    return terms._replace(weights=1 / probabilities)
 
 
 def block_diffusion_terms(targets: torch.Tensor, loss_mask: torch.Tensor) -> LossTerms:
     """
-    The terms of block diffusion with a flat loss: every supervised token, noised or not, with weight 1.
+    The terms of block diffusion with a flat loss: every supervised token, masked or not, with weight 1.
 
     Args:
         targets (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, or labels with -100 where not supervised.
@@ -64,8 +65,7 @@ def block_diffusion_terms(targets: torch.Tensor, loss_mask: torch.Tensor) -> Los
         `ValueError`: If shapes differ or a supervised target is negative.
     """
     _check_shapes(targets, loss_mask=loss_mask)
-    where = (loss_mask != 0).flatten().nonzero().squeeze(1)
-    return LossTerms(where, _checked(targets.flatten()[where]), torch.ones_like(where, dtype=torch.float64))
+    return _flat_terms(targets, loss_mask != 0)
 
 
 def next_token_terms(targets: torch.Tensor, loss_mask: torch.Tensor) -> LossTerms:
@@ -96,10 +96,10 @@ def next_token_terms(targets: torch.Tensor, loss_mask: torch.Tensor) -> LossTerm
     ```
     """
     _check_shapes(targets, loss_mask=loss_mask)
-    predicted = loss_mask != 0
-    predicted[:, :1] = False
-    own = predicted.flatten().nonzero().squeeze(1)
-    return LossTerms(own - 1, _checked(targets.flatten()[own]), torch.ones_like(own, dtype=torch.float64))
+    is_predicted = loss_mask != 0
+    is_predicted[:, :1] = False
+    terms = _flat_terms(targets, is_predicted)
+    return terms._replace(where=terms.where - 1)
 
 
 def hybrid_terms(diffusion: LossTerms, next_token: LossTerms, length: int, alpha: float) -> LossTerms:
@@ -130,21 +130,21 @@ def noisy_half(where: torch.Tensor, length: int) -> torch.Tensor:
 def mdlm_loss(
     logits: torch.Tensor,
     targets: torch.Tensor,
-    is_noised: torch.Tensor,
+    is_masked: torch.Tensor,
     p: torch.Tensor,
     loss_mask: torch.Tensor,
     num_items_in_batch: torch.Tensor | float | None = None,
 ) -> torch.Tensor:
     """
-    The masked-diffusion loss (MDLM, LLaDA): `sum nll * [noised and supervised] / p` over N.
+    The masked-diffusion loss (MDLM, LLaDA): `sum nll * [masked and supervised] / p` over N.
 
     Args:
         logits (`torch.Tensor` of shape `(B, L, vocab)`): The logits at a position predict its own token.
         targets (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, or labels with -100 where not supervised.
-        is_noised (`torch.Tensor` of shape `(B, L)`, bool): Which tokens the model doesn't see.
-        p (`torch.Tensor` of shape `(B, L)`, float32): Probability with which each was hidden.
+        is_masked (`torch.Tensor` of shape `(B, L)`, bool): Which tokens were masked or replaced.
+        p (`torch.Tensor` of shape `(B, L)`, float32): Probability with which each was masked.
         loss_mask (`torch.Tensor` of shape `(B, L)`): Not 0 where a token is supervised.
-        num_items_in_batch (`torch.Tensor` or `float`, *optional*): N, the supervised tokens, noised or not, of the
+        num_items_in_batch (`torch.Tensor` or `float`, *optional*): N, the supervised tokens, masked or not, of the
             whole optimizer step on all ranks. Defaults to those of this call.
 
     Returns:
@@ -157,13 +157,13 @@ def mdlm_loss(
 
     ```python
     >>> import torch
-    >>> noised, mask = torch.tensor([[False, True, False, True]]), torch.tensor([[0, 1, 1, 1]])
-    >>> mdlm_loss(torch.zeros(1, 4, 4), torch.tensor([[0, 1, 2, 3]]), noised, torch.full((1, 4), 0.5), mask)
+    >>> masked, mask = torch.tensor([[False, True, False, True]]), torch.tensor([[0, 1, 1, 1]])
+    >>> mdlm_loss(torch.zeros(1, 4, 4), torch.tensor([[0, 1, 2, 3]]), masked, torch.full((1, 4), 0.5), mask)
     tensor(1.8484)
 
     ```
     """
-    return _full_loss([logits], mdlm_terms(targets, is_noised, p, loss_mask), loss_mask, num_items_in_batch)
+    return _full_loss([logits], mdlm_terms(targets, is_masked, p, loss_mask), loss_mask, num_items_in_batch)
 
 
 def block_diffusion_loss(
@@ -173,7 +173,7 @@ def block_diffusion_loss(
     num_items_in_batch: torch.Tensor | float | None = None,
 ) -> torch.Tensor:
     """
-    The flat block-diffusion loss: `sum nll` of all supervised tokens, noised or not, over N.
+    The flat block-diffusion loss: `sum nll` of all supervised tokens, masked or not, over N.
 
     Args:
         logits (`torch.Tensor` of shape `(B, L, vocab)`): The logits at a position predict its own token.
@@ -203,7 +203,7 @@ def hybrid_loss(
     logits: torch.Tensor,
     next_token_logits: torch.Tensor,
     targets: torch.Tensor,
-    is_noised: torch.Tensor,
+    is_masked: torch.Tensor,
     p: torch.Tensor,
     loss_mask: torch.Tensor,
     num_items_in_batch: torch.Tensor | float | None = None,
@@ -218,8 +218,8 @@ def hybrid_loss(
         next_token_logits (`torch.Tensor` of shape `(B, L, vocab)`): Of the clean tokens under a causal mask; predict
             the next position.
         targets (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, or labels with -100 where not supervised.
-        is_noised (`torch.Tensor` of shape `(B, L)`, bool): Which tokens the model doesn't see.
-        p (`torch.Tensor` of shape `(B, L)`, float32): Probability with which each was hidden.
+        is_masked (`torch.Tensor` of shape `(B, L)`, bool): Which tokens were masked or replaced.
+        p (`torch.Tensor` of shape `(B, L)`, float32): Probability with which each was masked.
         loss_mask (`torch.Tensor` of shape `(B, L)`): Not 0 where a token is supervised, in both parts.
         num_items_in_batch (`torch.Tensor` or `float`, *optional*): N, as in [`mdlm_loss`].
         alpha (`float`): Weight of the diffusion part.
@@ -230,7 +230,7 @@ def hybrid_loss(
     Raises:
         `ValueError`: See [`mdlm_terms`], or if N is not positive although there are terms.
     """
-    diffusion, next_token = mdlm_terms(targets, is_noised, p, loss_mask), next_token_terms(targets, loss_mask)
+    diffusion, next_token = mdlm_terms(targets, is_masked, p, loss_mask), next_token_terms(targets, loss_mask)
     terms = hybrid_terms(diffusion, next_token, targets.shape[1], alpha)
     return _full_loss([logits, next_token_logits], terms, loss_mask, num_items_in_batch)
 
@@ -257,13 +257,16 @@ def _full_loss(
     return weighted_token_loss(logits, terms.targets, terms.weights, num_items_in_batch)
 
 
-def _checked(targets: torch.Tensor) -> torch.Tensor:
+def _flat_terms(targets: torch.Tensor, selected: torch.Tensor) -> LossTerms:
+    """The selected targets at their own positions, with weight 1."""
+    where = selected.flatten().nonzero().squeeze(1)
+    targets = targets.flatten()[where]
     if bool((targets < 0).any()):
         raise ValueError(
             "`targets` is negative at a position that `loss_mask` supervises: pass the clean ids, or `labels` and "
             "`loss_mask` of one collator."
         )
-    return targets
+    return LossTerms(where, targets, torch.ones_like(where, dtype=torch.float64))
 
 
 def _check_shapes(targets: torch.Tensor, **others: torch.Tensor) -> None:

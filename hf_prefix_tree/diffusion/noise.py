@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """The noise of diffusion language models: which supervised tokens are masked or replaced, with which probability.
 
-Random numbers have no state: each is a hash of a seed, what it is drawn for, and a counter.
+Random numbers have no state: each is a hash of a seed, of the purpose of the draw, and of a counter.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+DEFAULT_EPS = 1e-3
+# Purposes of a draw. Draws for different purposes are independent.
+_LEVEL, _CHOICE, _TOKEN = range(3)
 # Constants of the splitmix64 generator, as signed 64-bit integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
@@ -19,7 +22,7 @@ _SECOND = 0x94D049BB133111EB - 2**64
 
 def noise_seeds(sample_index: torch.Tensor, *salts: int) -> torch.Tensor:
     """
-    One seed per sample, from its index and whatever else the noise should depend on.
+    One seed per sample, from its index and everything else that the noise should depend on.
 
     Args:
         sample_index (`torch.Tensor` of shape `(B,)`, int64): Index of each sample in its dataset.
@@ -39,14 +42,14 @@ def noise_seeds(sample_index: torch.Tensor, *salts: int) -> torch.Tensor:
     """
     seeds = _mix(sample_index.to(torch.int64))
     for salt in salts:
-        # Mixed once more than the salt: index 3 in epoch 5 is not index 5 in epoch 3.
+        # Mixed once more than the salt, so that index 3 in epoch 5 differs from index 5 in epoch 3.
         seeds = _mix(_mix(seeds) + _GOLDEN + _mix(torch.full_like(seeds, salt)))
     return seeds
 
 
-def uniforms(seeds: torch.Tensor, kind: int, counters: torch.Tensor) -> torch.Tensor:
+def uniforms(seeds: torch.Tensor, purpose: int, counters: torch.Tensor) -> torch.Tensor:
     """Numbers in (0, 1), float64, one per sample and counter: the splitmix64 sequences that the seeds start."""
-    starts = _mix(_mix(seeds.to(counters.device)) + kind)[:, None]
+    starts = _mix(_mix(seeds.to(counters.device)) + purpose)[:, None]
     bits = _mix(starts + (counters + 1) * _GOLDEN)
     return (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
 
@@ -63,18 +66,13 @@ def _shift_right(x: torch.Tensor, by: int) -> torch.Tensor:
     return (x >> by) & (2 ** (64 - by) - 1)
 
 
-DEFAULT_EPS = 1e-3
-# What a draw is for: draws of different kinds are independent.
-_LEVEL, _CHOICE, _TOKEN = range(3)
-
-
 @dataclass
-class Noised:
+class Corrupted:
     """A corrupted batch; all of shape `(B, L)`, on the device of the clean ids."""
 
     input_ids: torch.Tensor  # int64: the ids that the model reads
-    is_noised: torch.Tensor  # bool: drawn to be hidden or replaced; only supervised positions
-    p: torch.Tensor  # float32: the probability of it, by which the MDLM loss divides
+    is_masked: torch.Tensor  # bool: masked or replaced; only supervised positions
+    p: torch.Tensor  # float32: the probability of `is_masked`, by which the MDLM loss divides
 
 
 def corrupt_uniform(
@@ -86,22 +84,22 @@ def corrupt_uniform(
     eps: float = DEFAULT_EPS,
     block_size: int | None = None,
     block_start: torch.Tensor | None = None,
-) -> Noised:
+) -> Corrupted:
     """
-    Hide each supervised token with probability `p = (1 - eps) t + eps`, `t ~ U[0, 1)` per sequence or block.
+    Mask each supervised token with probability `p = (1 - eps) t + eps`, `t ~ U[0, 1)` per sequence or block.
 
     Args:
         input_ids (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, padded at the end.
-        supervised (`torch.Tensor` of shape `(B, L)`): Not 0 where a token may be hidden: the collator's `loss_mask`.
-        mask_token_id (`int`): Id that hides a token.
+        supervised (`torch.Tensor` of shape `(B, L)`): Not 0 where a token may be masked: the collator's `loss_mask`.
+        mask_token_id (`int`): Id of the mask token.
         seeds (`torch.Tensor` of shape `(B,)`, int64): One per sample, see [`noise_seeds`].
         eps (`float`, *optional*, defaults to `1e-3`): Lowest probability, above 0 and at most 1.
-        block_size (`int`, *optional*): Draw t per block of so many tokens instead of per sequence.
+        block_size (`int`, *optional*): Draw t per block of this many tokens instead of per sequence.
         block_start (`torch.Tensor` of shape `(B,)`, int64, *optional*): Where each sample's first block starts, by
-            default 0. What lies before is one block of its own. Pass the response's start for response windows.
+            default 0. The tokens before it form one block. Pass the response's start for response windows.
 
     Returns:
-        [`Noised`].
+        [`Corrupted`].
 
     Raises:
         `ValueError`: If shapes don't fit or a number is out of range.
@@ -116,10 +114,9 @@ def corrupt_uniform(
 
     ```
     """
-    supervised = _checked(input_ids, supervised, seeds, eps, block_size, block_start)
-    p = _levels(input_ids, seeds, eps, block_size, block_start)
-    is_noised = supervised & (uniforms(seeds, _CHOICE, _positions(input_ids)) < p)
-    return Noised(_hidden(input_ids, is_noised, mask_token_id), is_noised, p)
+    supervised, positions, _, p = _prepared(input_ids, supervised, seeds, eps, block_size, block_start)
+    is_masked = supervised & (uniforms(seeds, _CHOICE, positions) < p)
+    return Corrupted(input_ids.masked_fill(is_masked, mask_token_id), is_masked, p)
 
 
 def corrupt_blockwise(
@@ -132,27 +129,27 @@ def corrupt_blockwise(
     half_life: float = 0.25,
     block_size: int | None = None,
     block_start: torch.Tensor | None = None,
-) -> Noised:
+) -> Corrupted:
     """
-    Hide exactly `round(m * n)` of the n supervised tokens of each sequence or block, the later ones more often.
+    Mask exactly `round(m * n)` of the n supervised tokens of each sequence or block, the later ones more often.
 
     `m ~ U(eps, 1)` per sequence or block, and is the p of all its tokens. The i-th supervised token is drawn without
     replacement with weight `exp(lambda (1 - m) i)`, `lambda = ln 2 / (half_life * n)`: the weight of a token doubles
     every `half_life * n` tokens as m goes to 0, and all weigh the same as m goes to 1. Halves round to even. A
-    sequence hides at least one token where it has one; a block may hide none.
+    sequence masks at least one supervised token if it has any; a block may mask none.
 
     Args:
         input_ids (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, padded at the end.
-        supervised (`torch.Tensor` of shape `(B, L)`): Not 0 where a token may be hidden: the collator's `loss_mask`.
-        mask_token_id (`int`): Id that hides a token.
+        supervised (`torch.Tensor` of shape `(B, L)`): Not 0 where a token may be masked: the collator's `loss_mask`.
+        mask_token_id (`int`): Id of the mask token.
         seeds (`torch.Tensor` of shape `(B,)`, int64): One per sample, see [`noise_seeds`].
         eps (`float`, *optional*, defaults to `1e-3`): Lowest m, above 0 and at most 1.
         half_life (`float`, *optional*, defaults to `0.25`): Share of the tokens after which the weight doubles.
-        block_size (`int`, *optional*): Draw m and count per block of so many tokens instead of per sequence.
+        block_size (`int`, *optional*): Draw m and count per block of this many tokens instead of per sequence.
         block_start (`torch.Tensor` of shape `(B,)`, int64, *optional*): See [`corrupt_uniform`].
 
     Returns:
-        [`Noised`].
+        [`Corrupted`].
 
     Raises:
         `ValueError`: If shapes don't fit or a number is out of range.
@@ -162,35 +159,34 @@ def corrupt_blockwise(
     ```python
     >>> import torch
     >>> ids, supervised = torch.arange(10)[None], torch.ones(1, 10)
-    >>> noised = corrupt_blockwise(ids, supervised, mask_token_id=99, seeds=torch.tensor([0]))
-    >>> noised.is_noised.sum().item() == round(noised.p[0, 0].item() * 10)
+    >>> corrupted = corrupt_blockwise(ids, supervised, mask_token_id=99, seeds=torch.tensor([0]))
+    >>> corrupted.is_masked.sum().item() == round(corrupted.p[0, 0].item() * 10)
     True
 
     ```
     """
     if not half_life > 0:
         raise ValueError(f"`half_life` must be above 0, got {half_life}.")
-    supervised = _checked(input_ids, supervised, seeds, eps, block_size, block_start)
-    positions, blocks = _positions(input_ids), _blocks(input_ids, block_size, block_start)
-    m = _levels(input_ids, seeds, eps, block_size, block_start)
-
-    counts = _per_block(supervised, blocks)
-    i = supervised.long().cumsum(1)  # in the row: inside a block only differences matter
-    wanted = torch.round(m.double() * counts).long()
+    supervised, positions, blocks, m = _prepared(input_ids, supervised, seeds, eps, block_size, block_start)
+    block_starts = torch.searchsorted(blocks, blocks)
+    supervised_before = torch.nn.functional.pad(supervised.long().cumsum(1), (1, 0))
+    block_ends = torch.searchsorted(blocks, blocks, right=True)
+    counts = supervised_before.gather(1, block_ends) - supervised_before.gather(1, block_starts)
+    num_masked = torch.round(m.double() * counts).long()
     if block_size is None:
-        wanted = torch.maximum(wanted, counts.clamp(max=1))
+        num_masked = torch.maximum(num_masked, counts.clamp(max=1))
 
-    # The `wanted` largest of log weight + Gumbel noise are a draw without replacement.
+    # The `num_masked` largest of log weight + Gumbel noise are a draw without replacement.
+    i = supervised_before[:, 1:]  # counts from the start of the sequence: inside a block only differences matter
     slope = math.log(2) / (half_life * counts.clamp(min=1).double()) * (1 - m.double())
     gumbel = -torch.log(-torch.log(uniforms(seeds, _CHOICE, positions)))
     scores = (slope * i + gumbel).masked_fill(~supervised, -torch.inf)
     order = scores.argsort(dim=1, descending=True, stable=True)
     if block_size is not None:  # a stable sort by block keeps the order inside each
         order = order.gather(1, blocks.gather(1, order).argsort(dim=1, stable=True))
-    places = torch.empty_like(order).scatter_(1, order, positions.expand_as(order))
-    places = places - _first_of_block(blocks)
-    is_noised = supervised & (places < wanted)
-    return Noised(_hidden(input_ids, is_noised, mask_token_id), is_noised, m)
+    ranks = torch.empty_like(order).scatter_(1, order, positions.expand_as(order)) - block_starts
+    is_masked = supervised & (ranks < num_masked)
+    return Corrupted(input_ids.masked_fill(is_masked, mask_token_id), is_masked, m)
 
 
 def corrupt_uniform_random(
@@ -202,11 +198,11 @@ def corrupt_uniform_random(
     eps: float = DEFAULT_EPS,
     block_size: int | None = None,
     block_start: torch.Tensor | None = None,
-) -> Noised:
+) -> Corrupted:
     """
     Replace each supervised token with probability `t ~ U(eps, 1)` by a token drawn from the whole vocabulary.
 
-    The replacement may be the token itself; `is_noised` counts it. p is 1: this noise has no weighted loss.
+    The replacement may be the token itself; `is_masked` counts it. p is 1: this noise has no weighted loss.
 
     Args:
         input_ids (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, padded at the end.
@@ -214,11 +210,11 @@ def corrupt_uniform_random(
         vocab_size (`int`): Replacements are drawn from `[0, vocab_size)`.
         seeds (`torch.Tensor` of shape `(B,)`, int64): One per sample, see [`noise_seeds`].
         eps (`float`, *optional*, defaults to `1e-3`): Lowest t, above 0 and at most 1.
-        block_size (`int`, *optional*): Draw t per block of so many tokens instead of per sequence.
+        block_size (`int`, *optional*): Draw t per block of this many tokens instead of per sequence.
         block_start (`torch.Tensor` of shape `(B,)`, int64, *optional*): See [`corrupt_uniform`].
 
     Returns:
-        [`Noised`].
+        [`Corrupted`].
 
     Raises:
         `ValueError`: If shapes don't fit or a number is out of range.
@@ -235,25 +231,23 @@ def corrupt_uniform_random(
     """
     if vocab_size < 1:
         raise ValueError(f"`vocab_size` must be at least 1, got {vocab_size}.")
-    supervised = _checked(input_ids, supervised, seeds, eps, block_size, block_start)
-    positions = _positions(input_ids)
-    t = _levels(input_ids, seeds, eps, block_size, block_start)
-    is_noised = supervised & (uniforms(seeds, _CHOICE, positions) < t)
+    supervised, positions, _, t = _prepared(input_ids, supervised, seeds, eps, block_size, block_start)
+    is_masked = supervised & (uniforms(seeds, _CHOICE, positions) < t)
     tokens = (uniforms(seeds, _TOKEN, positions) * vocab_size).long()
-    return Noised(torch.where(is_noised, tokens, input_ids), is_noised, torch.ones_like(t))
+    return Corrupted(torch.where(is_masked, tokens, input_ids), is_masked, torch.ones_like(t))
 
 
-def corrupt_all_masked(input_ids: torch.Tensor, supervised: torch.Tensor, *, mask_token_id: int) -> Noised:
+def corrupt_all_masked(input_ids: torch.Tensor, supervised: torch.Tensor, *, mask_token_id: int) -> Corrupted:
     """
-    Hide every supervised token; p is 1.
+    Mask every supervised token; p is 1.
 
     Args:
         input_ids (`torch.Tensor` of shape `(B, L)`, int64): Clean ids.
-        supervised (`torch.Tensor` of shape `(B, L)`): Not 0 where a token is hidden: the collator's `loss_mask`.
-        mask_token_id (`int`): Id that hides a token.
+        supervised (`torch.Tensor` of shape `(B, L)`): Not 0 where a token is masked: the collator's `loss_mask`.
+        mask_token_id (`int`): Id of the mask token.
 
     Returns:
-        [`Noised`].
+        [`Corrupted`].
 
     Example:
 
@@ -266,57 +260,24 @@ def corrupt_all_masked(input_ids: torch.Tensor, supervised: torch.Tensor, *, mas
     """
     supervised = _checked_mask(input_ids, supervised)
     p = torch.ones(input_ids.shape, dtype=torch.float32, device=input_ids.device)
-    return Noised(_hidden(input_ids, supervised, mask_token_id), supervised, p)
+    return Corrupted(input_ids.masked_fill(supervised, mask_token_id), supervised, p)
 
 
-def _hidden(input_ids: torch.Tensor, is_noised: torch.Tensor, mask_token_id: int) -> torch.Tensor:
-    return input_ids.masked_fill(is_noised, mask_token_id)
-
-
-def _positions(input_ids: torch.Tensor) -> torch.Tensor:
-    return torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-
-
-def _blocks(input_ids: torch.Tensor, block_size: int | None, block_start: torch.Tensor | None) -> torch.Tensor:
-    """The block of each position, `(B, L)`, not decreasing; 0 is what lies before the first one, or all."""
-    if block_size is None:
-        return torch.zeros_like(input_ids)
-    start = torch.zeros_like(input_ids[:, :1]) if block_start is None else block_start.to(input_ids.device)[:, None]
-    return torch.div(_positions(input_ids) - start, block_size, rounding_mode="floor").clamp(min=-1) + 1
-
-
-def _first_of_block(blocks: torch.Tensor) -> torch.Tensor:
-    """The position at which each position's block starts."""
-    return torch.searchsorted(blocks, blocks)
-
-
-def _per_block(supervised: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """How many supervised tokens each position's block has."""
-    seen = torch.nn.functional.pad(supervised.long().cumsum(1), (1, 0))
-    return seen.gather(1, torch.searchsorted(blocks, blocks, right=True)) - seen.gather(1, _first_of_block(blocks))
-
-
-def _levels(
-    input_ids: torch.Tensor,
-    seeds: torch.Tensor,
-    eps: float,
-    block_size: int | None,
-    block_start: torch.Tensor | None,
-) -> torch.Tensor:
-    """`(1 - eps) u + eps` in float32, one u per sequence or block, spread over its positions: `(B, L)`."""
-    level = uniforms(seeds, _LEVEL, _blocks(input_ids, block_size, block_start))
-    return ((1 - eps) * level + eps).float()
-
-
-def _checked(
+def _prepared(
     input_ids: torch.Tensor,
     supervised: torch.Tensor,
     seeds: torch.Tensor,
     eps: float,
     block_size: int | None,
     block_start: torch.Tensor | None,
-) -> torch.Tensor:
-    """The supervised mask as bool, after the checks that all kinds of noise share."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    Checks the arguments of a kind of noise, and draws its level `(1 - eps) u + eps` per sequence or block.
+
+    Returns:
+        `tuple`: the supervised mask `(B, L)`, bool; the positions `(1, L)`; the block of each position `(B, L)`, in
+        ascending order, 0 before the first block or without blocks; the level of each position `(B, L)`, float32.
+    """
     supervised = _checked_mask(input_ids, supervised)
     if not 0 < eps <= 1:
         raise ValueError(f"`eps` must be above 0 and at most 1, got {eps}: the loss divides by probabilities >= eps.")
@@ -327,12 +288,17 @@ def _checked(
         )
     if block_size is not None and block_size < 1:
         raise ValueError(f"`block_size` must be at least 1, got {block_size}: pass None for whole sequences.")
-    if block_start is not None:
-        if block_size is None:
-            raise ValueError("`block_start` is given without `block_size`: pass both or neither.")
-        if block_start.shape != input_ids.shape[:1]:
-            raise ValueError(f"`block_start` must have the shape ({len(input_ids)},), got {tuple(block_start.shape)}.")
-    return supervised
+    if block_start is not None and block_size is None:
+        raise ValueError("`block_start` is given without `block_size`: pass both or neither.")
+    if block_start is not None and block_start.shape != input_ids.shape[:1]:
+        raise ValueError(f"`block_start` must have the shape ({len(input_ids)},), got {tuple(block_start.shape)}.")
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    blocks = torch.zeros_like(input_ids)
+    if block_size is not None:
+        start = blocks[:, :1] if block_start is None else block_start.to(input_ids.device)[:, None]
+        blocks = torch.div(positions - start, block_size, rounding_mode="floor").clamp(min=-1) + 1
+    levels = (1 - eps) * uniforms(seeds, _LEVEL, blocks) + eps
+    return supervised, positions, blocks, levels.float()
 
 
 def _checked_mask(input_ids: torch.Tensor, supervised: torch.Tensor) -> torch.Tensor:

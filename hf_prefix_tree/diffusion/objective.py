@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from hf_prefix_tree.diffusion.collator import SAMPLE_INDEX
 from hf_prefix_tree.diffusion.loss import block_diffusion_terms, hybrid_terms, mdlm_terms, next_token_terms, noisy_half
 from hf_prefix_tree.diffusion.noise import (
-    Noised,
+    Corrupted,
     corrupt_all_masked,
     corrupt_blockwise,
     corrupt_uniform,
@@ -65,7 +65,7 @@ def window_starts(supervised: torch.Tensor) -> torch.Tensor:
 
 def objective_row(
     batch: Mapping[str, torch.Tensor],
-    noised: Noised,
+    noised: Corrupted,
     objective: str,
     block_size: int,
     *,
@@ -78,7 +78,7 @@ def objective_row(
     Args:
         batch (`Mapping[str, torch.Tensor]`):
             Of [`DataCollatorForDiffusionLM`].
-        noised ([`Noised`]):
+        noised ([`Corrupted`]):
             Its noisy ids.
         objective (`str`):
             `"mdlm"`, `"block"` or `"hybrid"`.
@@ -95,7 +95,7 @@ def objective_row(
     ids, attention_mask, supervised = batch["input_ids"], batch["attention_mask"], supervised_tokens(batch)
     batch_size, length = ids.shape
     positions = torch.arange(length, device=ids.device).expand(batch_size, -1)
-    bound = mdlm_terms(ids, noised.is_noised, noised.p, supervised)
+    bound = mdlm_terms(ids, noised.is_masked, noised.p, supervised)
     if objective == "mdlm":
         layout = spans(attention_mask)
         inputs = {"input_ids": noised.input_ids, "attention_mask": attention_mask, "position_ids": positions}
@@ -153,7 +153,7 @@ def draw_noise(
     *,
     mask_token_id: int | None,
     vocab_size: int,
-) -> Noised:
+) -> Corrupted:
     """
     The noise of a micro-batch.
 
@@ -167,7 +167,7 @@ def draw_noise(
         vocab_size (`int`): For `"random"` noise: how many tokens there are to draw from.
 
     Returns:
-        [`Noised`].
+        [`Corrupted`].
 
     Raises:
         `ValueError`: If the batch has no `sample_index`.

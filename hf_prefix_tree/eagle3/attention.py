@@ -1,10 +1,10 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Attention of a test-time-training step: one softmax over the document so far and the slot's own earlier steps.
+"""Attention of a test-time-training step: one softmax over the document so far and the position's earlier steps.
 
-At step k, slot t sees the keys of step 0 at the slots up to t of its document, and its own keys of steps 1 to k. The
-first part is a tree mask whose trees are chains, one per document; the rest is a diagonal per step. [`dense_steps`] is
-the reference, with an N x N score matrix. [`flex_steps`] takes the first part's log-sum-exp from FlexAttention and
-adds the diagonals to the softmax: O(N) memory, no key is copied.
+At step k, position t sees the keys of step 0 at the positions up to t of its document, and the keys of steps 1 to k at
+t itself. The first part is a tree mask whose trees are chains, one per document; the rest is a diagonal per step.
+[`dense_steps`] is the reference, with an N x N score matrix. [`flex_steps`] takes the first part's log-sum-exp from
+FlexAttention and adds the diagonals to the softmax: O(N) memory, no key is copied.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def document_tree(seq_lens: torch.Tensor, length: int) -> torch.Tensor:
 
     Args:
         seq_lens (`torch.Tensor` of shape `(B, D)`, int64): Tokens of each document, filled up with zeros.
-        length (`int`): Slots of a row, N: what each row of `seq_lens` sums to.
+        length (`int`): N, the sum of each tensor row of `seq_lens`.
 
     Returns:
         `torch.Tensor` of shape `(B, 3, N)`, int32: `subtree_end`, `depth`, `predecessor`.
@@ -57,7 +57,7 @@ class Documents:
 
     Args:
         seq_lens (`torch.Tensor` of shape `(B, D)`, int64): See [`document_tree`].
-        length (`int`): Slots of a row.
+        length (`int`): N.
         attn_backend (`str`, *optional*, defaults to `"auto"`): `"flex"`, `"sdpa"` (dense) or `"auto"`.
     """
 
@@ -80,7 +80,7 @@ def step_attention(
     query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], documents: Documents
 ) -> torch.Tensor:
     """
-    Attention of one step, with FlexAttention where it can serve.
+    Attention of one step, with FlexAttention where the call allows it.
 
     Args:
         query (`torch.Tensor` of shape `(B, heads, N, D)`): Queries of this step.
@@ -125,16 +125,16 @@ def flex_steps(
         return output
     keys, values = _repeated(query, keys[1:]), _repeated(query, values[1:])
     lse = lse.float()
-    own = torch.cat([x.float() for x in _diagonals(query, keys)], dim=-1) * query.shape[-1] ** -0.5
-    total = torch.logsumexp(torch.cat([lse[..., None], own], dim=-1), dim=-1)
+    scores = torch.cat([x.float() for x in _diagonals(query, keys)], dim=-1) * query.shape[-1] ** -0.5
+    total = torch.logsumexp(torch.cat([lse[..., None], scores], dim=-1), dim=-1)
     mixed = output.float() * (lse - total).exp()[..., None]
     for step, value in enumerate(values):
-        mixed = mixed + (own[..., step] - total).exp()[..., None] * value.float()
+        mixed = mixed + (scores[..., step] - total).exp()[..., None] * value.float()
     return mixed.to(query.dtype)
 
 
 def _diagonals(query: torch.Tensor, keys: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Unscaled scores of every slot with its own keys, `(B, heads, N, 1)` per step."""
+    """Unscaled scores of every query with the keys of its position, `(B, heads, N, 1)` per step."""
     return [(query * key).sum(dim=-1, keepdim=True) for key in keys]
 
 

@@ -1,10 +1,10 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""[`speculative_generate`]: the draft proposes, the target verifies, the text is the target's own.
+"""[`speculative_generate`]: the draft proposes, the target verifies, the output equals the target's greedy decoding.
 
-Every round, the draft proposes some tokens and one forward of the target checks them all: those that the target would
-have chosen itself are kept, and one token of the target's own follows. So a round brings at least one token, and the
-output equals greedy decoding. There is no KV cache: a round costs a forward over all tokens so far. It shows how many
-tokens are accepted, which is the same in a serving engine, and not how fast it is.
+Every round, the draft proposes some tokens and one forward of the target checks them all. The round keeps the tokens
+that the target would have chosen, and adds one token that the target chooses, so it yields at least one token. There
+is no KV cache: a round costs a forward over all tokens so far. The function measures how many tokens are accepted,
+which is the same in a serving engine; it does not measure speed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hf_prefix_tree.eagle3.target import Eagle3Target
 @dataclass(frozen=True)
 class Generation:
     """
-    What [`speculative_generate`] generated.
+    The result of [`speculative_generate`].
 
     Args:
         tokens (`list[int]`): The generated tokens.
@@ -32,7 +32,7 @@ class Generation:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per round of the target: the accepted ones and its own."""
+        """Tokens per round: the accepted ones and the one that the target adds."""
         return 1 + sum(self.accepted) / max(len(self.accepted), 1)
 
 
@@ -59,23 +59,23 @@ def speculative_generate(
     Returns:
         [`Generation`]: the tokens, and how many of the draft's were accepted in each round.
     """
-    ids = list(prompt_ids)  # what the target has seen and agreed with
+    ids = list(prompt_ids)  # the target has processed and accepted them
     aux, choices = _run_target(target, ids)
-    own = choices[-1]  # the target's next token
+    next_id = choices[-1]
     accepted = []
-    while len(ids) - len(prompt_ids) < max_new_tokens - 1 and eos_token_id not in [*ids[len(prompt_ids) :], own]:
-        context = torch.tensor([[*ids, own]], device=aux.device)
+    while len(ids) - len(prompt_ids) < max_new_tokens - 1 and eos_token_id not in [*ids[len(prompt_ids) :], next_id]:
+        context = torch.tensor([[*ids, next_id]], device=aux.device)
         drafted = draft.propose(context, aux, num_draft_tokens).tolist() if num_draft_tokens else []
-        aux, choices = _run_target(target, [*ids, own, *drafted])
-        at = len(ids)  # the target's choice after `own`
+        aux, choices = _run_target(target, [*ids, next_id, *drafted])
+        choices = choices[len(ids) :]  # after `next_id` and after each drafted token
         count = 0
-        while count < len(drafted) and drafted[count] == choices[at + count]:
+        while count < len(drafted) and drafted[count] == choices[count]:
             count += 1
-        ids += [own, *drafted[:count]]
-        own = choices[at + count]
+        ids += [next_id, *drafted[:count]]
+        next_id = choices[count]
         aux = aux[:, : len(ids)]
         accepted.append(count)
-    tokens = [*ids, own][len(prompt_ids) :][:max_new_tokens]
+    tokens = [*ids, next_id][len(prompt_ids) :][:max_new_tokens]
     if eos_token_id in tokens:
         tokens = tokens[: tokens.index(eos_token_id) + 1]
     return Generation(tokens, accepted)

@@ -1,11 +1,11 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""The EAGLE-3 loss: which slots a step supervises, and the cross-entropy with the target's distribution.
+"""The EAGLE-3 loss: which positions a step supervises, and the cross-entropy with the target's distribution.
 
-Step k of slot t takes the token t + 1 + k, and is held against the target's distribution after it. With
-`L_k = mean over valid slots of -sum_v p_v log q_v`, the loss is `sum_k decay^k L_k / sum_k decay^k`.
+Step k at position t reads the token t + 1 + k, and is compared with the target's distribution after that token. With
+`L_k = mean over valid positions of -sum_v p_v log q_v`, the loss is `sum_k decay^k L_k / sum_k decay^k`.
 
-Cost: the head on the slots that count, in chunks that are recomputed in the backward: no step keeps its logits, and
-all steps read one copy of the target's.
+Cost: the head at the positions that count, in chunks that are recomputed in the backward: no step keeps its logits,
+and all steps read one copy of the target's logits.
 """
 
 from __future__ import annotations
@@ -16,35 +16,34 @@ from typing import NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_SIZE = 1024  # slots whose logits exist at a time
+CHUNK_SIZE = 1024  # positions whose logits exist at a time
 
 
 class StepSums(NamedTuple):
-    """What each of K steps adds up, over the slots of a batch; add those of several batches to get theirs."""
+    """Sums of each of K steps over the positions of a batch. Sums of several batches add up."""
 
-    loss: torch.Tensor  # [K] float64: cross-entropy of the valid slots
-    valid: torch.Tensor  # [K] int64: supervised slots whose target token is in the draft vocabulary
-    supervised: torch.Tensor  # [K] int64: supervised slots
-    correct: torch.Tensor  # [K] int64: supervised slots where the draft's first choice is the target's
-    hits: torch.Tensor  # [K] int64: the same, and at every step before
+    loss: torch.Tensor  # [K] float64: cross-entropy of the valid positions
+    valid: torch.Tensor  # [K] int64: supervised positions whose target token is in the draft vocabulary
+    supervised: torch.Tensor  # [K] int64: supervised positions
+    correct: torch.Tensor  # [K] int64: supervised positions where the draft's first choice is the target's
+    hits: torch.Tensor  # [K] int64: positions that are correct at this step and at every step before
 
     def metrics(self) -> dict[str, float]:
         """Accuracy per step, and the expected accepted length tau: a token outside of the draft vocabulary misses."""
-        slots = self.supervised.double().clamp(min=1)
-        accuracy = (self.correct / slots).tolist()
+        accuracy = (self.correct / self.supervised.double().clamp(min=1)).tolist()
         return {**{f"accuracy/step_{k}": a for k, a in enumerate(accuracy)}, "tau": accepted_length(self)}
 
 
 def accepted_length(sums: StepSums) -> float:
     """
-    Tokens per target step that the draft is expected to bring: `1 + sum_k hits_k / supervised_k`.
+    Expected tokens per step of the target: `1 + sum_k hits_k / supervised_k`.
 
     Example:
 
     ```python
     >>> import torch
-    >>> hits, slots = torch.tensor([6, 3, 1]), torch.tensor([8, 6, 4])
-    >>> accepted_length(StepSums(torch.zeros(3), slots, slots, hits, hits))
+    >>> hits, supervised = torch.tensor([6, 3, 1]), torch.tensor([8, 6, 4])
+    >>> accepted_length(StepSums(torch.zeros(3), supervised, supervised, hits, hits))
     2.5
 
     ```
@@ -53,19 +52,17 @@ def accepted_length(sums: StepSums) -> float:
 
 
 def shifted(values: torch.Tensor, by: int) -> torch.Tensor:
-    """`values[:, t + by]` at slot t, and zeros where there is none; dimension 1 is the slots."""
-    if by >= values.shape[1]:
-        return torch.zeros_like(values)
+    """`values[:, t + by]` at position t (dimension 1), and zeros after the end."""
     return torch.cat([values[:, by:], torch.zeros_like(values[:, :by])], dim=1)
 
 
-def supervised_slots(loss_mask: torch.Tensor, doc_remaining: torch.Tensor, step: int) -> torch.Tensor:
+def supervised_positions(loss_mask: torch.Tensor, doc_remaining: torch.Tensor, step: int) -> torch.Tensor:
     """
-    The slots that a step supervises: its token is supervised and in the slot's own document.
+    The positions that a step supervises: those whose token of the step is supervised and in the same document.
 
     Args:
         loss_mask (`torch.Tensor` of shape `(B, N)`): Unshifted; not 0 where a token is supervised.
-        doc_remaining (`torch.Tensor` of shape `(B, N)`, int64): Real tokens after each slot in its document.
+        doc_remaining (`torch.Tensor` of shape `(B, N)`, int64): Real tokens after each position in its document.
         step (`int`): k.
 
     Returns:
@@ -75,7 +72,7 @@ def supervised_slots(loss_mask: torch.Tensor, doc_remaining: torch.Tensor, step:
 
     ```python
     >>> import torch
-    >>> supervised_slots(torch.tensor([[0, 0, 1, 1, 1]]), torch.tensor([[4, 3, 2, 1, 0]]), step=1).int()
+    >>> supervised_positions(torch.tensor([[0, 0, 1, 1, 1]]), torch.tensor([[4, 3, 2, 1, 0]]), step=1).int()
     tensor([[1, 1, 1, 0, 0]], dtype=torch.int32)
 
     ```
@@ -83,24 +80,27 @@ def supervised_slots(loss_mask: torch.Tensor, doc_remaining: torch.Tensor, step:
     return (shifted(loss_mask, 1 + step) != 0) & (step < doc_remaining)
 
 
-def slot_losses(
+def position_losses(
     head: Callable[[torch.Tensor], torch.Tensor],
     hidden: torch.Tensor,
     target_logits: torch.Tensor,
     where: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Cross-entropy of each slot with the target's distribution over the draft vocabulary, and the draft's first choice.
+    Cross-entropy of each position with the target's distribution over the draft vocabulary, and the first choice.
 
     Args:
         head (`Callable`): Hidden states to draft logits.
-        hidden (`torch.Tensor` of shape `(M, hidden)`): Normed hidden states of the slots.
+        hidden (`torch.Tensor` of shape `(M, hidden)`): Normed hidden states of the positions.
         target_logits (`torch.Tensor` of shape `(S, draft_vocab_size)`): The target's logits of the draft vocabulary.
-        where (`torch.Tensor` of shape `(M,)`, int64): The row of `target_logits` for each slot.
+        where (`torch.Tensor` of shape `(M,)`, int64): The index into `target_logits` for each position.
 
     Returns:
-        `tuple`: `-sum p log q`, `(M,)`, in float32 or better; the first choices, int64 `(M,)`.
+        `tuple`: `-sum p log q`, `(M,)`, in float32 or better; the draft's first choices, int64 `(M,)`.
     """
+    if len(hidden) == 0:  # nothing is supervised: the loss still reaches every parameter
+        zero = head(hidden.new_zeros((1, hidden.shape[1]))).sum() * 0 + hidden.sum()
+        return zero[None][:0], torch.zeros(0, dtype=torch.int64, device=hidden.device)
 
     def chunk(hidden: torch.Tensor, where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = head(hidden)
@@ -110,18 +110,18 @@ def slot_losses(
         return losses, logits.argmax(dim=-1)
 
     parts = []
-    for own, at in zip(hidden.split(CHUNK_SIZE), where.split(CHUNK_SIZE), strict=True):
+    for arguments in zip(hidden.split(CHUNK_SIZE), where.split(CHUNK_SIZE), strict=True):
         if torch.is_grad_enabled():
-            parts.append(checkpoint(chunk, own, at, use_reentrant=False))
+            parts.append(checkpoint(chunk, *arguments, use_reentrant=False))
         else:
-            parts.append(chunk(own, at))
+            parts.append(chunk(*arguments))
     losses, choices = zip(*parts, strict=True)
     return torch.cat(losses), torch.cat(choices)
 
 
 def weighted_steps(loss_sums: torch.Tensor, counts: torch.Tensor, decay: float) -> torch.Tensor:
     """
-    The loss of summed steps: `sum_k decay^k (S_k / C_k) / sum_k decay^k`. A step without a valid slot gives 0.
+    The loss of summed steps: `sum_k decay^k (S_k / C_k) / sum_k decay^k`. A step without a valid position gives 0.
 
     Args:
         loss_sums (`torch.Tensor` of shape `(K,)`, float64): S_k.

@@ -14,8 +14,8 @@ from transformers.utils import ModelOutput
 
 from hf_prefix_tree.eagle3.attention import Documents, step_attention
 from hf_prefix_tree.eagle3.config import Eagle3DraftConfig
-from hf_prefix_tree.eagle3.loss import StepSums, shifted, slot_losses, supervised_slots, weighted_steps
-from hf_prefix_tree.eagle3.vocabulary import d2t_from_ids, ids_from_d2t, t2d_from_ids
+from hf_prefix_tree.eagle3.loss import StepSums, position_losses, shifted, supervised_positions, weighted_steps
+from hf_prefix_tree.eagle3.vocabulary import d2t_from_ids, ids_from_d2t, problem_of_ids, t2d_from_ids
 
 
 class Eagle3Attention(nn.Module):
@@ -64,10 +64,11 @@ class Eagle3Layer(nn.Module):
         One step.
 
         Args:
-            embeddings, hidden (`torch.Tensor` of shape `(B, N, hidden)`): Of this step's tokens, and the state so far.
-            cos, sin (`torch.Tensor` of shape `(B, N, head_dim)`): Of the positions of this step.
+            embeddings (`torch.Tensor` of shape `(B, N, hidden)`): Embeddings of this step's tokens.
+            hidden (`torch.Tensor` of shape `(B, N, hidden)`): The state after the step before.
+            cos, sin (`torch.Tensor` of shape `(B, N, head_dim)`): RoPE of this step's positions.
             documents ([`Documents`]): The documents.
-            earlier (`torch.Tensor`): Keys of the steps before, then their values.
+            earlier (`torch.Tensor`): Keys and values of the steps before, by turns.
 
         Returns:
             `tuple`: the new state `(B, N, hidden)`, this step's keys and values.
@@ -75,8 +76,7 @@ class Eagle3Layer(nn.Module):
         inputs = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1)
         query, key, value = self.self_attn.heads(inputs)
         query, key = apply_rotary_pos_emb(query, key, cos, sin)
-        half = len(earlier) // 2
-        output = step_attention(query, [*earlier[:half], key], [*earlier[half:], value], documents)
+        output = step_attention(query, [*earlier[::2], key], [*earlier[1::2], value], documents)
         hidden = hidden + self.self_attn.o_proj(output.flatten(2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden)), key, value
 
@@ -88,7 +88,7 @@ class Eagle3Output(ModelOutput):
 
     Args:
         loss (`torch.Tensor`, scalar): `sum_k decay^k L_k / sum_k decay^k`.
-        sums ([`StepSums`]): What the steps added up.
+        sums ([`StepSums`]): The sums of the steps.
     """
 
     loss: torch.Tensor | None = None
@@ -99,18 +99,15 @@ class Eagle3DraftModel(PreTrainedModel):
     """
     The EAGLE-3 draft head of a target.
 
-    `forward` is a training step on rows of [`DataCollatorForEagle3`]; [`Eagle3DraftModel.propose`] drafts tokens. The
-    embedding is the target's and stays frozen: engines put the target's own in its place.
+    `forward` is a training step on a batch of [`DataCollatorForEagle3`]; [`Eagle3DraftModel.propose`] drafts tokens.
+    The embedding is a frozen copy of the target's: engines replace it by the target's.
 
     Args:
         config ([`Eagle3DraftConfig`]):
-            Its shape. A draft vocabulary smaller than the target's comes with `set_draft_vocabulary`, or from a
-            checkpoint.
+            The shape of the head. `set_draft_vocabulary` or a checkpoint sets a draft vocabulary that is smaller than
+            the target's.
     """
 
-    config: Eagle3DraftConfig
-    d2t: torch.Tensor | None
-    t2d: torch.Tensor | None
     config_class = Eagle3DraftConfig
     base_model_prefix = ""
     supports_gradient_checkpointing = True
@@ -146,12 +143,6 @@ class Eagle3DraftModel(PreTrainedModel):
         (loaded[0] if isinstance(loaded, tuple) else loaded).embed_tokens.weight.requires_grad_(False)
         return loaded
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed_tokens
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
     @property
     def draft_ids(self) -> torch.Tensor:
         """Target ids of the draft vocabulary, ascending, int64 of shape `(draft_vocab_size,)`."""
@@ -161,29 +152,25 @@ class Eagle3DraftModel(PreTrainedModel):
 
     def set_draft_vocabulary(self, ids: torch.Tensor) -> None:
         """
-        Say which target tokens the head stands for.
+        Set the target tokens that the outputs of the head stand for.
 
         Args:
             ids (`torch.Tensor` of shape `(draft_vocab_size,)`, int64): As [`build_token_mapping`] returns them.
 
         Raises:
-            `ValueError`: If they are not as many as the head has, or not ascending ids of the target.
+            `ValueError`: If there are not as many as the head has outputs, or they are no ascending ids of the target.
         """
-        size = self.config.draft_vocab_size
-        is_ascending = ids.dim() == 1 and len(ids) == size and bool((ids.diff() > 0).all())
-        if not is_ascending or int(ids[0]) < 0 or int(ids[-1]) >= self.config.vocab_size:
-            raise ValueError(
-                f"`ids` must be {size} ascending ids below {self.config.vocab_size} (`draft_vocab_size`), got shape "
-                f"{tuple(ids.shape)}: pass what `build_token_mapping` returned for this size."
-            )
-        if self.d2t is not None and self.t2d is not None:
-            self.d2t = d2t_from_ids(ids).to(self.d2t.device)
-            self.t2d = t2d_from_ids(ids, self.config.vocab_size).to(self.t2d.device)
+        problem = problem_of_ids(ids, self.config.vocab_size, self.lm_head.out_features)
+        if problem is not None:
+            raise ValueError(f"`ids` is no draft vocabulary: {problem}. Pass the result of `build_token_mapping`.")
+        if self.d2t is not None:
+            self.d2t.copy_(d2t_from_ids(ids))
+            self.t2d.copy_(t2d_from_ids(ids, self.config.vocab_size))
 
     @torch.no_grad()
     def init_from_target(self, embedding: torch.Tensor, head: torch.Tensor | None = None) -> None:
         """
-        Copy the target's embedding, and start the head from the target's rows of the draft vocabulary.
+        Copy the target's embedding, and initialize the head with the target's weights for the draft vocabulary.
 
         Args:
             embedding (`torch.Tensor` of shape `(vocab_size, hidden)`): The target's embedding matrix.
@@ -225,9 +212,9 @@ class Eagle3DraftModel(PreTrainedModel):
             step_decay (`float`, *optional*, defaults to `0.8`):
                 Weight of a step, relative to the one before.
             num_items_in_batch (`torch.Tensor` of shape `(K,)`, *optional*):
-                Valid slots of each step, of the whole optimizer step. Defaults to those of this batch.
+                Valid positions of each step, of the whole optimizer step. Defaults to those of this batch.
             attention_mask (`torch.Tensor`, *optional*):
-                Not needed: padding supervises nothing and is seen by no real token.
+                Ignored: padding supervises nothing, and no real token sees it.
 
         Returns:
             [`Eagle3Output`]
@@ -237,38 +224,29 @@ class Eagle3DraftModel(PreTrainedModel):
         documents = Documents(seq_lens, input_ids.shape[1], self.attn_backend)
         draft_ids = self.draft_ids
         in_vocabulary = t2d_from_ids(draft_ids, self.config.vocab_size) if self.t2d is None else self.t2d
-        supervised = [supervised_slots(loss_mask, doc_remaining, k) for k in range(ttt_steps)]
+        supervised = [supervised_positions(loss_mask, doc_remaining, k).flatten() for k in range(ttt_steps)]
         hidden = self.fc(aux_hidden_states.to(self.fc.weight.dtype))
-        on_track = torch.ones_like(input_ids, dtype=torch.bool)
-        keys: list[torch.Tensor] = []
-        values: list[torch.Tensor] = []
+        on_track = torch.ones_like(supervised[0])  # every choice so far was the target's
+        cache: list[torch.Tensor] = []
         steps = []
         for k in range(ttt_steps):
-            hidden = self._step(shifted(input_ids, 1 + k), position_ids + k, hidden, documents, keys, values)
-            # Slots that count now, and those whose choice now decides whether a later one is a hit.
-            where = torch.stack(supervised[k:]).any(dim=0).flatten().nonzero().squeeze(-1)
-            ahead = where + 1 + k  # the slot of the step's token: in the same document, or a step wouldn't count
+            hidden = self._step(shifted(input_ids, 1 + k), position_ids + k, hidden, documents, cache)
+            # Positions that count now, and those whose choice now decides whether a later choice is a hit.
+            where = torch.stack(supervised[k:]).any(dim=0).nonzero().squeeze(-1)
+            ahead = where + 1 + k  # the position of the step's token, in the same document
             wanted = target_ids.flatten()[ahead]
-            slots = supervised[k].flatten()[where]
-            valid = slots & in_vocabulary[wanted]
             normed = self.norm(hidden).flatten(0, 1)[where]
-            losses, choices = self._losses(normed, target_logits.flatten(0, 1), ahead)
+            losses, choices = position_losses(self.lm_head, normed, target_logits.flatten(0, 1), ahead)
             matches = draft_ids[choices] == wanted
-            on_track = on_track.flatten().index_put((where,), on_track.flatten()[where] & matches).view_as(on_track)
-            hits = on_track.flatten()[where] & slots
+            on_track = on_track.index_put((where,), on_track[where] & matches)
+            counts_now = supervised[k][where]
+            valid = counts_now & in_vocabulary[wanted]
             total = torch.where(valid, losses, torch.zeros_like(losses)).double().sum()
-            steps.append((total, valid.sum(), slots.sum(), (matches & slots).sum(), hits.sum()))
+            hits = on_track[where] & counts_now
+            steps.append((total, valid.sum(), counts_now.sum(), (matches & counts_now).sum(), hits.sum()))
         sums = StepSums(*(torch.stack(values) for values in zip(*steps, strict=True)))
         counts = sums.valid if num_items_in_batch is None else num_items_in_batch
         return Eagle3Output(loss=weighted_steps(sums.loss, counts, step_decay), sums=sums)
-
-    def _losses(
-        self, hidden: torch.Tensor, target_logits: torch.Tensor, where: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if len(hidden) == 0:  # nothing is supervised: still a loss that reaches every parameter
-            zero = self.lm_head(hidden.new_zeros((1, hidden.shape[1]))).sum() * 0 + hidden.sum()
-            return zero[None][:0], torch.zeros(0, dtype=torch.int64, device=hidden.device)
-        return slot_losses(self.lm_head, hidden, target_logits, where)
 
     def _step(
         self,
@@ -276,24 +254,22 @@ class Eagle3DraftModel(PreTrainedModel):
         positions: torch.Tensor,
         hidden: torch.Tensor,
         documents: Documents,
-        keys: list[torch.Tensor],
-        values: list[torch.Tensor],
+        cache: list[torch.Tensor],
     ) -> torch.Tensor:
-        """One pass of the layer; its keys and values are appended."""
+        """One pass of the layer; its keys and values are appended to the cache."""
         cos, sin = self.rotary_emb(hidden, positions)
-        arguments = (self.embed_tokens(tokens).to(hidden.dtype), hidden, cos, sin, documents, *keys, *values)
+        arguments = (self.embed_tokens(tokens).to(hidden.dtype), hidden, cos, sin, documents, *cache)
         if self.gradient_checkpointing and self.training:
             hidden, key, value = self._gradient_checkpointing_func(self.midlayer.__call__, *arguments)
         else:
             hidden, key, value = self.midlayer(*arguments)
-        keys.append(key)
-        values.append(value)
+        cache += [key, value]
         return hidden
 
     @torch.no_grad()
     def propose(self, input_ids: torch.Tensor, aux_hidden_states: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """
-        Draft the tokens after a context, greedily. Without a cache: the reference for engines, and for small models.
+        Draft the tokens after a context, greedily. There is no cache: a reference for engines, and for small models.
 
         Args:
             input_ids (`torch.Tensor` of shape `(1, L + 1)`, int64): The context, and the token after it.
@@ -313,12 +289,11 @@ class Eagle3DraftModel(PreTrainedModel):
         positions = torch.arange(length, device=input_ids.device)[None]
         hidden = self.fc(aux_hidden_states.to(self.fc.weight.dtype))
         tokens = input_ids[:, 1:]
-        keys: list[torch.Tensor] = []
-        values: list[torch.Tensor] = []
+        cache: list[torch.Tensor] = []
         drafted: list[torch.Tensor] = []
         for k in range(num_tokens):
-            hidden = self._step(tokens, positions + k, hidden, documents, keys, values)
+            hidden = self._step(tokens, positions + k, hidden, documents, cache)
             choice = self.draft_ids[self.lm_head(self.norm(hidden[:, -1:])).argmax(dim=-1)]
             drafted.append(choice[0, 0])
-            tokens = torch.cat([tokens[:, 1:], choice], dim=1)  # only the last slot matters from here on
+            tokens = torch.cat([tokens[:, 1:], choice], dim=1)  # only the last position matters from here on
         return torch.stack(drafted)

@@ -21,6 +21,7 @@ from hf_prefix_tree.eagle3.attention import document_tree
 from hf_prefix_tree.eagle3.collator import DOCUMENT_KEYS, HIDDEN_STATES, PACKED_COLUMNS, DataCollatorForEagle3
 from hf_prefix_tree.eagle3.config import check_aux_layer_ids, default_aux_layer_ids
 from hf_prefix_tree.eagle3.loss import CHUNK_SIZE
+from hf_prefix_tree.eagle3.vocabulary import rank_and_size
 from hf_prefix_tree.modeling.batch import WEIGHTED_BY_CALLER
 from hf_prefix_tree.modeling.checks import backbone_of
 from hf_prefix_tree.modeling.prepare import ensure_verified, install_tree_hooks
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 TARGET_FILE, TARGET_WEIGHTS = "eagle3_target.json", "eagle3_target.safetensors"
 STATES = ("aux_hidden_states", "last_hidden_states", "target_ids")
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"  # names in the file of weights
 # Options of a config that change logits after the head.
 _HEAD_OPTIONS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
@@ -74,7 +76,7 @@ class Eagle3Target:
         The target of hidden states that [`precompute_hidden_states`] wrote: its head and embedding, no layers.
 
         Args:
-            folder (`str` or `Path`): What was its `output_dir`.
+            folder (`str` or `Path`): The `output_dir` of that call.
         """
         from safetensors.torch import load_file
 
@@ -85,7 +87,7 @@ class Eagle3Target:
         self.config = AutoConfig.for_model(**described["config"])
         self.aux_layer_ids = described["aux_layer_ids"]
         self.fingerprint = described["fingerprint"]
-        self.embedding, self.head = weights["embed_tokens.weight"], weights["lm_head.weight"]
+        self.embedding, self.head = weights[_EMBEDDING], weights[_HEAD]
         return self
 
     @property
@@ -94,7 +96,7 @@ class Eagle3Target:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Tells one target from another, and from other layers of it: a hash of some values of every weight."""
+        """Identifies the target and its auxiliary layers: a hash of some values of every weight."""
         assert self.model is not None
         digest = hashlib.sha256(f"{self.config.model_type}{self.aux_layer_ids}".encode())
         for name, weight in self.model.named_parameters():
@@ -103,9 +105,9 @@ class Eagle3Target:
         return digest.hexdigest()
 
     def to(self, device: torch.device) -> Eagle3Target:
-        """Moves it, in place."""
+        """Moves the target, in place."""
         if self.model is not None:
-            if self.model.device != device:  # some quantized models refuse even to stay
+            if self.model.device != device:  # some quantized models refuse a move to their own device
                 self.model.to(device)
             self.embedding = self.model.get_input_embeddings().weight
             self.head = self.model.get_output_embeddings().weight
@@ -116,26 +118,26 @@ class Eagle3Target:
     @torch.no_grad()
     def states(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """
-        What the draft is trained on.
+        The hidden states and the choices that train the draft.
 
         Args:
             batch (`Mapping[str, torch.Tensor]`): A batch of [`DataCollatorForEagle3`], on the target's device.
 
         Returns:
             `dict[str, torch.Tensor]`: `aux_hidden_states` `(B, N, 3 * hidden)`, `last_hidden_states` `(B, N, hidden)`
-            (what the head takes) and `target_ids` `(B, N)` (the first choice after each token).
+            (the inputs of the head) and `target_ids` `(B, N)` (the first choice after each token).
         """
         input_ids = batch["input_ids"]
         if self.model is None:
-            if not batch["attention_mask"].any():  # rows that fill an uneven last step have no file
-                aux, last = (
-                    self.head.new_zeros(*input_ids.shape, n * self.head.shape[1]) for n in (len(self.aux_layer_ids), 1)
+            if batch["attention_mask"].any():
+                raise ValueError(
+                    "The target of precomputed hidden states can't run: pass rows of `precompute_hidden_states`, or "
+                    "the target model."
                 )
-                return dict(zip(STATES, (aux, last, torch.zeros_like(input_ids)), strict=True))
-            raise ValueError(
-                "The target of precomputed hidden states can't run: pass rows of `precompute_hidden_states`, or the "
-                "target model."
-            )
+            # empty rows, which fill an uneven last step, have no file
+            last = self.head.new_zeros(*input_ids.shape, self.head.shape[1])
+            aux = torch.cat([last] * len(self.aux_layer_ids), dim=-1)
+            return dict(zip(STATES, (aux, last, torch.zeros_like(input_ids)), strict=True))
         captured: dict[str | int, torch.Tensor] = {}
         backbone: Any = backbone_of(self.model)
         with torch.autocast(input_ids.device.type, enabled=False), ExitStack() as hooks:
@@ -205,7 +207,7 @@ class Eagle3Target:
 
 
 def _keep(captured: dict[str | int, torch.Tensor], name: str | int) -> Callable[..., None]:
-    """A hook that keeps the hidden states that a module gives out."""
+    """A hook that stores the hidden states that a module returns."""
 
     def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if not isinstance(output, (tuple, torch.Tensor)):
@@ -219,17 +221,17 @@ def precompute_hidden_states(
     target: Eagle3Target, rows: Any, output_dir: str | os.PathLike[str], split: str = "train"
 ) -> Dataset:
     """
-    Write the target's hidden states for every row, one file a row. The ranks of a process group share the work.
+    Write the target's hidden states for every row, one file per row. The ranks of a process group share the work.
 
     Args:
         target ([`Eagle3Target`]):
-            The target, on the device that it runs on.
+            The target, on the device where it runs.
         rows (`Dataset` or list of `dict`):
-            Packed rows, or documents (`input_ids`, `loss_mask`), as [`Eagle3Trainer`] would train on them.
+            Packed sequences, or documents (`input_ids`, `loss_mask`), as [`Eagle3Trainer`] would train on them.
         output_dir (`str` or `os.PathLike`):
             Folder for the files. Pass it to [`Eagle3Trainer`] as `target_model`.
         split (`str`, *optional*, defaults to `"train"`):
-            Name of these rows, where the folder holds several sets of them.
+            Name of these rows, if the folder holds several sets of rows.
 
     Returns:
         `Dataset`: the rows with the column `hidden_states`, the path of each row's file; also in
@@ -239,16 +241,15 @@ def precompute_hidden_states(
     from safetensors.torch import save_file
 
     if target.model is None:
-        raise ValueError("`target` is that of precomputed hidden states and can't run: pass one with its model.")
+        raise ValueError("`target` holds precomputed hidden states and can't run: pass one with its model.")
     if not hasattr(rows, "__len__"):
         raise ValueError("`rows` is a stream: pass a dataset of known length, every row gets a file.")
     folder = Path(output_dir).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    is_parallel = dist.is_available() and dist.is_initialized()
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if is_parallel else (0, 1)
+    rank, num_ranks = rank_and_size()
     paths = [str(folder / f"{split}_{index:08d}.safetensors") for index in range(len(rows))]
     collate = DataCollatorForEagle3(pad_token_id=0)
-    for index in range(rank, len(rows), ranks):
+    for index in range(rank, len(rows), num_ranks):
         batch = {name: value.to(target.model.device) for name, value in collate([rows[index]]).items()}
         states = {name: value[0].cpu().contiguous() for name, value in target.states(batch).items()}
         tokens = {name: batch[name][0].cpu() for name in ("input_ids", "seq_lens")}
@@ -258,15 +259,11 @@ def precompute_hidden_states(
         [{**{name: row[name] for name in columns}, HIDDEN_STATES: path} for row, path in zip(rows, paths, strict=True)]
     )
     if rank == 0:
-        weights = {"embed_tokens.weight": target.embedding, "lm_head.weight": target.head}
-        save_file({name: w.detach().cpu().clone() for name, w in weights.items()}, str(folder / TARGET_WEIGHTS))
-        config = {
-            "aux_layer_ids": target.aux_layer_ids,
-            "fingerprint": target.fingerprint,
-            "config": target.config.to_dict(),
-        }
-        (folder / TARGET_FILE).write_text(json.dumps(config))
+        weights = {_EMBEDDING: target.embedding, _HEAD: target.head}
+        save_file({name: w.detach().cpu().clone() for name, w in weights.items()}, folder / TARGET_WEIGHTS)
+        identity = {"aux_layer_ids": target.aux_layer_ids, "fingerprint": target.fingerprint}
+        (folder / TARGET_FILE).write_text(json.dumps({**identity, "config": target.config.to_dict()}))
         described.save_to_disk(str(folder / "rows" / split))
-    if is_parallel:
+    if num_ranks > 1:
         dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
     return described

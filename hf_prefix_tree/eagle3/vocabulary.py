@@ -1,5 +1,9 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""The draft vocabulary: which target tokens a draft head can propose, the tensors that engines read, and its file."""
+"""The draft vocabulary: which target tokens a draft head can propose.
+
+In order: the choice from the data, the tensors that engines read, the file that keeps the choice, and the fingerprint
+of the data that the file was built from.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +41,8 @@ def build_token_mapping(
     Choose the draft vocabulary from the supervised tokens of the data.
 
     Counts are summed over the ranks of the default process group (gloo or NCCL), so every rank returns the same
-    mapping. Ranks read disjoint parts of the data; what a [`~torch.utils.data.DistributedSampler`] repeats to fill an
-    uneven last batch is not counted twice. The random state of the process is the same afterwards.
+    mapping. Ranks read disjoint parts of the data; rows that a [`~torch.utils.data.DistributedSampler`] repeats, to
+    fill an uneven last batch, are not counted twice. The random state of the process is the same afterwards.
 
     Args:
         dataloader (iterable of `Mapping`):
@@ -77,21 +81,20 @@ def build_token_mapping(
     total = int(counts.sum())
     if total == 0:
         logger.warning("The data supervises no token of the target vocabulary: the draft vocabulary is arbitrary.")
-    elif _rank() == 0:
-        what, share = (size, len(counts)), 100 * int(counts[ids].sum()) / total
-        logger.info("Draft vocabulary: %d of %d tokens cover %.2f%% of %d supervised tokens.", *what, share, total)
+    elif rank_and_size()[0] == 0:
+        covered = 100 * int(counts[ids].sum()) / total
+        message = "Draft vocabulary: %d of %d tokens cover %.2f%% of %d supervised tokens."
+        logger.info(message, size, len(counts), covered, total)
     return ids, t2d_from_ids(ids, target_vocab_size)
 
 
 def draft_size(target_vocab_size: int, draft_vocab_size: int | None) -> int:
     """Number of ids in the draft vocabulary: `draft_vocab_size`, or the target's size where that is `None` or less."""
-    sizes = {"target_vocab_size": target_vocab_size, "draft_vocab_size": draft_vocab_size}
-    for name, value in sizes.items():
-        if value is None and name == "draft_vocab_size":
-            continue
+    size = target_vocab_size if draft_vocab_size is None else draft_vocab_size
+    for name, value in {"target_vocab_size": target_vocab_size, "draft_vocab_size": size}.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
-    return target_vocab_size if draft_vocab_size is None else min(draft_vocab_size, target_vocab_size)
+    return min(size, target_vocab_size)
 
 
 def select_ids(
@@ -110,9 +113,9 @@ def count_supervised(dataloader: Iterable[Mapping[str, Any]], target_vocab_size:
     from transformers.utils import logging as transformers_logging
 
     counts = torch.zeros(target_vocab_size, dtype=torch.int64)
-    rows_left = _own_rows(dataloader)
+    rows_left = _rows_without_repeats(dataloader)
     with undisturbed_randomness(dataloader):
-        for batch in transformers_logging.tqdm(dataloader, desc="Counting tokens", disable=_rank() != 0):
+        for batch in transformers_logging.tqdm(dataloader, desc="Counting tokens", disable=rank_and_size()[0] != 0):
             ids, supervised = _ids_and_mask(batch)
             if rows_left is not None:
                 ids, supervised = ids[:rows_left], supervised[:rows_left]
@@ -122,9 +125,71 @@ def count_supervised(dataloader: Iterable[Mapping[str, Any]], target_vocab_size:
     return counts
 
 
+def _ids_and_mask(batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    name = "loss_mask" if "loss_mask" in batch else "labels"
+    if "input_ids" not in batch or name not in batch:
+        raise ValueError(
+            f"`dataloader` yields batches with the keys {sorted(batch)}, but `input_ids` and `loss_mask` are needed: "
+            "collate them with `DataCollatorForEagle3`."
+        )
+    ids, mask = torch.as_tensor(batch["input_ids"]), torch.as_tensor(batch[name])
+    if ids.shape != mask.shape:
+        raise ValueError(
+            f"`dataloader` yields `input_ids` of shape {tuple(ids.shape)} and `{name}` of shape {tuple(mask.shape)}: "
+            "they must be equal."
+        )
+    return ids.long(), (mask != IGNORE_INDEX) if name == "labels" else (mask != 0)
+
+
+def _rows_without_repeats(dataloader: object) -> int | None:
+    """Rows of this rank without those that a `DistributedSampler` repeats to fill a batch; `None` for all rows."""
+    sampler = getattr(dataloader, "sampler", None)
+    if not isinstance(sampler, torch.utils.data.DistributedSampler) or sampler.drop_last:
+        return None
+    return len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]
+
+
+def _summed_over_ranks(counts: torch.Tensor) -> torch.Tensor:
+    if rank_and_size()[1] > 1:
+        counts = counts.to(collective_device())
+        dist.all_reduce(counts)
+    return counts.cpu()
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Rank of this process in the default group, and the processes of the group: 0 and 1 without one."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def collective_device() -> torch.device:
+    """The device of tensors in collectives of the default group: NCCL takes only tensors of the GPU."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def undisturbed_randomness(dataloader: object = None) -> Iterator[None]:
+    """Restores the global random states and those of a loader, which draws seeds from either when it is read."""
+    loaders = (dataloader, getattr(dataloader, "sampler", None))
+    generators = [g for g in (getattr(x, "generator", None) for x in loaders) if isinstance(g, torch.Generator)]
+    states = [g.get_state() for g in generators]
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
 def d2t_from_ids(ids: torch.Tensor) -> torch.Tensor:
     """
-    Engines' `d2t`: what to add to a draft id to get its target id.
+    Engines' `d2t`: the difference between each target id and its draft id.
 
     Args:
         ids (`torch.Tensor` of shape `(draft_vocab_size,)`, int64): The draft vocabulary, ascending.
@@ -153,70 +218,6 @@ def t2d_from_ids(ids: torch.Tensor, target_vocab_size: int) -> torch.Tensor:
     return mask
 
 
-def collective_device() -> torch.device:
-    """Where tensors of the default group's collectives must be: NCCL takes only those on the GPU."""
-    if dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def is_distributed() -> bool:
-    """Whether several processes take part."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-@contextlib.contextmanager
-def undisturbed_randomness(dataloader: object = None) -> Iterator[None]:
-    """Reading a loader draws seeds from the global generator, or from its own: both are put back afterwards."""
-    own = [getattr(dataloader, "generator", None), getattr(getattr(dataloader, "sampler", None), "generator", None)]
-    generators = [g for g in own if isinstance(g, torch.Generator)]
-    states = [g.get_state() for g in generators]
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-
-
-def _ids_and_mask(batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    name = "loss_mask" if "loss_mask" in batch else "labels"
-    if "input_ids" not in batch or name not in batch:
-        raise ValueError(
-            f"`dataloader` gives batches with the keys {sorted(batch)}, but `input_ids` and `loss_mask` are needed: "
-            "collate them with `DataCollatorForEagle3`."
-        )
-    ids, mask = torch.as_tensor(batch["input_ids"]), torch.as_tensor(batch[name])
-    if ids.shape != mask.shape:
-        raise ValueError(
-            f"`dataloader` gives `input_ids` of shape {tuple(ids.shape)} and `{name}` of shape {tuple(mask.shape)}: "
-            "they must be equal."
-        )
-    return ids.long(), (mask != IGNORE_INDEX) if name == "labels" else (mask != 0)
-
-
-def _own_rows(dataloader: object) -> int | None:
-    """How many rows of this rank are not repeats that a `DistributedSampler` fills up with; `None` for all."""
-    sampler = getattr(dataloader, "sampler", None)
-    if not isinstance(sampler, torch.utils.data.DistributedSampler) or sampler.drop_last:
-        return None
-    return len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _summed_over_ranks(counts: torch.Tensor) -> torch.Tensor:
-    if is_distributed():
-        counts = counts.to(collective_device())
-        dist.all_reduce(counts)
-    return counts.cpu()
-
-
 def save_token_mapping(
     path: str | os.PathLike[str], ids: torch.Tensor, target_vocab_size: int, fingerprint: str | None = None
 ) -> None:
@@ -227,18 +228,17 @@ def save_token_mapping(
         path (`str` or `os.PathLike`): The file. Missing folders are created.
         ids (`torch.Tensor` of shape `(draft_vocab_size,)`, int64): The draft vocabulary, ascending.
         target_vocab_size (`int`): Size of the target's vocabulary.
-        fingerprint (`str`, *optional*): A hash of what the mapping was built from.
+        fingerprint (`str`, *optional*): A hash of the inputs of the mapping.
 
     Raises:
         `ValueError`: If the ids are no draft vocabulary of that target.
     """
-    problem = _problem_of_ids(ids, target_vocab_size, len(ids) if ids.dim() else 0)
+    problem = problem_of_ids(ids, target_vocab_size, len(ids) if ids.dim() else 0)
     if problem is not None:
-        raise ValueError(f"`ids` can't be saved: {problem}. Pass what `build_token_mapping` returned.")
+        raise ValueError(f"`ids` can't be saved: {problem}. Pass the ids that `build_token_mapping` returned.")
     ids = ids.detach().cpu().contiguous()
     metadata = {"target_vocab_size": str(target_vocab_size), "checksum": _checksum(ids)}
-    if fingerprint is not None:
-        metadata["fingerprint"] = fingerprint
+    metadata |= {} if fingerprint is None else {"fingerprint": fingerprint}
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")  # renaming is atomic within one folder
@@ -264,7 +264,7 @@ def load_token_mapping(
         path (`str` or `os.PathLike`): The file.
         target_vocab_size (`int`): Size of the target's vocabulary.
         draft_vocab_size (`int`, *optional*): See [`build_token_mapping`].
-        fingerprint (`str`, *optional*): What it must have been built from. `None` takes any.
+        fingerprint (`str`, *optional*): The hash that the file must have. `None` takes any.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`, *optional*: ids and mask as [`build_token_mapping`] returns them. `None`
@@ -289,16 +289,16 @@ def load_or_build_token_mapping(
     """
     The draft vocabulary from a file, or from the data and then into the file.
 
-    A hit draws no random number and leaves the loader unread, so that it does not change later shuffles. A file that
-    is broken, or that was built from other data, another tokenizer or other special tokens, is rebuilt with a warning
-    on every rank; so is any file where the data can't be told from other data (a stream without a `fingerprint`).
-    Every rank must call it.
+    Where the file serves, no random number is drawn and the loader stays unread, so later shuffles do not change. A
+    file that is broken, or that was built from other data, another tokenizer or other special tokens, is rebuilt with
+    a warning on every rank; so is any file where the data can't be told from other data (a stream without a
+    `fingerprint`). Every rank must call it.
 
     Args:
         dataloader, target_vocab_size, draft_vocab_size, special_token_ids: See [`build_token_mapping`].
         cache_path (`str` or `os.PathLike`, *optional*): The file. `None` only builds.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): Its vocabulary and chat template go into the fingerprint.
-        fingerprint (`str`, *optional*): Name of the data, where reading it is too slow or not possible (streams).
+        fingerprint (`str`, *optional*): Name of the data, where reading the data is slow or impossible (streams).
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: see [`build_token_mapping`].
@@ -309,21 +309,21 @@ def load_or_build_token_mapping(
     if cache_path is None or size == target_vocab_size:
         return build_token_mapping(dataloader, **sizes, special_token_ids=special)
     key = mapping_fingerprint(dataloader, tokenizer, special, fingerprint)
-    is_main = not is_distributed() or dist.get_rank() == 0
-    verdict = [_read(cache_path, target_vocab_size, size, key) if is_main else (None, None)]
-    if is_distributed():
+    rank, num_ranks = rank_and_size()
+    verdict = [_read(cache_path, target_vocab_size, size, key) if rank == 0 else (None, None)]
+    if num_ranks > 1:
         dist.broadcast_object_list(verdict, src=0, device=collective_device())
     ids, problem = verdict[0]
-    if key is None and ids is not None:
-        ids, problem = None, "the data can't be told from other data (pass `fingerprint`, a name for it)"
-    if ids is not None:
-        if is_main:
+    if ids is not None and key is not None:
+        if rank == 0:
             logger.info("Draft vocabulary: %d tokens, from %s.", len(ids), os.fspath(cache_path))
         return ids, t2d_from_ids(ids, target_vocab_size)
+    if ids is not None:
+        problem = "the data can't be told from other data (pass `fingerprint`, a name for it)"
     if problem is not None:
         logger.warning("The token mapping %s is built again: %s.", os.fspath(cache_path), problem)
     ids, mask = build_token_mapping(dataloader, **sizes, special_token_ids=special)
-    if is_main:
+    if rank == 0:
         try:
             save_token_mapping(cache_path, ids, target_vocab_size, key)
         except OSError as error:  # the mapping is right; only the next start has to build it again
@@ -338,14 +338,15 @@ def mapping_fingerprint(
     data: str | None,
 ) -> str | None:
     """
-    What a mapping is built from, as a hash: the data (or `data`, its name), tokenizer, special tokens. Equal on all
-    ranks; each must call it. `None` where the data of some rank can't be told from other data.
+    A hash of the inputs of a mapping: the data (or `data`, its name), the tokenizer and the special tokens. Equal on
+    all ranks; each must call it. `None` where the data of some rank can't be told from other data.
     """
     if data is None:
         data = data_fingerprint(getattr(dataloader, "dataset", dataloader))
-        if is_distributed():
-            # Ranks that hold different parts of the data have different ones.
-            gathered: list[str | None] = [None] * dist.get_world_size()
+        _, num_ranks = rank_and_size()
+        if num_ranks > 1:
+            # Ranks that hold different parts of the data have different fingerprints.
+            gathered: list[str | None] = [None] * num_ranks
             dist.all_gather_object(gathered, data)
             data = None if None in gathered else "+".join(str(part) for part in dict.fromkeys(gathered))
     if data is None:
@@ -356,10 +357,10 @@ def mapping_fingerprint(
 
 def data_fingerprint(source: object) -> str | None:
     """
-    A hash that tells one data set from another: the one that `datasets` keeps, or that of the rows themselves. `None`
-    for what is no sequence of rows and would have to be read.
+    A hash that tells one data set from another: the fingerprint that `datasets` keeps, or a hash of the rows. `None`
+    for a stream, which would have to be read.
     """
-    if isinstance(source, PaddedDataset):  # how many rows fill it up depends on the number of ranks
+    if isinstance(source, PaddedDataset):  # the number of its empty rows depends on the number of ranks
         return data_fingerprint(source.dataset)
     known = getattr(source, "_fingerprint", None)
     if isinstance(known, str):
@@ -376,7 +377,7 @@ def data_fingerprint(source: object) -> str | None:
 
 
 def _as_array(value: Any) -> Any:
-    """Lists, arrays and tensors of the same numbers as the same thing; lists of different lengths as they are."""
+    """One form for lists, arrays and tensors of the same numbers; lists of different lengths stay as they are."""
     try:
         return np.asarray(value)
     except (TypeError, ValueError):
@@ -386,17 +387,17 @@ def _as_array(value: Any) -> Any:
 def _read(
     path: str | os.PathLike[str], target_vocab_size: int, size: int, fingerprint: str | None
 ) -> tuple[torch.Tensor | None, str | None]:
-    """The ids of a file, or what is wrong with it; neither where there is none."""
+    """The ids of a file, or the problem with it; neither where there is no file."""
     if not os.path.lexists(path):
         return None, None
-    if not os.path.isfile(path):  # opening a pipe would wait for somebody to write
+    if not os.path.isfile(path):  # opening a pipe would wait for a writer
         return None, "it is no regular file"
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             metadata, ids = file.metadata() or {}, file.get_tensor("selected_token_ids").clone()
-    except Exception as error:  # whatever a broken or foreign file raises: other ranks wait for the verdict
+    except Exception as error:  # of any kind, from a broken or foreign file: other ranks wait for the verdict
         return None, f"it can't be read ({type(error).__name__}: {error})"
-    problem = _problem_of_ids(ids, target_vocab_size, size)
+    problem = problem_of_ids(ids, target_vocab_size, size)
     if metadata.get("target_vocab_size") != str(target_vocab_size):
         problem = f"`target_vocab_size` is {metadata.get('target_vocab_size')} there and {target_vocab_size} here"
     elif problem is None and metadata.get("checksum") != _checksum(ids):
@@ -410,7 +411,8 @@ def _checksum(ids: torch.Tensor) -> str:
     return Hasher.hash_bytes(ids.numpy().tobytes())
 
 
-def _problem_of_ids(ids: torch.Tensor, target_vocab_size: int, size: int) -> str | None:
+def problem_of_ids(ids: torch.Tensor, target_vocab_size: int, size: int) -> str | None:
+    """Why the ids are no draft vocabulary of this size; `None` if they are one."""
     if ids.dtype != torch.int64 or ids.dim() != 1 or len(ids) != size:
         return f"the ids are {ids.dtype} of shape {tuple(ids.shape)}, not int64 of shape ({size},)"
     if size and not (int(ids.min()) >= 0 and int(ids.max()) < target_vocab_size):

@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 MIN_REUSE = 1.2  # on an H200 a folded update takes 7 % longer than a stock one at 1.1, and half as long at 4
 _STATE = "_hf_prefix_tree_folded"
-# What a folded call understands; any other argument falls through to the ordinary call.
-_TAKEN = {"input_ids", "attention_mask", "labels", "shift_labels", "fused_lm_head", "num_items_in_batch"}
-_TAKEN |= {"use_cache", "output_router_logits", "return_dict"}
-_OF_ROWS = ("shift_labels", "num_items_in_batch")  # for the rows only, not for the tree
+# Arguments that a folded call serves. A call with any other one is not folded.
+_SERVED = {"input_ids", "attention_mask", "labels", "shift_labels", "fused_lm_head", "num_items_in_batch"}
+_SERVED |= {"use_cache", "output_router_logits", "return_dict"}
+_NOT_FOR_TREES = ("shift_labels", "num_items_in_batch")  # they describe the padded rows
 
 
 def fold_shared_prefixes(
@@ -47,27 +47,28 @@ def fold_shared_prefixes(
 
     Afterwards `model(input_ids=..., attention_mask=..., labels=..., fused_lm_head=True)` returns the same output, of
     the same shapes and dtypes, with each token that several rows share computed once. `shift_labels` work as well.
-    Rows may be padded on the left, on the right or both; sharing is found by comparing tokens, at every depth. Calls
-    without `fused_lm_head=True` (generation, logits) are not touched. Calling it again only changes the options.
+    Rows may be padded on the left, on the right or both; shared prefixes are found by comparing tokens, at every
+    depth. Calls without `fused_lm_head=True` (generation, logits) are not touched. Calling this function again only
+    changes the options.
 
-    A call falls through to the ordinary one, with one logged warning per reason, when: fewer than `min_reuse` tokens
+    A call falls back to the unfolded forward, with one logged warning per reason, when: fewer than `min_reuse` tokens
     share each computed one; it has other arguments (`pixel_values`, `position_ids`, `past_key_values`, ...); the
     attention mask has holes; a label is not the row's own token or is predicted from padding; rows are padded on the
     left and positions are absolute (GPT-2); the rows are longer than dynamic rotary frequencies allow; or NEFTune
-    adds noise to each row. So does, in silence, a call that `torch.compile` traces as a whole.
+    adds noise to each row. A call that `torch.compile` traces as a whole falls back without a warning.
 
     The output's `loss` is recomputed from the unfolded log-probs, and a MoE's `aux_loss` from the router logits of
-    every row, so that both are those of the rows.
+    every row, so both equal those of the padded rows.
 
     Args:
         model (`PreTrainedModel`, `PeftModel`, or a DDP, FSDP or DeepSpeed wrapper of one):
             The model that a TRL trainer calls. It is prepared with [`prepare_model`]. Call it before or after
             `trl.trainer.utils.add_fused_lm_head`.
         min_reuse (`float`, *optional*, defaults to `1.2`):
-            Tokens of the rows, without padding, per token of the tree row, with its padding to a multiple of 128 (on
-            CPU there is none). Calls below it are not folded. 0 folds every call, `math.inf` none.
+            Tokens of the rows, without padding, per token of the packed sequence, with its padding to a multiple of
+            128 (on CPU there is none). Calls below it are not folded. 0 folds every call, `math.inf` none.
         attn_backend (`str`, *optional*):
-            As for [`prepare_model`]. A model that is prepared already keeps its own by default.
+            As for [`prepare_model`]. By default, a model that is prepared already keeps its backend.
 
     Returns:
         The same `model`.
@@ -115,16 +116,16 @@ def fold_shared_prefixes(
 @contextmanager
 def _without_autocast(base: PreTrainedModel) -> Iterator[None]:
     """
-    The forward that a model had before Accelerate's mixed precision, for the time of the self-check: a reference model
-    comes here with it, and would show the rounding of bfloat16 in logits that are float32.
+    Restores the forward that a model had before Accelerate's mixed precision, during the self-check: a reference model
+    arrives with mixed precision, and the self-check would see the rounding of bfloat16 in float32 logits.
     """
-    wrapped, own = base.__dict__.get("forward"), base.__dict__.get("_original_forward")
-    if own is not None:
-        base.forward = own
+    wrapped, original = base.__dict__.get("forward"), base.__dict__.get("_original_forward")
+    if original is not None:
+        base.forward = original
     try:
         yield
     finally:
-        if own is not None:
+        if original is not None:
             base.forward = wrapped
 
 
@@ -133,20 +134,20 @@ def can_fold(model: torch.nn.Module, attention_mask: torch.Tensor) -> bool:
     Whether padded rows of a model of [`fold_shared_prefixes`] are folded, if they share enough.
 
     Args:
-        model (`torch.nn.Module`): What [`fold_shared_prefixes`] took.
+        model (`torch.nn.Module`): The model that was passed to [`fold_shared_prefixes`].
         attention_mask (`torch.Tensor` of shape `(B, L)`): 0 = padding.
     """
     base = base_causal_lm(extract_model_from_parallel(model, keep_torch_compile=False))
-    return getattr(base, _STATE).refusal(base, (attention_mask != 0).cpu().numpy()) is None
+    return getattr(base, _STATE).why_not(base, (attention_mask != 0).cpu().numpy()) is None
 
 
 class _FoldedCalls:
-    """The hooks around one causal LM, and the calls that run now (a call may run another: self-verification)."""
+    """The hooks around one causal LM, and a stack of its running calls (the self-check runs calls inside a call)."""
 
     def __init__(self, base: PreTrainedModel, min_reuse: float) -> None:
         self.min_reuse = min_reuse
         self._running: list[_Call | None] = []
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         config = base.config.get_text_config()
         self._rope_limit = rope_limit(base.config)
         # Rotary scores depend on distances alone, so padding on the left changes nothing.
@@ -167,13 +168,13 @@ class _FoldedCalls:
             return None
         call = self._fold(module, args, kwargs)
         if isinstance(call, str):
-            self._say(call)
+            self._warn_once(call)
             return None
         self._running[-1] = call
         device = kwargs["input_ids"].device
-        others = {name: x for name, x in kwargs.items() if name not in (*call.rows.batch, *_OF_ROWS)}
+        flags = {name: x for name, x in kwargs.items() if name not in (*call.rows.batch, *_NOT_FOR_TREES)}
         batch = {name: x.to(device, non_blocking=True) for name, x in call.rows.batch.items()}
-        return (), {**batch, **others, WEIGHTED_BY_CALLER: True}
+        return (), {**batch, **flags, WEIGHTED_BY_CALLER: True}
 
     def _after(self, module: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         call = self._running.pop()
@@ -186,19 +187,17 @@ class _FoldedCalls:
         if call is not None:
             call.router_logits = getattr(output, "router_logits", None)
 
-    def _say(self, reason: str) -> None:
+    def _warn_once(self, reason: str) -> None:
         kind = reason.split(":")[0]
-        if kind not in self._said:
-            self._said.add(kind)
-            logger.warning(
-                "Rows are not folded where %s. Such calls run as without folding; this is said once.", reason
-            )
+        if kind not in self._warned:
+            self._warned.add(kind)
+            logger.warning("Falling back to the unfolded forward where %s (logged once).", reason)
 
-    def refusal(self, module: PreTrainedModel, is_token: npt.NDArray[np.bool_]) -> str | None:
-        """What keeps padded rows from being folded, whatever their tokens: a kind, and after a colon the case."""
+    def why_not(self, module: PreTrainedModel, is_token: npt.NDArray[np.bool_]) -> str | None:
+        """Why padded rows are not folded, whatever their tokens: a kind of reason, and after a colon the case."""
         width = is_token.shape[1]
         if self._rope_limit is not None and width > self._rope_limit:
-            return f"rows exceed what rotary frequencies of this model allow: {width} > {self._rope_limit} tokens"
+            return f"rows exceed the limit of this model's rotary frequencies: {width} > {self._rope_limit} tokens"
         if module.training and getattr(module.get_input_embeddings(), "neftune_noise_alpha", None):
             return "NEFTune adds noise to each row (`neftune_noise_alpha`)"
         filled = is_token.any(axis=1)
@@ -209,10 +208,10 @@ class _FoldedCalls:
         return None
 
     def _fold(self, module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> _Call | str:
-        """The folded call, or why there is none: a kind of reason, and after a colon the case at hand."""
-        others = [name for name, x in kwargs.items() if name not in _TAKEN and x is not None and x is not False]
-        if args or others:
-            return f"the model gets other inputs than padded text: {others or 'positional arguments'}"
+        """The folded call, or why the call is not folded: a kind of reason, and after a colon the case."""
+        unserved = [name for name, x in kwargs.items() if name not in _SERVED and x is not None and x is not False]
+        if args or unserved:
+            return f"the model gets other inputs than padded text: {unserved or 'positional arguments'}"
         input_ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
         shifted = kwargs.get("shift_labels")
         labels = kwargs.get("labels") if shifted is None else shifted
@@ -222,49 +221,38 @@ class _FoldedCalls:
             mask = torch.ones_like(input_ids)
         if mask.shape != input_ids.shape:
             return f"the attention mask is not that of padded rows: shape {tuple(mask.shape)}"
-        ids, is_token, own = torch.stack([input_ids, mask != 0, labels]).cpu().numpy()  # one wait for the device
+        # one copy, hence one wait for the device
+        ids, is_token, row_labels = torch.stack([input_ids, mask != 0, labels]).cpu().numpy()
         is_token = is_token != 0
-        problem, is_wanted = _wanted(ids, is_token, own, is_shifted=shifted is not None)
-        problem = problem or self.refusal(module, is_token)
-        if problem is not None:
-            return problem
+        if shifted is not None:  # the label of a position is the next token, and the last position has none
+            if (row_labels[:, -1] != IGNORE_INDEX).any():
+                return "a label is not the row's own token: the last of `shift_labels`"
+            row_labels = np.roll(row_labels, 1, axis=1)
+        is_wanted = row_labels != IGNORE_INDEX
+        is_wanted[:, 0] = False
+        follows_token = np.pad(is_token[:, :-1], ((0, 0), (1, 0)))
+        if ((is_token & ~follows_token).sum(axis=1) > 1).any():
+            return "the attention mask has holes"
+        if (is_wanted & ~(is_token & follows_token)).any():
+            return "a label is at padding or predicted from it"
+        if (row_labels != ids)[is_wanted].any():
+            return "a label is not the row's own token"
+        reason = self.why_not(module, is_token)
+        if reason is not None:
+            return reason
         rows = fold_rows(ids, is_token, is_wanted, row_multiple(input_ids.device))
         if rows.reuse < self.min_reuse:
             return (
-                f"too few tokens are shared: {rows.tokens.numel()} tokens of rows for a tree row of "
+                f"too few tokens are shared: {rows.tokens.numel()} tokens of rows for a packed sequence of "
                 f"{rows.batch['input_ids'].shape[1]}, a reuse below `min_reuse={self.min_reuse}`"
             )
-        mask_out = labels[:, 1:] if shifted is None else labels
-        return _Call(rows, mask_out != IGNORE_INDEX, kwargs.get("num_items_in_batch"))
-
-
-def _wanted(
-    ids: npt.NDArray[np.int64],
-    is_token: npt.NDArray[np.bool_],
-    labels: npt.NDArray[np.int64],
-    is_shifted: bool,
-) -> tuple[str | None, npt.NDArray[np.bool_]]:
-    """Which tokens of the rows have a label, and what keeps the rows from being folded, if anything does."""
-    if is_shifted:  # the label of a position is the next token
-        last, labels = labels[:, -1], np.roll(labels, 1, axis=1)
-        if (last != IGNORE_INDEX).any():
-            return "a label is not the row's own token: the last of `shift_labels`", is_token
-    is_wanted = labels != IGNORE_INDEX
-    is_wanted[:, 0] = False
-    before = np.zeros_like(is_token)
-    before[:, 1:] = is_token[:, :-1]
-    if ((is_token & ~before).sum(axis=1) > 1).any():
-        return "the attention mask has holes", is_wanted
-    if (is_wanted & ~(is_token & before)).any():
-        return "a label is at padding or predicted from it", is_wanted
-    if (labels != ids)[is_wanted].any():
-        return "a label is not the row's own token", is_wanted
-    return None, is_wanted
+        label_mask = (labels[:, 1:] if shifted is None else labels) != IGNORE_INDEX
+        return _Call(rows, label_mask, kwargs.get("num_items_in_batch"))
 
 
 @dataclasses.dataclass
 class _Call:
-    """One folded call: what leads from the tree's results back to the rows."""
+    """One folded call, with the indices that unfold the results of the tree."""
 
     rows: FoldedRows
     label_mask: torch.Tensor  # of the shape of the results
@@ -278,8 +266,8 @@ class _Call:
         for field in dataclasses.fields(output):
             value = getattr(output, field.name)
             if isinstance(value, torch.Tensor) and value.dim() == 2:
-                # A gather, so that autograd sums the gradients of shared tokens. Without any label the result still
-                # hangs on the model: a differentiable zero.
+                # Autograd sums the gradients of shared tokens in the backward of this gather. Without any label the
+                # result still depends on the model: a differentiable zero.
                 unfolded = value.new_zeros(mask.shape).masked_scatter(mask, value[0][where])
                 setattr(output, field.name, unfolded)
         divisor = mask.sum().clamp(min=1) if self.num_items_in_batch is None else self.num_items_in_batch
@@ -290,28 +278,27 @@ class _Call:
         return output
 
     def _aux_loss(self, config: Any) -> torch.Tensor:
-        """TRL's: the mean over the tokens of all rows. The mean over the tree's would count a shared token once."""
+        """TRL's loss: the mean over the tokens of all rows. A mean over the tree would count a shared token once."""
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
         if self.router_logits is None:
             raise ValueError("The backbone returned no `router_logits`: set `router_aux_loss_coef=0`.")
-        logits = self.router_logits
-        tokens = self.rows.tokens.to(logits[0].device, non_blocking=True)
-        of_rows = tuple(layer.reshape(-1, layer.shape[-1])[tokens] for layer in logits)
-        return load_balancing_loss_func(of_rows, config.num_experts, config.num_experts_per_tok)
+        tokens = self.rows.tokens.to(self.router_logits[0].device, non_blocking=True)
+        row_logits = tuple(layer.reshape(-1, layer.shape[-1])[tokens] for layer in self.router_logits)
+        return load_balancing_loss_func(row_logits, config.num_experts, config.num_experts_per_tok)
 
 
 class FoldedForwardMixin(_Trainer):
     """
-    Put it before a TRL trainer that scores padded rows with its fused head: `class TreeDPOTrainer(FoldedForwardMixin,
-    DPOTrainer)`. The policy and the reference model are then folded, whichever of them the trainer has.
+    Folds the policy and the reference model of a TRL trainer that scores padded rows with its fused head. Put it
+    before the trainer: `class TreeDPOTrainer(FoldedForwardMixin, DPOTrainer)`.
 
     Class attributes: `min_reuse` and `attn_backend`, the options of
     [`~hf_prefix_tree.rl.folded_forward.fold_shared_prefixes`].
 
     Raises:
-        `ValueError`: where the architecture cannot be exact on trees, and under what [`refuse_engines`] and
-            [`refuse_options`] refuse.
+        `ValueError`: where the architecture cannot be exact on trees, and where [`refuse_engines`] or
+            [`refuse_options`] raises.
     """
 
     min_reuse: float = MIN_REUSE
@@ -330,7 +317,7 @@ class FoldedForwardMixin(_Trainer):
         self.fold_models()
 
     def fold_models(self) -> None:
-        """Folds the models that the trainer has so far. One that scores rows while it initialises calls it first."""
+        """Folds the models that the trainer has so far; called early where `__init__` already scores rows."""
         for model in (self.model, getattr(self, "ref_model", None)):
             if model is not None:
                 fold_shared_prefixes(model, min_reuse=self.min_reuse, attn_backend=self.attn_backend)

@@ -1,5 +1,8 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Padded rows to packed sequences: which rows share a forward, their trees, and the indices that lead back."""
+"""Padded rows to packed sequences: which rows share a forward, their trees, and the indices that lead back.
+
+A padded row is a row of TRL's tensors: one sequence, with padding on either side.
+"""
 
 from __future__ import annotations
 
@@ -15,36 +18,36 @@ from hf_prefix_tree.modeling.batch import BLOCK_SIZE, concatenate_trees
 from hf_prefix_tree.tree.folding import common_prefixes, sorted_order
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
 
+TOO_MANY = 2**40  # tokens of parts that exceed the budget; the sum over many ranks still fits int64
+
 
 @dataclass(frozen=True)
 class FoldedRows:
     """
-    Padded rows as one row of trees.
+    Padded rows as one packed sequence.
 
     Args:
-        batch (`dict[str, torch.Tensor]`): What the model is called with: `input_ids`, `attention_mask`, `labels`
-            (`[1, N]`) and `prefix_tree` (`[1, 3, N]`). A token is labelled where any row wants its log-prob, so that
-            the head projects it once.
+        batch (`dict[str, torch.Tensor]`): The inputs of the model: `input_ids`, `attention_mask`, `labels` (`[1, N]`)
+            and `prefix_tree` (`[1, 3, N]`). A token is labelled where any row wants its log-prob, so that the head
+            projects it once.
         where (`torch.Tensor` of shape `(T,)`, int64): For each of the T wanted tokens of the rows, in row-major
-            order, its place among the M labelled tokens of the tree, which is the order of the model's results.
+            order, its index among the M labelled tokens of the tree, which is the order of the model's results.
         tokens (`torch.Tensor` of shape `(R,)`, int64): For each of the R tokens of the rows without padding, in
-            row-major order, its place in the tree row.
-        tree_tokens (`int`): Tokens of the tree row without its padding.
+            row-major order, its index in the packed sequence.
     """
 
     batch: dict[str, torch.Tensor]
     where: torch.Tensor
     tokens: torch.Tensor
-    tree_tokens: int
 
     @property
     def reuse(self) -> float:
-        """Tokens of the rows, without padding, per position of the tree row, with padding."""
+        """Tokens of the rows, without padding, per position of the packed sequence, with padding."""
         return len(self.tokens) / self.batch["input_ids"].shape[1]
 
 
 def row_multiple(device: torch.device) -> int:
-    """What the length of a tree row is rounded up to: FlexAttention's blocks; on CPU there is no padding."""
+    """The multiple to which packed sequences are padded: FlexAttention's block size; on CPU there is no padding."""
     return BLOCK_SIZE if device.type == "cuda" else 1
 
 
@@ -59,10 +62,10 @@ def fold_rows(
 
     Args:
         input_ids (`np.ndarray` of shape `(B, L)`, int64): Padded rows.
-        is_token (`np.ndarray` of shape `(B, L)`, bool): What is no padding: one run of tokens in each row, or none.
+        is_token (`np.ndarray` of shape `(B, L)`, bool): False for padding: one run of tokens in each row, or none.
         is_wanted (`np.ndarray` of shape `(B, L)`, bool): The tokens whose log-prob is wanted. Never padding, never
             the first token of a row, which nothing predicts.
-        pad_to_multiple_of (`int`): The tree row's length is rounded up to a multiple of it.
+        pad_to_multiple_of (`int`): The packed sequence is padded to a multiple of it.
 
     Returns:
         [`FoldedRows`]
@@ -84,17 +87,13 @@ def fold_rows(
         [Branch(input_ids[row, is_token[row]], is_wanted[row, is_token[row]]) for row in filled], weighting="branch"
     )
     batch = concatenate_trees([tree], pad_token_id=0, pad_to_multiple_of=pad_to_multiple_of)
-    rank = np.cumsum(tree.weights > 0) - 1  # place among the labelled tokens
+    rank = np.cumsum(tree.weights > 0) - 1  # index among the labelled tokens
     tokens = np.concatenate(tree.paths())
     return FoldedRows(
         {name: batch[name] for name in ("input_ids", "attention_mask", "labels", "prefix_tree")},
         torch.from_numpy(rank[tokens[is_wanted[is_token]]]),
         torch.from_numpy(tokens),
-        len(tree),
     )
-
-
-TOO_MANY = 2**40  # tokens of parts that exceed the budget: also added up over many ranks it fits int64
 
 
 @dataclass(frozen=True)
@@ -104,11 +103,11 @@ class SortedRows:
 
     Args:
         order (int64 `[B]`):
-            The row at each place.
+            The index of each row in the batch.
         lengths (int64 `[B]`):
-            Its tokens, padding left out.
+            Tokens of each row, without padding.
         shared (int64 `[B]`):
-            How many of them it shares with the row before it.
+            Tokens that each row shares with the row before it.
         width (`int`):
             Tokens of a padded row.
 
@@ -140,8 +139,8 @@ class SortedRows:
             input_ids (int64 `[B, L]`): Padded rows.
             attention_mask (int64 `[B, L]`): 1 = real token.
         """
-        kept = attention_mask.bool().cpu().numpy()
-        ids = [row[own] for row, own in zip(input_ids.cpu().numpy(), kept, strict=True)]
+        is_token = attention_mask.bool().cpu().numpy()
+        ids = [row[mask] for row, mask in zip(input_ids.cpu().numpy(), is_token, strict=True)]
         order = sorted_order(ids)
         ids = [ids[row] for row in order]
         lengths = np.array([len(row) for row in ids])
@@ -153,13 +152,13 @@ class SortedRows:
 
     def tokens(self, number: int, min_reuse: float = 1.0, multiple: int = 1) -> npt.NDArray[np.int64]:
         """
-        Tokens that a forward over each of `number` parts holds.
+        Tokens that a forward over each of `number` parts computes.
 
         Args:
             number (`int`):
                 Parts.
             min_reuse (`float`, *optional*, defaults to 1.0):
-                A part whose tokens over its folded tokens are below it is not folded: it holds its padded tokens.
+                A part with fewer tokens per folded token is not folded, and computes its padded tokens.
             multiple (`int`, *optional*, defaults to 1):
                 Folded tokens of a part are rounded up to a multiple of it.
         """
@@ -171,35 +170,33 @@ class SortedRows:
         padded = np.diff(starts, append=len(self.order)) * self.width
         return np.where(lengths >= min_reuse * folded, folded, padded)
 
-    def totals(self, most: int, budget: int, min_reuse: float = 1.0, multiple: int = 1) -> npt.NDArray[np.int64]:
+    def totals(self, max_parts: int, budget: int, min_reuse: float = 1.0, multiple: int = 1) -> npt.NDArray[np.int64]:
         """
-        Tokens of all parts, for 1, 2, ... `most` parts; `TOO_MANY` where a part exceeds the budget.
+        Tokens of all parts, for 1, 2, ... `max_parts` parts; `TOO_MANY` where a part exceeds the budget.
 
         Args:
-            most (`int`):
+            max_parts (`int`):
                 The largest number of parts. It is always allowed.
             budget (`int`):
-                Tokens that a forward may hold.
-            min_reuse (`float`, *optional*, defaults to 1.0):
-                As for [`tokens`].
-            multiple (`int`, *optional*, defaults to 1):
+                Tokens that a forward may compute.
+            min_reuse (`float`, *optional*, defaults to 1.0), multiple (`int`, *optional*, defaults to 1):
                 As for [`tokens`].
         """
-        tokens = [self.tokens(number, min_reuse, multiple) for number in range(1, most + 1)]
-        fits = [own.max() <= budget for own in tokens[:-1]] + [True]
-        return np.array([own.sum() if fit else TOO_MANY for own, fit in zip(tokens, fits, strict=True)])
+        parts = [self.tokens(number, min_reuse, multiple) for number in range(1, max_parts + 1)]
+        fits = [tokens.max() <= budget for tokens in parts[:-1]] + [True]
+        return np.array([tokens.sum() if fit else TOO_MANY for tokens, fit in zip(parts, fits, strict=True)])
 
 
 def select_rows(batches: Sequence[dict[str, Any]], rows: Sequence[int]) -> dict[str, Any]:
     """
-    The given rows of micro-batches that are counted through.
+    The given rows of consecutive micro-batches, as one micro-batch.
 
     Args:
         batches (sequence of `dict`):
-            Micro-batches with the same keys: tensors and lists with an entry per row, scalar tensors that hold for
-            all of them alike, or `None`.
+            Micro-batches with the same keys: tensors and lists with an entry per row, scalar tensors that are equal
+            in all of them, or `None`.
         rows (sequence of `int`):
-            Rows to take.
+            Indices of the rows, counted through the micro-batches.
 
     Example:
 

@@ -3,7 +3,7 @@
 
 Cost: one forward over the tree of the sequences. The head is TRL's: log-probs are computed in chunks, and recomputed
 in the backward, so that no `[N, vocab]` tensor is kept. It runs in float32 at most; a float64 model, as in checks,
-takes the logits of its own head instead.
+uses the logits of its plain head instead.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def tree_log_probs(
 ) -> Any:
     """
     Log-probs of the tokens of sequences that share prefixes, each shared token computed once. Differentiable: the
-    gradients of a shared token are the sum of those of its sequences.
+    gradient of a shared token is the sum over its sequences.
 
     Position `t` of the result holds `log p(token t | tokens before it)`. It is 0 at the first token of a sequence, at
     padding and where `completion_mask` is 0. (TRL's per-token log-probs start at the second token:
@@ -46,8 +46,8 @@ def tree_log_probs(
 
     Args:
         model (`PreTrainedModel`, `PeftModel`, or a DDP, FSDP or DeepSpeed wrapper of one):
-            A causal LM. It is prepared with [`prepare_model`], in place; its own forward stays what it was. Under
-            DDP or FSDP, call it like a forward: the wrapper's collectives run inside.
+            A causal LM. It is prepared with [`prepare_model`], in place; its forward stays unchanged. Under DDP or
+            FSDP, call this function on every rank, like a forward: the wrapper's collectives run inside.
         input_ids (`torch.Tensor` of shape `(B, L)`, int64, or a sequence of tensors of shape `(L_i,)`):
             Padded rows, on the left, the right or both; or sequences without padding.
         attention_mask (`torch.Tensor` of shape `(B, L)`, *optional*):
@@ -56,7 +56,7 @@ def tree_log_probs(
             1 for the tokens whose log-prob is wanted, 0 elsewhere. Only those go through the head. All tokens by
             default.
         temperature (`float`, *optional*, defaults to `1.0`):
-            What logits are divided by.
+            Divisor of the logits.
         min_reuse (`float`, *optional*, defaults to `1.2`):
             As for [`~hf_prefix_tree.rl.folded_forward.fold_shared_prefixes`]: sequences that share less run as padded
             rows, with the same result.
@@ -93,19 +93,27 @@ def tree_log_probs(
     if not temperature > 0:
         raise ValueError(f"`temperature` must be a number > 0, got {temperature!r}.")
     if not isinstance(input_ids, torch.Tensor):
-        return _of_sequences(model, input_ids, attention_mask, completion_mask, temperature, min_reuse)
+        if attention_mask is not None:
+            raise ValueError("`attention_mask` is for padded rows: leave it out with a list of sequences.")
+        sequences = [torch.as_tensor(ids) for ids in input_ids]
+        if not sequences:
+            return []
+        ids, is_token, is_wanted = _padded(sequences, completion_mask)
+        options: Any = {"completion_mask": is_wanted, "temperature": temperature, "min_reuse": min_reuse}
+        rows = tree_log_probs(model, ids, is_token, **options)
+        return [row[: len(sequence)] for row, sequence in zip(rows, sequences, strict=True)]
     if input_ids.dim() != 2:
         raise ValueError(
             f"`input_ids` has the shape {tuple(input_ids.shape)}: pass padded rows `[B, L]`, or a list of sequences."
         )
     for name, mask in (("attention_mask", attention_mask), ("completion_mask", completion_mask)):
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape):
-            what = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
-            raise ValueError(f"`{name}` must have the shape {tuple(input_ids.shape)} of `input_ids`, got {what}.")
+            actual = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+            raise ValueError(f"`{name}` must have the shape {tuple(input_ids.shape)} of `input_ids`, got {actual}.")
     is_token = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     is_wanted = is_token.bool() if completion_mask is None else is_token.bool() & completion_mask.bool()
     is_wanted = is_wanted & (is_token.cumsum(dim=1) > 1)  # nothing predicts a first token
-    model = getattr(model, "_orig_mod", model)  # the tree is no part of a graph of the whole model
+    model = getattr(model, "_orig_mod", model)  # a compiled graph of the whole model can't hold the tree
     fold_shared_prefixes(model, min_reuse=min_reuse)
     with _fused_head(base_causal_lm(extract_model_from_parallel(model, keep_torch_compile=False)), temperature):
         log_probs = model(
@@ -117,65 +125,47 @@ def tree_log_probs(
     return torch.nn.functional.pad(log_probs, (1, 0))
 
 
-def _of_sequences(
-    model: torch.nn.Module,
-    input_ids: Sequence[torch.Tensor],
-    attention_mask: torch.Tensor | None,
-    completion_mask: Sequence[torch.Tensor] | None,
-    temperature: float,
-    min_reuse: float,
-) -> list[torch.Tensor]:
-    if attention_mask is not None:
-        raise ValueError("`attention_mask` is for padded rows: leave it out with a list of sequences.")
-    sequences = [torch.as_tensor(ids) for ids in input_ids]
-    if not sequences:
-        return []
+def _padded(
+    sequences: list[torch.Tensor], completion_mask: Sequence[torch.Tensor] | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Sequences as rows padded on the right: their ids, attention mask and completion mask."""
     for index, ids in enumerate(sequences):
         if ids.dim() != 1 or len(ids) == 0:
             raise ValueError(f"`input_ids[{index}]` has the shape {tuple(ids.shape)}: pass 1-D tensors with a token.")
-    lengths = [len(ids) for ids in sequences]
-    wanted = None
+    tensors = [sequences, [torch.ones_like(ids) for ids in sequences]]
     if completion_mask is not None:
-        masks = [torch.as_tensor(mask, device=sequences[0].device) for mask in completion_mask]
-        if [tuple(mask.shape) for mask in masks] != [(length,) for length in lengths]:
+        tensors.append([torch.as_tensor(mask, device=sequences[0].device) for mask in completion_mask])
+        if [mask.shape for mask in tensors[-1]] != [ids.shape for ids in sequences]:
             raise ValueError("`completion_mask` must hold one mask per sequence, as long as the sequence.")
-        wanted = pad_sequence(masks, batch_first=True)
-    rows = tree_log_probs(
-        model,
-        pad_sequence(sequences, batch_first=True),
-        pad_sequence([torch.ones_like(ids) for ids in sequences], batch_first=True),
-        completion_mask=wanted,
-        temperature=temperature,
-        min_reuse=min_reuse,
-    )
-    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    ids, is_token, *is_wanted = (pad_sequence(values, batch_first=True) for values in tensors)
+    return ids, is_token, is_wanted[0] if is_wanted else None
 
 
 @contextmanager
 def _fused_head(base: PreTrainedModel, temperature: float) -> Iterator[None]:
-    """Gives a causal LM a fused head for the time of a call. The backward needs none: it sits in the graph."""
-    own = base.__dict__.get("forward")
+    """Gives a causal LM a fused head during a call. The backward needs no head: it is part of the autograd graph."""
+    instance_forward = base.__dict__.get("forward")
     if "_original_forward" in base.__dict__ and not torch.is_autocast_enabled(base.device.type):
         raise ValueError(
             "`model` was prepared by Accelerate for mixed precision, which its fused head does not pass through: call "
             "`tree_log_probs` inside `with accelerator.autocast():`."
         )
     if base.dtype == torch.float64:
-        base.forward = MethodType(functools.partial(_forward_with_own_head, base.forward, temperature), base)
+        base.forward = MethodType(functools.partial(_forward_with_plain_head, base.forward, temperature), base)
     else:
         add_fused_lm_head(base, temperature=temperature)
     try:
         yield
     finally:
         del base.forward
-        if own is not None:
-            base.forward = own
+        if instance_forward is not None:
+            base.forward = instance_forward
 
 
-def _forward_with_own_head(
+def _forward_with_plain_head(
     forward: Any, temperature: float, base: PreTrainedModel, *, fused_lm_head: bool, labels: Any, **kwargs: Any
 ) -> FusedCausalLMOutput:
-    """What TRL's fused head returns, from the logits of the model's own head. On trees those are gathered already."""
+    """The output of TRL's fused head, from the logits of the model's head. On trees these are gathered already."""
     targets = kwargs.pop("shift_labels", None)
     logits = forward(**kwargs).logits
     if targets is None:

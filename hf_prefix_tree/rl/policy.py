@@ -1,13 +1,19 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""[`TreeGRPOTrainer`] and [`TreeRLOOTrainer`]: TRL's trainers, each shared token of a group computed once."""
+"""[`TreeGRPOTrainer`] and [`TreeRLOOTrainer`]: TRL's trainers, with each shared token of a group computed once.
+
+TRL shuffles the completions of a generation into micro-batches. Here those of one optimizer step (a window) are
+regrouped, so that completions of one prompt meet in one forward. Losses are scaled to sum to the step's loss, and
+metrics are logged for TRL's own micro-batches.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from trl import GRPOTrainer, RLOOTrainer
@@ -21,73 +27,72 @@ from hf_prefix_tree.modeling.checks import base_causal_lm
 from hf_prefix_tree.rl.folded_forward import FoldedForwardMixin, can_fold
 from hf_prefix_tree.rl.folded_rows import SortedRows, row_multiple, select_rows
 
-if TYPE_CHECKING:
-    from trl import GRPOTrainer as _Trainer
-else:
-    _Trainer = object
-
 logger = logging.getLogger(__name__)
 
 Scored = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # log-probs, entropies, auxiliary loss
-GATHERED = "gathered"  # key of a micro-batch that is not TRL's own
+REGROUPED = "regrouped"  # key of a micro-batch that is not TRL's own
 _MULTIMODAL = {"pixel_values", "token_type_ids", "mm_token_type_ids"}  # calls with them are not folded
 
 
 @dataclass
 class Window:
-    """TRL's micro-batches of (a part of) an optimizer step, and how their completions were gathered anew."""
+    """TRL's micro-batches of (a part of) an optimizer step, and the rows of each micro-batch after regrouping."""
 
     batches: list[dict[str, Any]]
     parts: list[list[int]]
-    scored: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # of each part, by its index
+    scored: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # by the index of the part
 
     def scored_batches(self) -> list[Scored]:
-        """Log-probs and entropies of each of TRL's micro-batches, once all parts were computed; forgets them."""
-        places = torch.tensor([row for part in self.parts for row in part]).argsort()
+        """Log-probs and entropies of each of TRL's micro-batches, after all parts were computed; clears `scored`."""
         scored = [self.scored[index] for index in range(len(self.parts))]
-        log_probs, entropies = (torch.cat(values)[places] for values in zip(*scored, strict=True))
+        log_probs, entropies = (_in_row_order(values, self.parts) for values in zip(*scored, strict=True))
         self.scored.clear()
-        size = len(places) // len(self.batches)
-        return [(own, other, None) for own, other in zip(log_probs.split(size), entropies.split(size), strict=True)]
+        size = len(log_probs) // len(self.batches)
+        return [(*values, None) for values in zip(log_probs.split(size), entropies.split(size), strict=True)]
 
 
 @dataclass
-class Gathered:
-    """What a micro-batch is that holds a part of a window, and what its loss is multiplied by."""
+class Regrouped:
+    """Marks a micro-batch as a part of a window. The loss is multiplied by `scale`."""
 
     window: Window
     part: int
     scale: float
 
 
-class TreePolicyMixin(FoldedForwardMixin, _Trainer):
+def _in_row_order(values: Sequence[torch.Tensor], parts: list[list[int]]) -> torch.Tensor:
+    """Results of parts of a batch, in the order of its rows."""
+    order = torch.tensor([row for part in parts for row in part], device=values[0].device)
+    return torch.cat(list(values))[order.argsort()]
+
+
+class TreePolicyMixin(FoldedForwardMixin):
     """
     Put it before `GRPOTrainer` or `RLOOTrainer`.
 
-    Class attribute: `max_row_tokens`, the tokens that one forward may hold. It is never less than what TRL's own
-    micro-batch has, padding included, since memory for that is there anyway.
+    Class attribute: `max_row_tokens`, the tokens that one forward may hold. The tokens of TRL's own micro-batch,
+    padding included, are always allowed, since there is memory for them anyway.
     """
 
     max_row_tokens: int = 0
     _buffered_inputs: list[dict[str, Any]] | None
     _metrics: dict[str, Any]
-    _step: int
-    _gathered: Gathered | None = None  # the micro-batch whose loss is computed
-    _known: Scored | None = None  # what the forward returns without computing it
+    _regrouped: Regrouped | None = None  # the micro-batch whose loss is being computed
+    _known: Scored | None = None  # the forward returns it without computing anything
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        reason = self._why_micro_batches_stay()
-        self._gathers_groups = reason is None
+        reason = self._why_not_regroup()
+        self._regroups = reason is None
         if reason is not None:
             logger.warning(
-                "Micro-batches stay as TRL shuffles them, because %s: of a group, only completions that meet in a "
-                "micro-batch share their prompt.",
+                "Micro-batches stay as TRL shuffles them, because %s: completions of a group share their prompt only "
+                "inside a micro-batch.",
                 reason,
             )
 
-    def _why_micro_batches_stay(self) -> str | None:
-        """What about the loss depends on which completions share a micro-batch, if anything does."""
+    def _why_not_regroup(self) -> str | None:
+        """Why the loss depends on which completions share a micro-batch; `None` if it does not."""
         if self.aux_loss_enabled:
             return "the router's auxiliary loss is that of a micro-batch (`router_aux_loss_coef=0` turns it off)"
         return None
@@ -101,7 +106,7 @@ class TreePolicyMixin(FoldedForwardMixin, _Trainer):
             return super()._generate_single_turn(*args, **kwargs)
         base = base_causal_lm(self.model)
         before = implementations(base)
-        # continuous batching knows no other
+        # continuous batching serves no other implementation
         base.set_attn_implementation(default_implementation(base.config.__class__))
         try:
             return super()._generate_single_turn(*args, **kwargs)
@@ -116,39 +121,41 @@ class TreePolicyMixin(FoldedForwardMixin, _Trainer):
         generated = self._buffered_inputs
         if generated is None or generated is before:
             return inputs
-        # An optimizer step may start anywhere in a generation that it doesn't divide; of as many micro-batches as both
-        # are multiples of, every step holds all or none.
+        # An optimizer step may start anywhere in a generation whose length it does not divide. Of the greatest common
+        # divisor of micro-batches, every step holds all or none.
         size = math.gcd(self.args.gradient_accumulation_steps, len(generated))
         windows = [generated[start : start + size] for start in range(0, len(generated), size)]
-        self._buffered_inputs = [batch for window in windows for batch in self._gather_groups(window)]
+        self._buffered_inputs = [batch for window in windows for batch in self._regroup(window)]
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
-    def _gather_groups(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The same completions, each group in as few micro-batches as fit; those that come out empty are `{}`."""
-        if not self._gathers_groups or len(batches) == 1 or _MULTIMODAL & batches[0].keys():
+    def _regroup(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The same completions, each group in as few micro-batches as fit; micro-batches left empty are `{}`."""
+        if not self._regroups or len(batches) == 1 or _MULTIMODAL & batches[0].keys():
             return batches
         whole = select_rows(batches, range(sum(len(batch["prompt_ids"]) for batch in batches)))
         input_ids = torch.cat([whole["prompt_ids"], whole["completion_ids"]], dim=1)
         attention_mask = torch.cat([whole["prompt_mask"], whole["completion_mask"]], dim=1)
         parts = self._parts(self.model, input_ids, attention_mask, len(batches))
         window = Window(batches, parts)
-        gathered = []
+        regrouped = []
         for index, part in enumerate(parts):
             scale = len(part) * len(batches) / len(input_ids) if self._loss_is_a_mean() else 1.0
-            gathered.append({**select_rows([whole], part), GATHERED: Gathered(window, index, scale)})
-        # Ranks reduce their gradients in the backward that ends a step, so the empty ones come first.
-        return [{} for _ in range(len(batches) - len(parts))] + gathered
+            regrouped.append({**select_rows([whole], part), REGROUPED: Regrouped(window, index, scale)})
+        # Ranks reduce their gradients in the backward that ends a step, so the empty micro-batches come first.
+        return [{} for _ in range(len(batches) - len(parts))] + regrouped
 
-    def _parts(self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, most: int) -> list[list[int]]:
-        """The rows of each forward: at most `most`, of the fewest tokens over all ranks, as many on each of them."""
+    def _parts(
+        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, max_parts: int
+    ) -> list[list[int]]:
+        """The rows of each forward: the number of forwards, equal on all ranks, with the fewest tokens in total."""
         rows = SortedRows.of(input_ids, attention_mask)
         if self.is_deepspeed_enabled:
-            return rows.parts(most)  # its engine counts the backwards
-        budget = max(-(-len(rows.order) // most) * rows.width, self.max_row_tokens)
+            return rows.parts(max_parts)  # its engine counts the backwards
+        budget = max(-(-len(rows.order) // max_parts) * rows.width, self.max_row_tokens)
         min_reuse = self.min_reuse if can_fold(model, attention_mask) else math.inf
-        totals = rows.totals(most, budget, min_reuse, row_multiple(input_ids.device))
-        gathered = self.accelerator.gather(torch.from_numpy(totals).to(self.accelerator.device)[None])
-        return rows.parts(int(gathered.sum(dim=0).argmin()) + 1)
+        totals = rows.totals(max_parts, budget, min_reuse, row_multiple(input_ids.device))
+        all_totals = self.accelerator.gather(torch.from_numpy(totals).to(self.accelerator.device)[None])
+        return rows.parts(int(all_totals.sum(dim=0).argmin()) + 1)
 
     # ---- the loss ----
 
@@ -157,33 +164,27 @@ class TreePolicyMixin(FoldedForwardMixin, _Trainer):
     ) -> torch.Tensor:
         if not inputs:
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
-        gathered: Gathered | None = inputs.get(GATHERED)
-        if gathered is None:
+        part: Regrouped | None = inputs.get(REGROUPED)
+        if part is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         metrics, self._metrics = self._metrics, {mode: defaultdict(list) for mode in self._metrics}
+        self._regrouped = part
         try:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
-            self._metrics = metrics
-        if gathered.part == len(gathered.window.parts) - 1:
-            self._log_metrics(model, gathered.window)
-        return loss * gathered.scale
+            self._metrics, self._regrouped = metrics, None
+        if part.part == len(part.window.parts) - 1:
+            self._log_metrics(model, part.window)
+        return loss * part.scale
 
     @torch.no_grad()
     def _log_metrics(self, model: Any, window: Window) -> None:
-        """Lets TRL log what it would have logged of its own micro-batches."""
+        """Lets TRL log the metrics of its own micro-batches, from the log-probs of the parts."""
         try:
             for batch, self._known in zip(window.batches, window.scored_batches(), strict=True):
                 self._compute_loss(model, batch)
         finally:
             self._known = None
-
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        self._gathered = inputs.get(GATHERED)
-        try:
-            return super()._compute_loss(model, inputs)
-        finally:
-            self._gathered = None
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -200,17 +201,16 @@ class TreePolicyMixin(FoldedForwardMixin, _Trainer):
         is_plain = all(value is None or value is False for value in kwargs.values())
         if batch_size is None or batch_size >= len(input_ids) or not is_plain:
             scored = compute(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
-            if self._gathered is not None:
-                self._gathered.window.scored[self._gathered.part] = scored[0].detach(), scored[1].detach()
+            if self._regrouped is not None:
+                self._regrouped.window.scored[self._regrouped.part] = scored[0].detach(), scored[1].detach()
             return scored
-        # TRL cuts the old and the reference log-probs of a generation every `batch_size` rows
+        # TRL computes the old and the reference log-probs of a generation in chunks of `batch_size` rows
         parts = self._parts(model, input_ids, attention_mask, -(-len(input_ids) // batch_size))
         log_probs = [compute(model, input_ids[part], attention_mask[part], logits_to_keep)[0] for part in parts]
-        places = torch.tensor([row for part in parts for row in part], device=input_ids.device)
-        return torch.cat(log_probs)[places.argsort()], None, None
+        return _in_row_order(log_probs, parts), None, None
 
 
-# What a micro-batch's loss is, by `loss_type`; `bnpo` divides by the tokens of the micro-batch.
+# How each `loss_type` normalises the loss of a micro-batch. (`bnpo` divides by the tokens of the micro-batch.)
 MEANS_OVER_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")
 SUMS = ("dapo", "cispo", "vespo")
 
@@ -220,16 +220,17 @@ class TreeGRPOTrainer(TreePolicyMixin, GRPOTrainer):
     Group Relative Policy Optimization on prefix trees: a drop-in for TRL's [`~trl.GRPOTrainer`].
 
     Takes the same arguments and a [`~trl.GRPOConfig`], takes the same optimizer steps and logs the same numbers.
-    Generation, rewards, tools and environments are TRL's. What differs is which completions are computed together:
-    inside an optimizer step, groups are kept together in those forwards that compute the fewest tokens, none with more
-    tokens than TRL's micro-batch of `per_device_train_batch_size` padded rows. So a group may be larger than a
-    micro-batch, and some of the `gradient_accumulation_steps` may have nothing left to compute. What depends on a
-    micro-batch as a whole keeps TRL's own micro-batches: `loss_type="bnpo"`, an entropy bonus, `top_entropy_quantile`
-    below 1, a router's auxiliary loss, and images. So does the number of micro-batches under DeepSpeed, and where
-    rows cannot be folded (absolute positions, `torch_compile=True`).
+    Generation, rewards, tools and environments are TRL's. The trainers differ in which completions they compute
+    together: inside an optimizer step, groups are kept together in the forwards that compute the fewest tokens, none
+    with more tokens than TRL's micro-batch of `per_device_train_batch_size` padded rows. So a group may be larger than
+    a micro-batch, and some of the `gradient_accumulation_steps` may have nothing left to compute. TRL's own
+    micro-batches are kept where the loss depends on a micro-batch as a whole: `loss_type="bnpo"`, an entropy bonus,
+    `top_entropy_quantile` below 1, a router's auxiliary loss, and images. Their number is kept under DeepSpeed, and
+    where rows cannot be folded (absolute positions, `torch_compile=True`).
 
-    A generation that spans several optimizer steps (`steps_per_generation` above `gradient_accumulation_steps`) is
-    shuffled by TRL before it is cut into steps, so each step holds a part of a group, and shares as much.
+    TRL shuffles a generation that spans several optimizer steps (`steps_per_generation` above
+    `gradient_accumulation_steps`) before it splits the generation into steps, so each step holds and shares only a
+    part of a group.
 
     Class attributes: `max_row_tokens` (tokens that one forward may hold, where memory allows more than TRL's
     micro-batch has), `min_reuse` and `attn_backend` (as for [`fold_shared_prefixes`]).
@@ -260,16 +261,14 @@ class TreeGRPOTrainer(TreePolicyMixin, GRPOTrainer):
     _tag_names = ["trl", "grpo", "prefix-tree"]  # noqa: RUF012 - as in TRL
     _name = "Tree GRPO"
 
-    def _why_micro_batches_stay(self) -> str | None:
+    def _why_not_regroup(self) -> str | None:
         if self.loss_type not in MEANS_OVER_COMPLETIONS + SUMS:
             return f"`loss_type={self.loss_type!r}` is normalised over the tokens of a micro-batch"
         if self._entropy_bonus_enabled:
-            return (
-                "the entropy bonus (`entropy_coef`, `use_adaptive_entropy`) is a mean over the tokens of a micro-batch"
-            )
+            return "the entropy bonus (`entropy_coef`, `use_adaptive_entropy`) is a mean over a micro-batch's tokens"
         if self.top_entropy_quantile < 1.0:
             return f"`top_entropy_quantile={self.top_entropy_quantile}` is a quantile of a micro-batch"
-        return super()._why_micro_batches_stay()
+        return super()._why_not_regroup()
 
     def _loss_is_a_mean(self) -> bool:
         return self.loss_type in MEANS_OVER_COMPLETIONS

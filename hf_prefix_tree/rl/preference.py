@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""[`TreeDPOTrainer`] and [`TreeKTOTrainer`]: TRL's trainers, shared prefixes of a micro-batch computed once."""
+"""[`TreeDPOTrainer`] and [`TreeKTOTrainer`]: TRL's trainers, with shared prefixes of a micro-batch computed once."""
 
 from __future__ import annotations
 
@@ -10,14 +10,22 @@ from trl import DPOTrainer, KTOTrainer
 from hf_prefix_tree.rl.folded_forward import FoldedForwardMixin
 
 
-class TreeDPOTrainer(FoldedForwardMixin, DPOTrainer):
+class TreePreferenceMixin(FoldedForwardMixin):
+    """Put it before `DPOTrainer` or `KTOTrainer`."""
+
+    def compute_ref_log_probs(self, *args: Any, **kwargs: Any) -> Any:
+        self.fold_models()  # TRL precomputes log-probs in its `__init__`
+        return super().compute_ref_log_probs(*args, **kwargs)
+
+
+class TreeDPOTrainer(TreePreferenceMixin, DPOTrainer):
     """
     Direct preference optimisation on prefix trees: a drop-in for TRL's [`~trl.DPOTrainer`], with its arguments, its
     `DPOConfig` and its numbers. Every loss type works, since losses see unfolded log-probs.
 
-    Policy and reference log-probs are computed on trees, precomputed ones included. Sharing ends at the micro-batch:
-    put pairs of one prompt next to each other (`train_sampling_strategy="sequential"`) and raise
-    `per_device_train_batch_size` to share a prompt among them. Batches with images, and those that share too little,
+    Policy and reference log-probs are computed on trees, precomputed ones included. Only rows of one micro-batch share
+    prefixes: put pairs of one prompt next to each other (`train_sampling_strategy="sequential"`) and raise
+    `per_device_train_batch_size`, so that they share the prompt. Batches with images, and those that share too little,
     run as in TRL, which is logged once.
 
     Args:
@@ -49,20 +57,16 @@ class TreeDPOTrainer(FoldedForwardMixin, DPOTrainer):
     _tag_names = ["trl", "dpo", "prefix-tree"]  # noqa: RUF012 - as in TRL
     _name = "Tree DPO"
 
-    def compute_ref_log_probs(self, *args: Any, **kwargs: Any) -> Any:
-        self.fold_models()  # TRL precomputes them while it initialises
-        return super().compute_ref_log_probs(*args, **kwargs)
 
-
-class TreeKTOTrainer(FoldedForwardMixin, KTOTrainer):
+class TreeKTOTrainer(TreePreferenceMixin, KTOTrainer):
     """
     Kahneman-Tversky optimisation on prefix trees: a drop-in for TRL's [`~trl.KTOTrainer`], with its arguments, its
     `KTOConfig` and its numbers.
 
-    Policy, reference and KL log-probs are computed on trees, precomputed ones included. Sharing ends at the
-    micro-batch, which holds neighbours of the dataset: put rows of one prompt next to each other and raise
-    `per_device_train_batch_size` to share it among them. Batches with images, and those that share too little, run as
-    in TRL, which is logged once.
+    Policy, reference and KL log-probs are computed on trees, precomputed ones included. Only rows of one micro-batch,
+    which are neighbours in the dataset, share prefixes: put rows of one prompt next to each other and raise
+    `per_device_train_batch_size`, so that they share the prompt. Batches with images, and those that share too little,
+    run as in TRL, which is logged once.
 
     Args:
         model (`str`, `PreTrainedModel` or `PeftModel`):
@@ -95,7 +99,3 @@ class TreeKTOTrainer(FoldedForwardMixin, KTOTrainer):
 
     _tag_names = ["trl", "kto", "prefix-tree"]  # noqa: RUF012 - as in TRL
     _name = "Tree KTO"
-
-    def compute_ref_log_probs(self, *args: Any, **kwargs: Any) -> Any:
-        self.fold_models()  # TRL precomputes them while it initialises
-        return super().compute_ref_log_probs(*args, **kwargs)

@@ -1,9 +1,9 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Branches, and the fold itself: which tokens the branches share, and what those tokens weigh.
+"""Branches, and the fold itself: which tokens the branches share, and the weights of those tokens.
 
 The branches are sorted lexicographically, as bytes. Each is then compared with the one before it, whose path is the
-open path of the trie: what they share is kept, the rest is new. One buffer holds the tree index of the token at each
-depth of the open path, so a branch adds its weights in one indexed addition, and a node is known by its first token.
+open path of the trie: shared tokens are kept, the rest is new. One buffer holds the tree index of the token at each
+depth of the open path, so a branch adds its weights in one indexed addition; a node is identified by its first token.
 
 Cost: O(log B) byte comparisons of each branch for the sort, then a few vectorised passes; memory linear in the input.
 Python steps over branches and nodes, never over tokens.
@@ -32,7 +32,7 @@ def integer_array(value: Any, name: str, minimum: int = 0, maximum: int = INT64_
     if array.size == 0:
         return np.empty(0, dtype=np.int64)
     items = value if isinstance(value, (list, tuple)) else []
-    # NumPy reads [5, True] as integers, so a list is looked through for booleans.
+    # NumPy reads [5, True] as integers, so the types of a list's items are checked.
     if array.dtype.kind not in "iu" or {bool, np.bool_} & set(map(type, items)):
         for index, item in enumerate(items or array.tolist()):
             if isinstance(item, (bool, np.bool_)) or not isinstance(item, (int, np.integer)):
@@ -81,7 +81,7 @@ def check_weighting(weighting: Any) -> str:
 def _flat_array(value: Any, name: str, kind: str) -> npt.NDArray[Any]:
     try:
         array = np.asarray(value)
-    except Exception as error:  # whatever an array-like's own conversion raises
+    except Exception as error:  # an array-like may raise anything
         raise ValueError(f"`{name}` is no array ({error}); pass a flat list or 1-D array of {kind}.") from error
     if array.ndim != 1:
         raise ValueError(
@@ -98,7 +98,7 @@ def _short(value: Any) -> str:
 @dataclass(frozen=True, init=False, eq=False)
 class Branch:
     """
-    One root-to-leaf token sequence with a weight per token: what ordinary training sees as one sample.
+    One root-to-leaf token sequence with a weight per token: one sample of ordinary training.
 
     The first token has no predecessor, so nothing predicts it: its weight is set to 0.
 
@@ -130,19 +130,18 @@ class Branch:
     weights: npt.NDArray[np.float64]
 
     def __init__(self, input_ids: npt.ArrayLike, weights: npt.ArrayLike) -> None:
-        ids = integer_array(input_ids, "input_ids")
-        own_weights = weight_array(weights, "weights")
-        if len(ids) == 0:
+        arrays = {"input_ids": integer_array(input_ids, "input_ids"), "weights": weight_array(weights, "weights")}
+        num_tokens, num_weights = map(len, arrays.values())
+        if num_tokens == 0:
             raise ValueError("`input_ids` is empty; drop the branch or give it at least one token.")
-        if len(ids) != len(own_weights):
+        if num_tokens != num_weights:
             raise ValueError(
-                f"`weights` has {len(own_weights)} entries but `input_ids` has {len(ids)}; pass one weight per token."
+                f"`weights` has {num_weights} entries but `input_ids` has {num_tokens}; pass one weight per token."
             )
-        own_weights[0] = 0.0
-        ids.setflags(write=False)
-        own_weights.setflags(write=False)
-        object.__setattr__(self, "input_ids", ids)
-        object.__setattr__(self, "weights", own_weights)
+        arrays["weights"][0] = 0.0
+        for name, array in arrays.items():
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -160,25 +159,25 @@ def branches_of_nodes(parents: Any, input_ids: Any, weights: Any) -> list[Branch
     """The branches of explicit nodes. See `PrefixTree.from_nodes`."""
     parents = integer_array([-1 if p is None else p for p in as_list(parents, "parents")], "parents", minimum=-1)
     ids = [integer_array(x, f"input_ids[{node}]") for node, x in enumerate(as_list(input_ids, "input_ids"))]
-    own = [np.ones(len(x)) for x in ids]
+    node_weights = [np.ones(len(x)) for x in ids]
     if weights is not None:
-        own = [weight_array(x, f"weights[{node}]") for node, x in enumerate(as_list(weights, "weights"))]
-    for name, lists in (("input_ids", ids), ("weights", own)):
+        node_weights = [weight_array(w, f"weights[{node}]") for node, w in enumerate(as_list(weights, "weights"))]
+    for name, lists in (("input_ids", ids), ("weights", node_weights)):
         if len(lists) != len(parents):
             raise ValueError(f"`{name}` has {len(lists)} lists for {len(parents)} `parents`; pass one list per node.")
-    for node, (x, w) in enumerate(zip(ids, own, strict=True)):
+    for node, (x, w) in enumerate(zip(ids, node_weights, strict=True)):
         if len(x) != len(w):
             raise ValueError(f"`weights[{node}]` has {len(w)} entries for {len(x)} tokens; pass one weight per token.")
-    return _branches_along(layout.leaf_paths(parents.tolist()), ids, own)
+    return _branches_along(layout.leaf_paths(parents.tolist()), ids, node_weights)
 
 
 def branches_of_node_paths(input_ids: Any, node_lengths: Any, sample_paths: Any, weights: Any) -> list[Branch]:
     """The branches of a tree in NeMo's terms. See `PrefixTree.from_node_paths`."""
     ids = integer_array(input_ids, "input_ids")
     lengths = integer_array(node_lengths, "node_lengths", maximum=INT32_MAX)
-    own = np.ones(len(ids)) if weights is None else weight_array(weights, "weights")
-    if len(own) != len(ids):
-        raise ValueError(f"`weights` has {len(own)} entries for {len(ids)} tokens; pass one weight per token.")
+    w = np.ones(len(ids)) if weights is None else weight_array(weights, "weights")
+    if len(w) != len(ids):
+        raise ValueError(f"`weights` has {len(w)} entries for {len(ids)} tokens; pass one weight per token.")
     if lengths.sum() != len(ids):
         raise ValueError(f"`node_lengths` sums to {lengths.sum()} for {len(ids)} `input_ids`; make them agree.")
     if len(lengths) == 0:
@@ -188,8 +187,8 @@ def branches_of_node_paths(input_ids: Any, node_lengths: Any, sample_paths: Any,
         for index, path in enumerate(as_list(sample_paths, "sample_paths"))
     ]
     layout.check_sample_paths(lengths.tolist(), paths)
-    cuts = np.cumsum(lengths)[:-1]
-    return _branches_along(paths, np.split(ids, cuts), np.split(own, cuts))
+    ends = np.cumsum(lengths)[:-1]
+    return _branches_along(paths, np.split(ids, ends), np.split(w, ends))
 
 
 def _branches_along(
@@ -214,32 +213,35 @@ def fold_branches(branches: Sequence[Branch], weighting: str) -> dict[str, Any]:
     num_tokens = int((lengths - shared).sum())
     if num_tokens > INT32_MAX:
         raise ValueError(f"`branches` fold to {num_tokens} tokens, int32 ends at {INT32_MAX}; fold fewer.")
-    first_new = np.cumsum(lengths - shared) - (lengths - shared)  # tree index of each branch's first new token
+    first_new = layout.node_starts(lengths - shared)  # tree index of each branch's first new token
 
     scaled = raw
     if weighting == "branch_mean":
         scaled = [w / max(int(np.count_nonzero(w)), 1) for w in raw]
-    keeps = shared.tolist()
-    tree_ids = np.concatenate([x[keep:] for x, keep in zip(ids, keeps, strict=True)])
-    total = np.concatenate([w[keep:] for w, keep in zip(scaled, keeps, strict=True)])
-    count = (np.concatenate([w[keep:] for w, keep in zip(raw, keeps, strict=True)]) > 0).astype(np.int64)
+    prefixes = shared.tolist()
+    tree_ids, total, new_weights = (
+        np.concatenate([values[prefix:] for values, prefix in zip(arrays, prefixes, strict=True)])
+        for arrays in (ids, scaled, raw)
+    )
+    count = (new_weights > 0).astype(np.int64)
 
     # The open path: tree index of its token at each depth.
     path = np.empty(lengths.max(), dtype=np.int64)
     above, split, last = [], [], []  # per branch: token above its new ones, that token's open child, the branch's end
     open_length = 0
     with np.errstate(over="ignore"):  # an infinite sum is refused below
-        for index, (keep, length, start) in enumerate(zip(keeps, lengths.tolist(), first_new.tolist(), strict=True)):
-            above.append(path[keep - 1] if keep else -1)
-            split.append(path[keep] if keep < open_length else -1)
-            path[keep:length] = np.arange(start, start + length - keep)
+        for prefix, length, start, w, w_raw in zip(
+            prefixes, lengths.tolist(), first_new.tolist(), scaled, raw, strict=True
+        ):
+            above.append(path[prefix - 1] if prefix else -1)
+            split.append(path[prefix] if prefix < open_length else -1)
+            path[prefix:length] = np.arange(start, start + length - prefix)
             last.append(path[length - 1])
             open_length = length
-            (supervised,) = raw[index][:keep].nonzero()
+            (supervised,) = w_raw[:prefix].nonzero()
             if len(supervised):
-                at = path[supervised]  # no index twice
-                total[at] += scaled[index][supervised]
-                count[at] += 1
+                total[path[supervised]] += w[supervised]  # no index occurs twice
+                count[path[supervised]] += 1
 
     # A node starts with a branch's first new token, and with the token where it leaves the open path: two children of
     # the token `above`.
@@ -251,25 +253,18 @@ def fold_branches(branches: Sequence[Branch], weighting: str) -> dict[str, Any]:
     branch_nodes = np.empty(len(order), dtype=np.int64)
     branch_nodes[order] = np.searchsorted(starts, last, side="right") - 1
 
-    nodes = layout.heavy_first_order(node_lengths, parents, layout.first_seen(branch_nodes, parents))
-    rank = np.empty(len(nodes) + 1, dtype=np.int64)
-    rank[nodes] = np.arange(len(nodes))
-    rank[-1] = -1  # a root's parent
-    node_lengths = node_lengths[nodes]
-    tokens = np.repeat(starts[nodes] - layout.node_starts(node_lengths), node_lengths) + np.arange(num_tokens)
-    run_counts, run_lengths, run_values = _weight_runs([branch.weights for branch in branches])
+    nodes, new_index = layout.heavy_first_order(node_lengths, parents, branch_nodes)
+    tokens = layout.ranges(starts[nodes], node_lengths[nodes])
     return {
         "input_ids": tree_ids[tokens],
-        "node_lengths": node_lengths,
-        "node_parents": rank[parents[nodes]],
+        "node_lengths": node_lengths[nodes],
+        "node_parents": new_index[parents[nodes]],
         "weights": _weighted(total, count, len(branches), weighting)[tokens],
         "branch_count": count[tokens],
         "num_branches": len(branches),
         "weighting": weighting,
-        "branch_nodes": rank[branch_nodes],
-        "run_counts": run_counts,
-        "run_lengths": run_lengths,
-        "run_values": run_values,
+        "branch_nodes": new_index[branch_nodes],
+        **_weight_runs([branch.weights for branch in branches]),
     }
 
 
@@ -300,11 +295,9 @@ def _weighted(
 ) -> npt.NDArray[np.float64]:
     """Turn the summed weights of the branches into the weights of the tree's tokens."""
     with np.errstate(over="ignore"):
-        weight = total.sum()  # what the loss divides by, and above every token's and every branch's weight
+        weight = total.sum()  # the divisor of the loss; no token and no branch weighs more
     if not weight < np.inf:
-        raise ValueError(
-            f"`weights` of the branches add up to {weight} over the tree; scale the weights of all branches down."
-        )
+        raise ValueError(f"`weights` of the branches add up to {weight} over the tree; scale all of them down.")
     if weighting == "tree":
         return total / num_branches
     if weighting == "once":
@@ -312,16 +305,12 @@ def _weighted(
     return total
 
 
-def _weight_runs(
-    weights: list[npt.NDArray[np.float64]],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+def _weight_runs(weights: list[npt.NDArray[np.float64]]) -> dict[str, npt.NDArray[Any]]:
     """Run-length encoding of every branch's weights: runs per branch, tokens per run, value of each run."""
     flat = np.concatenate(weights)
-    starts_run = np.empty(len(flat), dtype=bool)
-    np.not_equal(flat[1:], flat[:-1], out=starts_run[1:])
+    starts_run = np.append(True, flat[1:] != flat[:-1])
     ends = np.cumsum([len(w) for w in weights])
-    starts_run[0] = True
     starts_run[ends[:-1]] = True  # a run never spans two branches
     (starts,) = starts_run.nonzero()
     run_counts = np.diff(np.searchsorted(starts, ends), prepend=0)
-    return run_counts, np.diff(starts, append=len(flat)), flat[starts]
+    return {"run_counts": run_counts, "run_lengths": np.diff(starts, append=len(flat)), "run_values": flat[starts]}

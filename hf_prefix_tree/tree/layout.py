@@ -7,7 +7,7 @@ range of tokens, so `subtree_end` alone is the attention mask.
 
 Cost: O(M) Python steps over nodes, vectorised over tokens; memory O(M + N). Nothing recurses.
 
-The two functions at the end read trees that users give by their nodes, and raise a `ValueError` where that is no tree.
+The two functions at the end read nodes that a user passed, and raise a `ValueError` where they form no tree.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TreeStats:
 
     Args:
         branches (`int`): Branches.
-        branch_tokens (`int`): Tokens of all branches: what training branch by branch computes.
+        branch_tokens (`int`): Tokens of all branches, which training branch by branch computes.
         tree_tokens (`int`): Tokens of the tree.
         branch_pairs (`int`): Visible query-key pairs of causal attention over every branch, diagonal included.
         tree_pairs (`int`): Visible query-key pairs of the tree, diagonal included.
@@ -65,52 +65,47 @@ class TreeStats:
         return TreeStats(**{name: max(pair) if name in maxima else sum(pair) for name, pair in pairs.items()})
 
 
-def first_seen(branch_nodes: IntArray, node_parents: IntArray) -> Int64Array:
-    """Index of the first branch through each node, int64 `[M]`, given the node that each branch ends with."""
-    seen = np.full(len(node_parents), len(branch_nodes))
-    np.minimum.at(seen, branch_nodes, np.arange(len(branch_nodes)))
-    first = seen.tolist()
-    for node, parent in zip(range(len(first) - 1, -1, -1), node_parents[::-1].tolist(), strict=True):
-        if parent >= 0 and first[node] < first[parent]:
-            first[parent] = first[node]
-    return np.array(first)
-
-
-def heavy_first_order(node_lengths: IntArray, node_parents: IntArray, first_seen: IntArray) -> Int64Array:
+def heavy_first_order(
+    node_lengths: IntArray, node_parents: IntArray, branch_nodes: IntArray
+) -> tuple[Int64Array, Int64Array]:
     """
     DFS preorder of the nodes with the heaviest child first, so that the longest shared work is one contiguous run.
 
-    A child's weight is the number of tokens in its subtree, its own included. Ties go to the child that was seen
-    first. Roots are ordered in the same way.
+    The weight of a child is the number of tokens in its subtree, including the child. Ties go to the child that an
+    earlier branch passes through. Roots are ordered in the same way.
 
     Args:
         node_lengths (`np.ndarray` of shape `[M]`):
             Tokens of each node.
         node_parents (`np.ndarray` of shape `[M]`):
             Parent of each node, -1 for a root. A parent comes before its children.
-        first_seen (`np.ndarray` of shape `[M]`):
-            Index of the first branch that passes through each node.
+        branch_nodes (`np.ndarray` of shape `[B]`):
+            The node that each branch ends with.
 
     Returns:
-        `np.ndarray` of shape `[M]`, int64: the nodes in their new order.
+        `tuple`: the nodes in their new order, int64 `[M]`, and the new index of each node, int64 `[M + 1]`; its last
+        entry is -1, the index that the parent of a root keeps.
 
     Example:
 
     ```python
     >>> # a trunk of 2 tokens with children of 1 and 3 tokens
-    >>> heavy_first_order(np.array([2, 1, 3]), np.array([-1, 0, 0]), np.array([0, 0, 1])).tolist()
-    [0, 2, 1]
+    >>> heavy_first_order(np.array([2, 1, 3]), np.array([-1, 0, 0]), np.array([1, 2]))
+    (array([0, 2, 1]), array([ 0,  2,  1, -1]))
 
     ```
     """
-    parents = node_parents.tolist()
-    tokens_below = node_lengths.tolist()
+    parents, tokens_below = node_parents.tolist(), node_lengths.tolist()
+    first_branches = np.full(len(parents), len(branch_nodes))
+    np.minimum.at(first_branches, branch_nodes, np.arange(len(branch_nodes)))
+    first_seen = first_branches.tolist()
     for node in range(len(parents) - 1, -1, -1):
         if parents[node] >= 0:
             tokens_below[parents[node]] += tokens_below[node]
+            first_seen[parents[node]] = min(first_seen[parents[node]], first_seen[node])
     # Lightest and latest first: the last child pushed on the stack, the heaviest, is the next one to leave it.
     children: list[list[int]] = [[] for _ in range(len(parents) + 1)]  # the last list holds the roots (parent -1)
-    for node in np.lexsort((-first_seen, np.array(tokens_below))).tolist():
+    for node in np.lexsort((-np.array(first_seen), np.array(tokens_below))).tolist():
         children[parents[node]].append(node)
     order: list[int] = []
     stack = children[-1]
@@ -118,7 +113,9 @@ def heavy_first_order(node_lengths: IntArray, node_parents: IntArray, first_seen
         node = stack.pop()
         order.append(node)
         stack.extend(children[node])
-    return np.array(order, dtype=np.int64)
+    new_index = np.full(len(order) + 1, -1)
+    new_index[order] = np.arange(len(order))
+    return np.array(order, dtype=np.int64), new_index
 
 
 def first_out_of_preorder(node_parents: IntArray) -> int | None:
@@ -200,7 +197,7 @@ def subtree_end(node_lengths: IntArray, node_parents: IntArray) -> Int32Array:
     """
     parents = node_parents.tolist()
     ends = np.cumsum(node_lengths, dtype=np.int64).tolist()
-    # In preorder a subtree ends where its last node does, and that node has been visited before its ancestors.
+    # In preorder a subtree ends where its last node ends, and this loop visits that node before its ancestors.
     for node in range(len(parents) - 1, -1, -1):
         parent = parents[node]
         if parent >= 0 and ends[parent] < ends[node]:
@@ -262,8 +259,8 @@ def branch_positions(node_lengths: IntArray, node_parents: IntArray, branch_node
     positions: list[Int64Array] = [path] * len(branch_nodes)
     ends = branch_nodes.tolist()
     done = 0
-    # One walk in preorder. `path` holds the token index at every depth of the open path: whatever was written below a
-    # node's first depth belongs to its ancestors.
+    # One walk in preorder. `path` holds the token index at every depth of the open path: entries above a node's first
+    # depth belong to its ancestors.
     for branch in np.argsort(branch_nodes, kind="stable").tolist():
         for node in range(done, ends[branch] + 1):
             path[tops[node] : tops[node] + lengths[node]] = np.arange(starts[node], starts[node] + lengths[node])
@@ -277,25 +274,18 @@ def leaf_paths(parents: list[int]) -> list[list[int]]:
     if not parents:
         raise ValueError("`parents` has no nodes; pass at least one.")
     for node, parent in enumerate(parents):
-        if parent >= len(parents):
+        if parent >= node:
             raise ValueError(
-                f"`parents[{node}]` is {parent}, out of range for {len(parents)} nodes; use -1 for a root."
+                f"`parents[{node}]` is {parent} of {len(parents)} nodes, not an earlier node; order the nodes parents "
+                "first, and use -1 for a root."
             )
-        if parent == node:
-            raise ValueError(f"`parents[{node}]` is {parent}, a cycle: no node is its own parent; use -1 for a root.")
-        if parent > node:
-            raise ValueError(
-                f"`parents[{node}]` is {parent}, a parent after its child or a cycle; order the nodes parents first."
-            )
-    inner = set(parents)
     paths = []
-    for leaf in range(len(parents)):
-        if leaf not in inner:
-            path, node = [], leaf
-            while node >= 0:
-                path.append(node)
-                node = parents[node]
-            paths.append(path[::-1])
+    for node in sorted(set(range(len(parents))) - set(parents)):
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = parents[node]
+        paths.append(path[::-1])
     return paths
 
 

@@ -1,8 +1,8 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Packing trees into rows: which trees share a row, by best fit with the largest first.
+"""Packing trees into rows: which trees share a packed sequence ("row" below), by best fit with the largest first.
 
-Packing is by size, apart from trees that must not share a row. What must stay in one optimizer step, such as the parts
-of a split tree, is the sampler's to keep together.
+Packing goes by size, except for trees that must not share a row. The sampler, not the packing, keeps the parts of a
+split tree in one optimizer step.
 
 Cost: O(n log n) Python steps for n trees.
 """
@@ -57,8 +57,8 @@ def pack_rows(lengths: npt.ArrayLike, max_tokens: int, apart: Sequence[int] = ()
         )
     row_of = [0] * len(sizes)
     num_rows = 0
-    # Rows with room for the next tree, least room first, and the others, most room first. Trees only get smaller, so a
-    # row that takes the next tree takes all later ones, until it is filled further.
+    # Rows with room for the next tree, least room first, and the rest, most room first. Trees only get smaller, so a
+    # row that takes the next tree takes all later ones, until a tree is added to it.
     takes: list[tuple[int, int]] = []
     waits: list[tuple[int, int]] = []
     tokens = sizes.tolist()
@@ -89,13 +89,13 @@ def pack_rows(lengths: npt.ArrayLike, max_tokens: int, apart: Sequence[int] = ()
 
 def fill(lengths: npt.ArrayLike, rows: Sequence[Sequence[int]], max_tokens: int) -> float:
     """
-    Share of the rows' capacity that trees take up, between 0 and 1.
+    Share of the rows' capacity that trees occupy, between 0 and 1.
 
     Args:
         lengths (array-like of `int`, shape `[n]`):
             Tokens of each tree.
         rows (sequence of sequences of `int`):
-            What [`pack_rows`] returned.
+            The result of [`pack_rows`].
         max_tokens (`int`):
             Tokens that a row holds.
 

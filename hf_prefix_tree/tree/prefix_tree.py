@@ -1,8 +1,8 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""The prefix tree: what `fold` returns, what is stored and trained on, and how to get the branches back.
+"""The prefix tree: `fold` makes it, datasets store it, a model trains on it, and it unfolds into its branches.
 
-`PrefixTree` stores the tokens in layout order, the node table, the folded weights and what it takes to unfold without
-loss: each branch's last node and its own weights, run-length encoded. What a model needs per token is derived.
+`PrefixTree` stores the tokens in layout order, the node table, the folded weights and, to unfold without loss, each
+branch's last node and its weights, run-length encoded. The integers that a model needs per token are derived.
 
 Cost: construction and every property are O(N) vectorised plus O(M) Python steps over nodes; unfolding is linear in the
 tokens of the branches.
@@ -19,27 +19,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hf_prefix_tree.tree import layout
-from hf_prefix_tree.tree.folding import (
-    INT32_MAX,
-    Branch,
-    as_list,
-    branches_of_node_paths,
-    branches_of_nodes,
-    check_weighting,
-    fold_branches,
-    integer_array,
-    weight_array,
-)
+from hf_prefix_tree.tree import folding, layout
+from hf_prefix_tree.tree.folding import INT32_MAX, Branch, check_weighting, integer_array
 from hf_prefix_tree.tree.layout import TreeStats
 
 __all__ = ["Branch", "PrefixTree", "TreeStats", "fold"]
+
+_INT32_MINIMA = {"node_lengths": 1, "node_parents": -1, "branch_count": 0}
+_INT32_MINIMA |= {"branch_nodes": 0, "run_counts": 1, "run_lengths": 1}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PrefixTree:
     """
-    A folded set of branches in DFS preorder, heaviest child first. Made by [`fold`]; read-only.
+    A folded set of branches in DFS preorder, heaviest child first. [`fold`] makes it; it is read-only.
 
     N tokens, M nodes, B branches, R runs. The constructor takes the stored state and checks it.
 
@@ -57,12 +50,12 @@ class PrefixTree:
         num_branches (`int`):
             K: number of branches that the weights refer to. B, unless the tree is a part of a split one.
         weighting (`str`):
-            How `weights` were made of the branches' weights, see [`fold`].
+            How `weights` follow from the branches' weights, see [`fold`].
         branch_nodes (`np.ndarray` of shape `[B]`, int32):
-            The node that each branch ends with, branches in the order that they were given in.
+            The node that each branch ends with, in the order of the branches.
         run_counts (`np.ndarray` of shape `[B]`, int32), run_lengths (`np.ndarray` of shape `[R]`, int32), \
         run_values (`np.ndarray` of shape `[R]`, float64):
-            Run-length encoding of each branch's own weights along its path.
+            Run-length encoding of each branch's weights along its path.
 
     Raises:
         `ValueError`: If the arrays don't describe a tree. The message names the array.
@@ -96,29 +89,21 @@ class PrefixTree:
     run_values: npt.NDArray[np.float64]
 
     def __post_init__(self) -> None:
-        def int32(name: str, minimum: int) -> npt.NDArray[np.int32]:
-            return integer_array(getattr(self, name), name, minimum, INT32_MAX).astype(np.int32)
-
-        state = {
-            "input_ids": integer_array(self.input_ids, "input_ids"),
-            "node_lengths": int32("node_lengths", 1),
-            "node_parents": int32("node_parents", -1),
-            "weights": _float64(self.weights, "weights"),
-            "branch_count": int32("branch_count", 0),
-            "num_branches": integer_array([self.num_branches], "num_branches", 1, INT32_MAX).item(),
-            "weighting": check_weighting(self.weighting),
-            "branch_nodes": int32("branch_nodes", 0),
-            "run_counts": int32("run_counts", 1),
-            "run_lengths": int32("run_lengths", 1),
-            "run_values": _float64(self.run_values, "run_values"),
-        }
-        for name, value in state.items():
-            object.__setattr__(self, name, _read_only(value) if isinstance(value, np.ndarray) else value)
+        check_weighting(self.weighting)
+        num_branches = integer_array([self.num_branches], "num_branches", 1, INT32_MAX).item()
+        object.__setattr__(self, "num_branches", num_branches)
+        arrays: dict[str, npt.NDArray[Any]] = {"input_ids": integer_array(self.input_ids, "input_ids")}
+        for name, minimum in _INT32_MINIMA.items():
+            arrays[name] = integer_array(getattr(self, name), name, minimum, INT32_MAX).astype(np.int32)
+        for name in ("weights", "run_values"):
+            arrays[name] = _float64(getattr(self, name), name)
+        for name, array in arrays.items():
+            object.__setattr__(self, name, _read_only(array))
         for name, problem in self._problems():
             raise ValueError(f"`{name}` {problem}; the tree is corrupt: fold its branches again.")
 
     def _problems(self) -> Iterator[tuple[str, str]]:
-        """What is wrong with the stored state, as (argument, problem). Later checks rely on earlier ones."""
+        """The problems of the stored state, as (argument, problem). Later checks rely on earlier ones."""
         num_tokens, num_nodes, num_branches = len(self), len(self.node_lengths), len(self.branch_nodes)
         for name, expected in {
             "input_ids": max(num_tokens, 1),
@@ -143,7 +128,7 @@ class PrefixTree:
         passed[self.branch_nodes] = passed[self.node_parents] = True  # the last entry is for the parent of roots, -1
         if not passed[:-1].all():
             yield "branch_nodes", f"has no branch through node {passed.argmin()}"
-        first_runs = np.cumsum(self.run_counts, dtype=np.int64) - self.run_counts
+        first_runs = layout.node_starts(self.run_counts)
         run_tokens = np.add.reduceat(self.run_lengths, first_runs, dtype=np.int64)
         if (run_tokens != self._branch_lengths).any():
             branch = (run_tokens != self._branch_lengths).argmax()
@@ -200,14 +185,14 @@ class PrefixTree:
         return all(np.array_equal(mine, theirs) for mine, theirs in zip(self._state(), other._state(), strict=True))
 
     def __reduce__(self) -> tuple[type[PrefixTree], tuple[Any, ...]]:
-        return PrefixTree, self._state()  # leaves out what is derived; arrays come back from a pickle writable
+        return PrefixTree, self._state()  # without derived arrays; unpickled arrays are writable, so check them again
 
     def _state(self) -> tuple[Any, ...]:
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def paths(self) -> list[npt.NDArray[np.int64]]:
         """
-        Where each branch's tokens are: their indices in the layout, root first, branches in the order of `branches()`.
+        Indices of each branch's tokens in the layout, root first, in the order of `branches()`.
 
         Example:
 
@@ -224,12 +209,12 @@ class PrefixTree:
 
     def branches(self) -> list[Branch]:
         """
-        Unfold: every branch with its own weights, in the order that they were folded in, nothing lost.
+        Unfold: every branch with its weights, in the order in which they were folded, without loss.
 
         `fold(tree.branches(), weighting=tree.weighting)` equals `tree`, unless it is a part of a split tree.
         """
         weights = np.split(np.repeat(self.run_values, self.run_lengths), np.cumsum(self._branch_lengths)[:-1])
-        return [Branch(self.input_ids[at], own) for at, own in zip(self.paths(), weights, strict=True)]
+        return [Branch(self.input_ids[path], w) for path, w in zip(self.paths(), weights, strict=True)]
 
     def stats(self) -> TreeStats:
         """Counts of the tree and of its branches."""
@@ -254,17 +239,17 @@ class PrefixTree:
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> PrefixTree:
         """
-        Make a tree of what `to_dict` returned, also after a round trip through Arrow. Other keys are ignored.
+        The tree of a dictionary from `to_dict`, also after a round trip through Arrow. Unknown keys are ignored.
 
         Raises:
             `ValueError`: If a column is missing or the columns don't describe a tree. The message names the column.
         """
         if not isinstance(mapping, Mapping):
-            raise ValueError(f"`mapping` is a {type(mapping).__name__}; pass a row, or what `to_dict` returned.")
+            raise ValueError(f"`mapping` is a {type(mapping).__name__}; pass a row, or the result of `to_dict`.")
         names = [field.name for field in dataclasses.fields(cls)]
         for name in names:
             if name not in mapping:
-                raise ValueError(f"`mapping` lacks the column `{name}`; pass what `to_dict` returned, whole.")
+                raise ValueError(f"`mapping` lacks the column `{name}`; pass all that `to_dict` returned.")
         return cls(*(mapping[name] for name in names))
 
     @classmethod
@@ -278,7 +263,7 @@ class PrefixTree:
         """
         Fold a tree that is given by its nodes. Every node without children ends a branch.
 
-        The branches are folded anew, so siblings that start with the same tokens merge. A node may be empty.
+        The branches are folded again, so siblings that start with the same tokens merge. A node may be empty.
 
         Args:
             parents (sequence of `int` or `None`):
@@ -303,7 +288,7 @@ class PrefixTree:
 
         ```
         """
-        return fold(branches_of_nodes(parents, input_ids, weights), weighting)
+        return fold(folding.branches_of_nodes(parents, input_ids, weights), weighting)
 
     def to_node_paths(self) -> tuple[list[int], list[list[int]]]:
         """
@@ -330,7 +315,7 @@ class PrefixTree:
         weighting: str = "tree",
     ) -> PrefixTree:
         """
-        Fold a tree that is given in NeMo's terms. The branches are folded anew, so equal prefixes merge.
+        Fold a tree that is given in NeMo's terms. The branches are folded again, so equal prefixes merge.
 
         Args:
             input_ids (array-like of `int`, shape `[N]`):
@@ -348,7 +333,7 @@ class PrefixTree:
             `ValueError`: If the lengths differ, a path has a node out of range, twice or before its parent, a node has
                 two parents, tokens are on no path, or a path has no token.
         """
-        return fold(branches_of_node_paths(input_ids, node_lengths, sample_paths, weights), weighting)
+        return fold(folding.branches_of_node_paths(input_ids, node_lengths, sample_paths, weights), weighting)
 
 
 def fold(branches: Iterable[Branch], weighting: str = "tree") -> PrefixTree:
@@ -391,17 +376,17 @@ def fold(branches: Iterable[Branch], weighting: str = "tree") -> PrefixTree:
     ```
     """
     check_weighting(weighting)
-    items = as_list(branches, "branches")
+    items = folding.as_list(branches, "branches")
     for index, item in enumerate(items):
         if not isinstance(item, Branch):
             raise ValueError(f"`branches[{index}]` is a {type(item).__name__}; make it a `Branch`.")
     if not items:
         raise ValueError("`branches` is empty; pass at least one `Branch`.")
-    return PrefixTree(**fold_branches(items, weighting))
+    return PrefixTree(**folding.fold_branches(items, weighting))
 
 
 def _float64(value: Any, name: str) -> npt.NDArray[np.float64]:
-    weights = weight_array(value, name)
+    weights = folding.weight_array(value, name)
     dtype = np.float64 if isinstance(value, list) else np.asarray(value).dtype
     if dtype in (np.float16, np.float32):
         raise ValueError(

@@ -1,11 +1,12 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Splitting a tree that is larger than a row: parts that recompute what they share and supervise each token once.
+"""Splitting a tree that exceeds a packed sequence: parts recompute shared tokens, and supervise each token once.
 
-A part holds the whole paths of some leaves, so what is above a fork is computed again in every part that has a side of
-it. Groups of leaves are joined at the deepest fork that they have in common, where joining saves most; at each fork by
-best fit, the largest groups first. With a single fork this is bin packing, so no fast algorithm always duplicates the
-fewest tokens. On random trees of up to 8 leaves, 99 % of the splits are as good as those of an exhaustive search, and
-together they duplicate less than 1 % more; the best cut of the layout into runs of leaves duplicates 4 % more.
+A part holds the whole paths of some leaves, so the tokens above a fork are computed again in every part with a side of
+the fork. Groups of leaves are joined at the deepest fork that they have in common, where joining saves most; at each
+fork by best fit, the largest groups first. With a single fork this is bin packing, so no fast algorithm always
+duplicates the fewest tokens. On random trees of up to 8 leaves, 99 % of the splits are as good as those of an
+exhaustive search, and together they duplicate less than 1 % more; the best division of the layout into runs of leaves
+duplicates 4 % more.
 
 Cost: O(L log^2 L) Python steps for L leaves, O(nodes) for the whole tree and for each part, the rest vectorised.
 """
@@ -24,14 +25,14 @@ from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 def split_tree(tree: PrefixTree, max_tokens: int) -> list[PrefixTree]:
     """
-    Split a tree into parts of at most `max_tokens` tokens that, trained in one optimizer step, are the whole tree.
+    Split a tree into parts of at most `max_tokens` tokens that, trained in one optimizer step, equal the whole tree.
 
     A part is the tree of some of the branches, each branch in exactly one part. Its weights and `branch_count` are
     those of the whole tree, in the first part that holds the token and 0 in the others; `num_branches` stays the whole
     tree's K. So the weights, and with them the unnormalised losses and gradients, add up to the whole tree's.
 
-    Which parts belong together is not stored in a part: a dataset keeps it in columns (`tree_ids`, `num_parts`), and a
-    sampler keeps them in one step. A part weighs 0 only if its branches supervise nothing that is theirs alone.
+    A part does not store which tree it belongs to: a dataset does, in the columns `tree_ids` and `num_parts`, and a
+    sampler keeps the parts in one step. A part weighs 0 only if earlier parts hold all tokens that it supervises.
 
     Args:
         tree ([`PrefixTree`]):
@@ -70,23 +71,22 @@ def split_tree(tree: PrefixTree, max_tokens: int) -> list[PrefixTree]:
             "split; raise `max_tokens`, or cap the branches with `max_length` before they are folded."
         )
     parents = tree.node_parents.tolist()
-    owner = np.empty(len(parents), dtype=np.int64)
+    first_part = np.full(len(parents), -1)
     parts = []
-    for leaves in _plan(parents, path_tokens.tolist(), max_tokens):
+    for index, leaves in enumerate(_plan(parents, path_tokens.tolist(), max_tokens)):
         nodes: set[int] = set()
         for node in leaves:
             while node >= 0 and node not in nodes:
                 nodes.add(node)
                 node = parents[node]
         parts.append(np.array(sorted(nodes)))
-    for index in range(len(parts) - 1, -1, -1):
-        owner[parts[index]] = index  # the first part that holds the node is the last to write here
-    return [_part(tree, nodes, owner == index) for index, nodes in enumerate(parts)]
+        first_part[parts[-1][first_part[parts[-1]] < 0]] = index
+    return [_part(tree, nodes, first_part == index) for index, nodes in enumerate(parts)]
 
 
 def _plan(parents: list[int], path_tokens: list[int], max_tokens: int) -> list[list[int]]:
     """Leaves of each part. `path_tokens` counts the tokens from the root to the end of each node, which all fit."""
-    members: dict[int, list[int]] = {}  # the leaves of a group, under the first one's name
+    members: dict[int, list[int]] = {}  # the leaves of each group, by its first leaf
     # Groups below each node, one list per child; the last entry is above the roots. A list is sorted by the group's
     # tokens, paths from the root included, and no two of its groups fit together.
     below: list[list[list[tuple[int, int]]]] = [[] for _ in range(len(parents) + 1)]
@@ -100,10 +100,10 @@ def _plan(parents: list[int], path_tokens: list[int], max_tokens: int) -> list[l
             for tokens, leaf in sorted((group for child in children for group in child), reverse=True):
                 at = bisect_right(groups, (max_tokens - tokens + shared, len(parents))) - 1
                 if at >= 0:
-                    joined, other = groups.pop(at)
-                    tokens += joined - shared
-                    members[other] += members.pop(leaf)
-                    leaf = other
+                    group_tokens, group_leaf = groups.pop(at)
+                    tokens += group_tokens - shared
+                    members[group_leaf] += members.pop(leaf)
+                    leaf = group_leaf
                 insort(groups, (tokens, leaf))
         else:
             groups = [(shared, node)]
@@ -113,15 +113,15 @@ def _plan(parents: list[int], path_tokens: list[int], max_tokens: int) -> list[l
     return sorted(members.values(), key=min)
 
 
-def _part(tree: PrefixTree, nodes: npt.NDArray[np.int64], own: npt.NDArray[np.bool_]) -> PrefixTree:
-    """The part of these nodes, ascending. `own` marks the nodes of the tree that the part supervises."""
-    branches = np.flatnonzero(own[tree.branch_nodes])
-    rank = np.full(len(own) + 1, -1)  # the last entry is for the parent of roots, -1
-    rank[nodes] = np.arange(len(nodes))
-    parents = rank[tree.node_parents[nodes]]
-    ends = rank[tree.branch_nodes[branches]]
+def _part(tree: PrefixTree, nodes: npt.NDArray[np.int64], is_supervised: npt.NDArray[np.bool_]) -> PrefixTree:
+    """The part of these nodes, ascending. `is_supervised` marks the nodes of the tree that the part supervises."""
+    branches = np.flatnonzero(is_supervised[tree.branch_nodes])
+    new_index = np.full(len(is_supervised) + 1, -1)  # the last entry is for the parent of roots, -1
+    new_index[nodes] = np.arange(len(nodes))
+    parents = new_index[tree.node_parents[nodes]]
+    ends = new_index[tree.branch_nodes[branches]]
 
-    # A node continues its parent if that has no other child left and ends no branch.
+    # A node continues its parent if the parent has no other child left and ends no branch.
     starts_node = np.bincount(parents + 1, minlength=len(nodes) + 1) != 1  # by parent, the roots' first
     starts_node[ends + 1] = True
     starts_node[0] = True
@@ -131,23 +131,20 @@ def _part(tree: PrefixTree, nodes: npt.NDArray[np.int64], own: npt.NDArray[np.bo
     lengths = np.add.reduceat(tree.node_lengths[nodes], first)
     parents, ends = merged[parents[first]], merged[ends]
 
-    order = layout.heavy_first_order(lengths, parents, layout.first_seen(ends, parents))
-    rank = np.full(len(order) + 1, -1)
-    rank[order] = np.arange(len(order))
+    order, new_index = layout.heavy_first_order(lengths, parents, ends)
     moved = layout.ranges(layout.node_starts(lengths)[order], lengths[order])
     tokens = layout.ranges(tree.node_starts[nodes], tree.node_lengths[nodes])[moved]
-    supervises = np.repeat(own[nodes], tree.node_lengths[nodes])[moved]
-    first_runs = np.cumsum(tree.run_counts, dtype=np.int64) - tree.run_counts
-    runs = layout.ranges(first_runs[branches], tree.run_counts[branches])
+    supervises = np.repeat(is_supervised[nodes], tree.node_lengths[nodes])[moved]
+    runs = layout.ranges(layout.node_starts(tree.run_counts)[branches], tree.run_counts[branches])
     return PrefixTree(
         input_ids=tree.input_ids[tokens],
         node_lengths=lengths[order],
-        node_parents=rank[parents[order]],
+        node_parents=new_index[parents[order]],
         weights=np.where(supervises, tree.weights[tokens], 0.0),
         branch_count=np.where(supervises, tree.branch_count[tokens], 0),
         num_branches=tree.num_branches,
         weighting=tree.weighting,
-        branch_nodes=rank[ends],
+        branch_nodes=new_index[ends],
         run_counts=tree.run_counts[branches],
         run_lengths=tree.run_lengths[runs],
         run_values=tree.run_values[runs],

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Trees of random tokens in the shape of agent dialogues, to measure with.
+"""Trees of random tokens in the shape of agent dialogues, for benchmarks.
 
 Cost: one fold per tree.
 """
@@ -11,7 +11,7 @@ import numpy as np
 from hf_prefix_tree.tree.folding import check_weighting, integer_array
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
 
-_THINK = 1  # first token of every reasoning leaf, and of nothing else: leaves part from the trunk where they hang off
+_THINK = 1  # first token of reasoning leaves only: a leaf shares no token with the trunk's continuation
 
 
 def caterpillar(
@@ -57,16 +57,11 @@ def caterpillar(
 
     ```
     """
-    for name, value, minimum in (
-        ("num_turns", num_turns, 1),
-        ("prompt_tokens", prompt_tokens, 1),
-        ("reasoning_tokens", reasoning_tokens, 1),
-        ("output_tokens", output_tokens, 1),
-        ("reply_tokens", reply_tokens, 1),
-        ("final_tokens", final_tokens, 1),
-        ("vocab_size", vocab_size, 3),
-    ):
-        integer_array([value], name, minimum)
+    sizes = {"num_turns": num_turns, "prompt_tokens": prompt_tokens, "reasoning_tokens": reasoning_tokens}
+    sizes |= {"output_tokens": output_tokens, "reply_tokens": reply_tokens, "final_tokens": final_tokens}
+    for name, value in sizes.items():
+        integer_array([value], name, 1)
+    integer_array([vocab_size], "vocab_size", 3)
     check_weighting(weighting)
     rng = np.random.default_rng(seed)
 
@@ -96,7 +91,7 @@ def caterpillar_set(num_trees: int = 64, seed: int = 0) -> list[PrefixTree]:
 
     Args:
         num_trees (`int`, *optional*, defaults to 64):
-            How many.
+            Number of trees.
         seed (`int`, *optional*, defaults to 0):
             Seed of all of them.
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_prefix_tree.diffusion.noise import (
-    Noised,
+    Corrupted,
     corrupt_all_masked,
     corrupt_blockwise,
     corrupt_uniform,
@@ -38,16 +38,16 @@ def batch(size: int = 6, length: int = 37, seed: int = 0) -> tuple[torch.Tensor,
     return ids, supervised, noise_seeds(torch.arange(size), seed)
 
 
-def same(one: Noised, other: Noised) -> bool:
+def same(one: Corrupted, other: Corrupted) -> bool:
     return all(
         torch.equal(getattr(one, name), getattr(other, name))
         and getattr(one, name).dtype == getattr(other, name).dtype
-        for name in ("input_ids", "is_noised", "p")
+        for name in ("input_ids", "is_masked", "p")
     )
 
 
-def part(noised: Noised, *index: object) -> Noised:
-    return Noised(noised.input_ids[index], noised.is_noised[index], noised.p[index])
+def part(noisy: Corrupted, *index: object) -> Corrupted:
+    return Corrupted(noisy.input_ids[index], noisy.is_masked[index], noisy.p[index])
 
 
 # What the noise is.
@@ -95,36 +95,36 @@ def test_draws_are_uniform_and_independent():
 def test_only_supervised_positions_change(corrupt, block_size):
     ids, supervised, seeds = batch(50)
     before = ids.clone(), supervised.clone()
-    noised = corrupt(ids, supervised, seeds, block_size=block_size)
-    assert torch.equal(noised.input_ids[~noised.is_noised], ids[~noised.is_noised])
-    assert not noised.is_noised[~supervised].any() and noised.is_noised.any()
-    assert (noised.input_ids.dtype, noised.is_noised.dtype, noised.p.dtype) == (torch.int64, torch.bool, torch.float32)
+    noisy = corrupt(ids, supervised, seeds, block_size=block_size)
+    assert torch.equal(noisy.input_ids[~noisy.is_masked], ids[~noisy.is_masked])
+    assert not noisy.is_masked[~supervised].any() and noisy.is_masked.any()
+    assert (noisy.input_ids.dtype, noisy.is_masked.dtype, noisy.p.dtype) == (torch.int64, torch.bool, torch.float32)
     assert torch.equal(ids, before[0]) and torch.equal(supervised, before[1])
-    assert same(noised, corrupt(ids, supervised.float(), seeds, block_size=block_size))  # the collator's loss mask
+    assert same(noisy, corrupt(ids, supervised.float(), seeds, block_size=block_size))  # the collator's loss mask
     none = corrupt(ids, torch.zeros_like(supervised), seeds, block_size=block_size)
-    assert torch.equal(none.input_ids, ids) and not none.is_noised.any()
+    assert torch.equal(none.input_ids, ids) and not none.is_masked.any()
 
 
 def test_hidden_tokens_are_the_mask_token_and_replaced_ones_are_of_the_vocabulary():
     ids, supervised, seeds = batch(400)
     for name in ("uniform", "blockwise"):
-        noised = SEEDED[name](ids, supervised, seeds)
-        assert (noised.input_ids == MASK).equal(noised.is_noised)
-    noised = SEEDED["random"](ids, supervised, seeds)
-    drawn = noised.input_ids[noised.is_noised]
+        noisy = SEEDED[name](ids, supervised, seeds)
+        assert (noisy.input_ids == MASK).equal(noisy.is_masked)
+    noisy = SEEDED["random"](ids, supervised, seeds)
+    drawn = noisy.input_ids[noisy.is_masked]
     counts = torch.bincount(drawn, minlength=VOCAB)
     mean = len(drawn) / VOCAB
     assert len(counts) == VOCAB and 20 < ((counts - mean) ** 2 / mean).sum() < 95  # 49 degrees of freedom
-    assert (noised.p == 1).all()
-    kept = (drawn == ids[noised.is_noised]).double().mean().item()  # counted as noised, and as frequent as any token
+    assert (noisy.p == 1).all()
+    kept = (drawn == ids[noisy.is_masked]).double().mean().item()  # counted as noisy, and as frequent as any token
     assert abs(kept - 1 / VOCAB) < 5 * math.sqrt(1 / VOCAB / len(drawn))
 
 
 def test_all_masked():
     ids, supervised, _ = batch()
-    noised = corrupt_all_masked(ids, supervised.float(), mask_token_id=MASK)
-    assert torch.equal(noised.is_noised, supervised) and noised.p.dtype == torch.float32 and (noised.p == 1).all()
-    assert torch.equal(noised.input_ids, torch.where(supervised, MASK, ids))
+    noisy = corrupt_all_masked(ids, supervised.float(), mask_token_id=MASK)
+    assert torch.equal(noisy.is_masked, supervised) and noisy.p.dtype == torch.float32 and (noisy.p == 1).all()
+    assert torch.equal(noisy.input_ids, torch.where(supervised, MASK, ids))
 
 
 # Uniform and uniform-random: the levels and the fractions.
@@ -150,10 +150,10 @@ def test_fraction_is_the_level(name: str, block_size: int | None):
     count, length = 3000, 64
     ids = torch.zeros(count, length, dtype=torch.int64)
     seeds = noise_seeds(torch.arange(count), 5)
-    noised = SEEDED[name](ids, ids + 1, seeds, block_size=block_size)
-    p = noised.p if name == "uniform" else SEEDED["uniform"](ids, ids + 1, seeds, block_size=block_size).p
+    noisy = SEEDED[name](ids, ids + 1, seeds, block_size=block_size)
+    p = noisy.p if name == "uniform" else SEEDED["uniform"](ids, ids + 1, seeds, block_size=block_size).p
     scope = block_size or length
-    p, drawn = (x.reshape(-1, scope).double() for x in (p, noised.is_noised))
+    p, drawn = (x.reshape(-1, scope).double() for x in (p, noisy.is_masked))
     assert (p == p[:, :1]).all() and len(p[:, 0].unique()) > 0.9 * len(p)
     deviations = (drawn.sum(1) - scope * p[:, 0]) / (scope * p[:, 0] * (1 - p[:, 0]) + 1e-9).sqrt()
     inner = deviations[(p[:, 0] > 0.05) & (p[:, 0] < 0.95)]
@@ -163,8 +163,8 @@ def test_fraction_is_the_level(name: str, block_size: int | None):
 
 def test_positions_are_independent_of_each_other():
     ids = torch.zeros(20000, 3, dtype=torch.int64)
-    noised = SEEDED["uniform"](ids, ids + 1, noise_seeds(torch.arange(len(ids))))
-    drawn, p = noised.is_noised.double(), noised.p.double()
+    noisy = SEEDED["uniform"](ids, ids + 1, noise_seeds(torch.arange(len(ids))))
+    drawn, p = noisy.is_masked.double(), noisy.p.double()
     both = (drawn[:, 0] - p[:, 0]) * (drawn[:, 1] - p[:, 1])
     assert abs(both.mean().item()) < 5 * both.std().item() / math.sqrt(len(both))
 
@@ -181,7 +181,7 @@ def test_exact_counts(block_size: int | None, with_start: bool):
     supervised[:20] = False
     supervised[20:30, 1:] = False
     start = torch.arange(len(ids)) % 11 if with_start else None
-    noised = corrupt_blockwise(
+    noisy = corrupt_blockwise(
         ids, supervised, mask_token_id=MASK, seeds=seeds, block_size=block_size, block_start=start
     )
     scopes = 0
@@ -192,13 +192,13 @@ def test_exact_counts(block_size: int | None, with_start: bool):
             key = 0 if block_size is None else -1 if position < first else (position - first) // block_size
             members.setdefault(key, []).append(position)
         for positions in members.values():
-            levels = {noised.p[row, i].item() for i in positions}
+            levels = {noisy.p[row, i].item() for i in positions}
             assert len(levels) == 1
             candidates = [i for i in positions if supervised[row, i]]
             expected = round(levels.pop() * len(candidates))
             if block_size is None and candidates:
                 expected = max(expected, 1)
-            assert sum(noised.is_noised[row, i].item() for i in positions) == expected
+            assert sum(noisy.is_masked[row, i].item() for i in positions) == expected
             scopes += 1
     assert scopes >= 200
 
@@ -209,9 +209,9 @@ def test_a_sequence_hides_at_least_one_token_and_a_block_may_hide_none():
     whole = SEEDED["blockwise"](ids, ids + 1, seeds)
     blocks = SEEDED["blockwise"](ids, ids + 1, seeds, block_size=8)
     low = whole.p[:, 0] < 0.5 / 8
-    assert low.sum() > 100 and (whole.is_noised[low].sum(1) == 1).all()
+    assert low.sum() > 100 and (whole.is_masked[low].sum(1) == 1).all()
     low = blocks.p[:, 0] < 0.5 / 8
-    assert low.sum() > 100 and not blocks.is_noised[low].any()
+    assert low.sum() > 100 and not blocks.is_masked[low].any()
 
 
 def choice_probabilities(log_weights: list[float], count: int) -> list[float]:
@@ -239,11 +239,11 @@ def test_weights(half_life: float, block_size: int | None):
     count = 30000
     supervised = torch.tensor([[0, 1, 1, 1, 0, 0, 0, 1]] if block_size is None else [[1, 1, 1, 1, 1, 1, 1, 1]])
     ids = torch.zeros(count, 8, dtype=torch.int64)
-    noised = SEEDED["blockwise"](
+    noisy = SEEDED["blockwise"](
         ids, supervised.expand(count, -1), noise_seeds(torch.arange(count)), half_life=half_life, block_size=block_size
     )
     columns = supervised[0].nonzero().squeeze(1)[-4:]  # one scope of four supervised tokens
-    n, drawn, m = 4, noised.is_noised[:, columns].double(), noised.p[:, 7].double()
+    n, drawn, m = 4, noisy.is_masked[:, columns].double(), noisy.p[:, 7].double()
     bins = torch.linspace(0, 1, 41)
     checked = 0
     for low, high in itertools.pairwise(bins.tolist()):
@@ -275,7 +275,7 @@ def test_blockwise_equals_a_plain_reading_of_the_rule():
             torch.tensor([rng.randint(0, length) for _ in range(size)]) if block_size and rng.random() < 0.5 else None
         )
         eps, half_life = rng.choice([1e-3, 0.3]), rng.choice([0.1, 0.25, 2.0])
-        noised = corrupt_blockwise(
+        noisy = corrupt_blockwise(
             ids,
             supervised,
             mask_token_id=MASK,
@@ -290,7 +290,7 @@ def test_blockwise_equals_a_plain_reading_of_the_rule():
             draws = uniforms(seeds[row : row + 1], 1, torch.arange(length)[None])[0].tolist()
             bounds = [0, *range(first, length, block_size), length] if block_size else [0, length]
             for left, right in itertools.pairwise(bounds):
-                m = noised.p[row, left:right][:1].double().sum().item()
+                m = noisy.p[row, left:right][:1].double().sum().item()
                 positions = [i for i in range(left, right) if supervised[row, i]]
                 n = len(positions)
                 wanted = round(m * n) if block_size else min(max(round(m * n), 1), n)
@@ -299,7 +299,7 @@ def test_blockwise_equals_a_plain_reading_of_the_rule():
                     for i, position in enumerate(positions)
                 }
                 expected = set(sorted(scores, key=lambda i: -scores[i])[:wanted])
-                assert {i for i in range(left, right) if noised.is_noised[row, i]} == expected
+                assert {i for i in range(left, right) if noisy.is_masked[row, i]} == expected
 
 
 # What the noise does not depend on.
@@ -314,7 +314,7 @@ def test_noise_depends_on_the_seed_alone(corrupt, block_size):
     state = torch.get_rng_state()
     torch.manual_seed(123)
 
-    def again(rows: list[int], padding: int = 0) -> Noised:
+    def again(rows: list[int], padding: int = 0) -> Corrupted:
         own = torch.nn.functional.pad(ids[rows], (0, padding), value=7)
         mask = torch.nn.functional.pad(supervised[rows], (0, padding))
         return corrupt(own, mask, seeds[rows], block_size=block_size, block_start=start[rows] if block_size else None)
@@ -326,7 +326,7 @@ def test_noise_depends_on_the_seed_alone(corrupt, block_size):
     for padding in (1, 27, 91):  # in a longer batch
         longer = again([2, 4], padding)
         assert same(part(longer, slice(None), slice(0, ids.shape[1])), part(whole, [2, 4]))
-        assert not longer.is_noised[:, ids.shape[1] :].any()
+        assert not longer.is_masked[:, ids.shape[1] :].any()
     torch.set_rng_state(state)
     assert not same(corrupt(ids, supervised, seeds + 1, block_size=block_size, block_start=start), whole)
 
@@ -336,7 +336,7 @@ def test_padding_with_another_mask_id_or_prompt_keeps_the_choice(corrupt):
     """The ids don't decide where noise falls."""
     ids, supervised, seeds = batch(6)
     assert torch.equal(
-        corrupt(ids, supervised, seeds).is_noised, corrupt(torch.zeros_like(ids), supervised, seeds).is_noised
+        corrupt(ids, supervised, seeds).is_masked, corrupt(torch.zeros_like(ids), supervised, seeds).is_masked
     )
 
 
@@ -367,7 +367,7 @@ def test_noise_seeds():
     assert noise_seeds(torch.tensor([1], dtype=torch.int32), 3).dtype == torch.int64
     ids = torch.zeros(2, 40, dtype=torch.int64)
     high = SEEDED["uniform"](ids, ids + 1, torch.tensor([5, 5 + 2**32]))  # torch's CPU generators: the same for both
-    assert not torch.equal(high.is_noised[0], high.is_noised[1])
+    assert not torch.equal(high.is_masked[0], high.is_masked[1])
 
 
 def test_fixed_values():
@@ -395,7 +395,7 @@ def test_gpu_draws_the_same(corrupt, block_size):
     expected = corrupt(ids, supervised, seeds, block_size=block_size)
     got = corrupt(ids.cuda(), supervised.cuda(), seeds.cuda(), block_size=block_size)
     assert got.input_ids.is_cuda and got.p.is_cuda
-    assert same(Noised(got.input_ids.cpu(), got.is_noised.cpu(), got.p.cpu()), expected)
+    assert same(Corrupted(got.input_ids.cpu(), got.is_masked.cpu(), got.p.cpu()), expected)
 
 
 # What is refused.

@@ -47,7 +47,7 @@ def test_values_of_the_formulas():
     everything = torch.ones(1, 4)
     loss = hybrid_loss(ZERO, ZERO, TARGETS, NOISE, HALF, everything, alpha=1.0)
     assert value(loss) == pytest.approx((4 + 3) / 4 * LN4, rel=1e-6)
-    # Noised but not supervised carries nothing, and nor does supervised but not noised.
+    # A masked but unsupervised token carries no loss, and nor does a supervised but unmasked one.
     first = torch.tensor([[1, 1, 0, 0]]).bool()
     assert value(mdlm_loss(ZERO, TARGETS, first, HALF, MASK)) == pytest.approx(2 / 3 * LN4, rel=1e-6)
 
@@ -56,13 +56,13 @@ def random_case(dtype: torch.dtype = torch.float64, size: int = 4) -> dict[str, 
     generator = torch.Generator().manual_seed(1)
     targets = torch.randint(0, 11, (size, 9), generator=generator)
     loss_mask = (torch.rand((size, 9), generator=generator) < 0.7).float()
-    noised = corrupt_uniform(targets, loss_mask, mask_token_id=11, seeds=noise_seeds(torch.arange(size), 5), eps=0.05)
+    noisy = corrupt_uniform(targets, loss_mask, mask_token_id=11, seeds=noise_seeds(torch.arange(size), 5), eps=0.05)
     return {
         "logits": torch.randn((size, 9, 12), generator=generator, dtype=dtype),
         "next_token_logits": torch.randn((size, 9, 12), generator=generator, dtype=dtype),
         "targets": targets,
-        "is_noised": noised.is_noised,
-        "p": noised.p,
+        "is_masked": noisy.is_masked,
+        "p": noisy.p,
         "loss_mask": loss_mask,
     }
 
@@ -79,7 +79,7 @@ def sums(case: dict[str, Any]) -> tuple[float, float, float, int]:
                 continue
             count += 1
             flat += nll[row, t, target].item()
-            if case["is_noised"][row, t]:
+            if case["is_masked"][row, t]:
                 weighted += nll[row, t, target].item() / case["p"][row, t].item()
             if t > 0:
                 following += next_nll[row, t - 1, target].item()
@@ -127,13 +127,13 @@ def test_selected_positions_before_the_head_give_the_same_loss_and_gradients():
     full = hidden @ head
     for terms, expected in (
         (
-            mdlm_terms(targets, case["is_noised"], case["p"], loss_mask),
-            mdlm_loss(full, targets, case["is_noised"], case["p"], loss_mask, 20),
+            mdlm_terms(targets, case["is_masked"], case["p"], loss_mask),
+            mdlm_loss(full, targets, case["is_masked"], case["p"], loss_mask, 20),
         ),
         (block_diffusion_terms(targets, loss_mask), block_diffusion_loss(full, targets, loss_mask, 20)),
         (
             next_token_terms(targets, loss_mask),
-            hybrid_loss(full, full, targets, case["is_noised"], case["p"], loss_mask, 20, alpha=0.0),
+            hybrid_loss(full, full, targets, case["is_masked"], case["p"], loss_mask, 20, alpha=0.0),
         ),
     ):
         assert 0 < len(terms.where) < targets.numel()
@@ -187,17 +187,17 @@ def test_micro_batches_add_up_to_the_step(kind: str):
 
 
 def test_weighted_loss_estimates_the_loss_of_all_tokens():
-    """With p per sequence, `sum nll [noised] / p` has the flat sum as its mean over the noise."""
+    """With p per sequence, `sum nll [corrupted] / p` has the flat sum as its mean over the noise."""
     count = 20000
     generator = torch.Generator().manual_seed(0)
     targets = torch.randint(0, 4, (1, 6), generator=generator)
     logits = torch.randn((1, 6, 4), generator=generator, dtype=torch.float64)
     mask = torch.tensor([[0, 1, 1, 1, 1, 1]])
     many = targets.expand(count, -1).contiguous()
-    noised = corrupt_uniform(
+    noisy = corrupt_uniform(
         many, mask.expand(count, -1), mask_token_id=9, seeds=noise_seeds(torch.arange(count)), eps=0.1
     )
-    got = mdlm_loss(logits.expand(count, -1, -1), many, noised.is_noised, noised.p, mask.expand(count, -1))
+    got = mdlm_loss(logits.expand(count, -1, -1), many, noisy.is_masked, noisy.p, mask.expand(count, -1))
     assert got.item() == pytest.approx(block_diffusion_loss(logits, targets, mask).item(), rel=0.02)
 
 
@@ -207,7 +207,7 @@ def test_without_supervision_the_loss_is_a_differentiable_zero(n: int | None):
     logits, next_logits = (torch.randn(1, 4, 4, requires_grad=True) for _ in range(2))
     for loss in (
         mdlm_loss(logits, TARGETS, NOISE, HALF, nothing, n),
-        mdlm_loss(logits, TARGETS, torch.zeros_like(NOISE), HALF, MASK, n),  # supervised, but nothing was noised
+        mdlm_loss(logits, TARGETS, torch.zeros_like(NOISE), HALF, MASK, n),  # supervised, but nothing was corrupted
         block_diffusion_loss(logits, TARGETS, nothing, n),
         hybrid_loss(logits, next_logits, TARGETS, NOISE, HALF, nothing, n, alpha=1.0),
     ):
@@ -226,7 +226,7 @@ def test_small_probabilities_are_not_clamped():
         ({"p": torch.zeros(1, 4)}, "`p`.*0"),
         ({"p": torch.full((1, 4), math.nan)}, "`p`.*0"),
         ({"p": torch.ones(4)}, "`p`.*4.*`targets`.*1.*4"),
-        ({"is_noised": NOISE[:, 1:]}, "`is_noised`.*1.*3"),
+        ({"is_masked": NOISE[:, 1:]}, "`is_masked`.*1.*3"),
         ({"loss_mask": MASK[0]}, "`loss_mask`.*4"),
         ({"targets": torch.tensor([[0, -100, 2, 3]])}, "`targets`.*`loss_mask`"),
         ({"logits": torch.zeros(1, 3, 4)}, "`logits`.*1.*3.*4"),
@@ -236,7 +236,7 @@ def test_small_probabilities_are_not_clamped():
     ],
 )
 def test_refused(change: dict[str, Any], message: str):
-    good = {"logits": ZERO, "targets": TARGETS, "is_noised": NOISE, "p": HALF, "loss_mask": MASK}
+    good = {"logits": ZERO, "targets": TARGETS, "is_masked": NOISE, "p": HALF, "loss_mask": MASK}
     mdlm_loss(**good)
     with pytest.raises(ValueError, match=message):
         mdlm_loss(**{**good, **change})

@@ -14,7 +14,7 @@ from hf_prefix_tree.eagle3 import model as draft_module
 from hf_prefix_tree.eagle3 import model as layer_module
 from hf_prefix_tree.eagle3.attention import Documents, dense_steps, flex_steps
 from hf_prefix_tree.eagle3.config import default_aux_layer_ids
-from hf_prefix_tree.eagle3.loss import StepSums, accepted_length, supervised_slots
+from hf_prefix_tree.eagle3.loss import StepSums, accepted_length, supervised_positions
 from hf_prefix_tree.eagle3.target import Eagle3Target
 from hf_prefix_tree.modeling.attention import kernels
 from hf_prefix_tree.modeling.double import keep_double
@@ -84,8 +84,8 @@ def _without_documents(seq_lens, length, backend):
     return Documents(torch.full((len(seq_lens), 1), length), length, backend)
 
 
-def _without_step_positions(self, tokens, positions, hidden, documents, keys, values):
-    return STEP(self, tokens, positions - len(keys), hidden, documents, keys, values)
+def _without_step_positions(self, tokens, positions, hidden, documents, cache):
+    return STEP(self, tokens, positions - len(cache) // 2, hidden, documents, cache)
 
 
 def _without_diagonals(query, keys, values, documents):
@@ -101,7 +101,7 @@ STEP, ATTEND = Eagle3DraftModel._step, layer_module.step_attention
         (draft_module, "Documents", _without_documents),
         (Eagle3DraftModel, "_step", _without_step_positions),
         (layer_module, "step_attention", _without_diagonals),
-        (draft_module, "supervised_slots", lambda mask, remaining, k: supervised_slots(mask, remaining + 99, k)),
+        (draft_module, "supervised_positions", lambda mask, left, k: supervised_positions(mask, left + 99, k)),
     ],
     ids=["documents", "positions", "diagonals", "gate"],
 )
@@ -119,7 +119,7 @@ def test_the_gate_of_the_golden_packing(shared_data):
     mask, remaining = (torch.tensor(case["collated"][name]) for name in ("loss_mask", "doc_remaining"))
     expected = (("01110110", "10100000"), ("11100100", "01000000"), ("11000000", "10000000"))
     for step, rows in enumerate(expected):
-        found = supervised_slots(mask, remaining, step).int().tolist()
+        found = supervised_positions(mask, remaining, step).int().tolist()
         assert ["".join(map(str, row)) for row in found] == list(rows)
 
 

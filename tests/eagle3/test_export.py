@@ -155,6 +155,9 @@ def change_tensors(folder, change):
         ({"rope_theta": 1.0}, "`rope_theta` and `rope_parameters` differ"),
         ({"attention_bias": True}, "`attention_bias` is true"),
         ({"hidden_size": "gone"}, "`hidden_size` is missing"),
+        ({"draft_vocab_size": VOCAB + 1}, "describes no draft: `draft_vocab_size` must be between"),
+        ({"num_attention_heads": 3}, "describes no draft"),
+        ({"target_hidden_size": "wide"}, "describes no draft"),
         ({"head_dim": 16}, "`midlayer.self_attn.q_proj.weight` has the shape [32, 64]; the config says [64, 64]"),
     ],
 )
@@ -203,8 +206,8 @@ def _reorder(tensors):
         (lambda t: [t.pop("t2d"), t.pop("d2t")], ["read draft ids as target ids"]),
         (lambda t: t.update({"d2t": t["d2t"].int()}), ["`d2t` is torch.int32"]),
         (lambda t: t.update({"t2d": t["t2d"].long()}), ["`t2d` is torch.int64"]),
-        (lambda t: t.update({"d2t": t["d2t"] + VOCAB}), ["outside of the target's vocabulary"]),
-        (_reorder, ["not in ascending order"]),
+        (lambda t: t.update({"d2t": t["d2t"] + VOCAB}), ["`d2t` leads to wrong target ids: the ids range from"]),
+        (_reorder, ["`d2t` leads to wrong target ids: the ids are not ascending"]),
         (lambda t: t.update({"t2d": ~t["t2d"]}), ["`t2d` and `d2t` name different tokens"]),
     ],
 )

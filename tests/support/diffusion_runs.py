@@ -97,24 +97,24 @@ def losses_of(model, batch, objective, salts, corrupt=corrupt_uniform, response_
     starts = mask.argmax(dim=1) if response_window else torch.zeros(len(ids), dtype=torch.int64)
     blocks = {} if objective == "mdlm" else {"block_size": SIZE, "block_start": starts}
     seeds = noise_seeds(batch["sample_index"], 42, *salts)
-    noised = corrupt(ids, mask, mask_token_id=MASK, seeds=seeds, **blocks)
+    corrupted = corrupt(ids, mask, mask_token_id=MASK, seeds=seeds, **blocks)
     positions = torch.arange(length).expand_as(ids)
     with torch.no_grad():
         if objective == "mdlm":
-            logits = model(noised.input_ids, attention_mask=batch["attention_mask"]).logits
-            bound = mdlm_loss(logits, ids, noised.is_noised, noised.p, mask)
+            logits = model(corrupted.input_ids, attention_mask=batch["attention_mask"]).logits
+            bound = mdlm_loss(logits, ids, corrupted.is_masked, corrupted.p, mask)
             return bound, bound
         layout = {"block": "block_diffusion", "hybrid": "hybrid"}[objective]
         logits = model(
-            torch.cat([noised.input_ids, ids], dim=1),
+            torch.cat([corrupted.input_ids, ids], dim=1),
             position_ids=positions.repeat(1, 2),
             diffusion_layout=spans(batch["attention_mask"], layout, SIZE, window_start=starts),
         ).logits
     noisy, clean = logits[:, :length], logits[:, length:]
-    bound = mdlm_loss(noisy, ids, noised.is_noised, noised.p, mask)
+    bound = mdlm_loss(noisy, ids, corrupted.is_masked, corrupted.p, mask)
     if objective == "block":
         return block_diffusion_loss(noisy, ids, mask), bound
-    return hybrid_loss(noisy, clean, ids, noised.is_noised, noised.p, mask, alpha=alpha), bound
+    return hybrid_loss(noisy, clean, ids, corrupted.is_masked, corrupted.p, mask, alpha=alpha), bound
 
 
 def weights(model):

@@ -79,8 +79,8 @@ def test_pairs_that_share_too_little_run_as_in_trl(stock, tmp_path, caplog):
         tree = Run(tmp_path / "tree", Strict, DPOConfig, pairs())
     assert_equal_runs(tree, stock)
     assert tree.computed == stock.computed
-    said = [record.getMessage() for record in caplog.records if "not folded" in record.getMessage()]
-    assert len(said) == 2 and "`min_reuse=10.0`" in said[0]  # the policy's calls, and the reference's
+    warnings = [record.getMessage() for record in caplog.records if "unfolded forward" in record.getMessage()]
+    assert len(warnings) == 2 and "`min_reuse=10.0`" in warnings[0]  # the policy's calls, and the reference's
 
 
 def test_refuses_context_parallelism(tmp_path, monkeypatch):

@@ -133,10 +133,10 @@ def test_multimodal_rows_keep_their_micro_batches(tmp_path):
     trainer = build(tmp_path, "grpo", "tree")
     ones = torch.ones(2, 5, dtype=torch.int64)
     plain = {"prompt_ids": ones, "prompt_mask": ones, "completion_ids": ones, "completion_mask": ones}
-    assert [len(batch) > 0 for batch in trainer._gather_groups([plain, plain])] == [False, True]
+    assert [len(batch) > 0 for batch in trainer._regroup([plain, plain])] == [False, True]
     for name in ("pixel_values", "token_type_ids", "mm_token_type_ids"):
         batches = [{**plain, name: ones}] * 2
-        assert trainer._gather_groups(batches) is batches
+        assert trainer._regroup(batches) is batches
 
 
 def test_compiling_the_whole_model_is_said_to_fold_nothing(tmp_path, caplog):

@@ -204,13 +204,13 @@ def break_nodes(rng: np.random.Generator, given: dict[str, Any]) -> str:
     match rng.integers(9):
         case 0:
             parents[at] = at
-            return rf"^`parents\[{at}\]` is {at}, a cycle.*; use -1 for a root"
+            return rf"^`parents\[{at}\]` is {at} of \d+ nodes, not an earlier node; .* use -1 for a root"
         case 1:
             parents.append(-1)
             return rf"^`input_ids` has {len(ids)} lists for {len(parents)} `parents`; pass one list per node"
         case 2:
             parents[at] = len(parents) + 3
-            return rf"^`parents\[{at}\]` is {len(parents) + 3}, out of range.*; use -1 for a root"
+            return rf"^`parents\[{at}\]` is {len(parents) + 3} of {len(parents)} nodes, not an earlier node"
         case 3:
             parents[at] = -3
             return rf"^`parents` must be between -1 and \d+, got -3 at index {at}; replace it"
@@ -218,7 +218,7 @@ def break_nodes(rng: np.random.Generator, given: dict[str, Any]) -> str:
             for value in (parents, ids, weights):
                 value.append(value[-1])
             parents[at] = len(parents) - 1
-            return rf"^`parents\[{at}\]` is {len(parents) - 1}, a parent after its child or a cycle; order the nodes"
+            return rf"^`parents\[{at}\]` is {len(parents) - 1} of \d+ nodes, not an earlier node; order the nodes"
         case 5:
             weights[at].append(1.0)
             return rf"^`weights\[{at}\]` has {len(weights[at])} entries for {len(ids[at])} tokens; pass one weight per"

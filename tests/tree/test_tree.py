@@ -356,7 +356,7 @@ def test_bad_node_paths(input_ids, node_lengths, sample_paths, weights, message:
 def test_layout_of_a_chain_of_50000_nodes():
     count = 50_000
     lengths, parents = np.full(count, 2), np.arange(-1, count - 1)
-    assert layout.heavy_first_order(lengths, parents, np.zeros(count)).tolist() == [*range(count)]
+    assert layout.heavy_first_order(lengths, parents, np.array([count - 1]))[0].tolist() == [*range(count)]
     assert layout.first_out_of_preorder(parents) is None
     assert layout.depth(lengths, parents).tolist() == [*range(2 * count)]
     assert layout.subtree_end(lengths, parents).tolist() == [2 * count] * (2 * count)
