@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import TrainerCallback
 
 from hf_prefix_tree.diffusion.collator import SAMPLE_INDEX
 from hf_prefix_tree.diffusion.loss import block_diffusion_terms, hybrid_terms, mdlm_terms, next_token_terms, noisy_half
@@ -191,19 +190,3 @@ def draw_noise(
         options["half_life"] = args.half_life
         return corrupt_blockwise(ids, supervised, mask_token_id=mask_token_id, **options)
     return corrupt_uniform(ids, supervised, mask_token_id=mask_token_id, **options)
-
-
-class PassCounter(TrainerCallback):
-    """
-    Counts the passes over the dataset. `state.epoch` would do, but for a stream without a length it still names the
-    last pass when the next one begins, and a resumed training begins in the middle of one.
-    """
-
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.epoch = -1
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.epoch = max(int(state.epoch or 0), self.epoch + 1)

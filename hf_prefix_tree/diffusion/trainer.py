@@ -8,9 +8,7 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import SequentialSampler
 from transformers import default_data_collator
-from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 from trl.trainer.utils import global_then_local_main_first
 
@@ -21,7 +19,6 @@ from hf_prefix_tree.diffusion.model import prepare_diffusion_model
 from hf_prefix_tree.diffusion.objective import (
     EVALUATION,
     ObjectiveRow,
-    PassCounter,
     bounds_nll,
     draw_noise,
     noise_kind,
@@ -30,9 +27,9 @@ from hf_prefix_tree.diffusion.objective import (
 )
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
 from hf_prefix_tree.modeling.loss import safe_divisor, weighted_mean
-from hf_prefix_tree.sft.mixin import without_empty_mask
-from hf_prefix_tree.training.checks import check_arguments, keep_output_dtype, refuse_engines
-from hf_prefix_tree.training.sampling import fill_uneven_steps, length_sampler
+from hf_prefix_tree.training.checks import check_arguments, refuse_tensor_parallelism
+from hf_prefix_tree.training.sampling import PassCounter
+from hf_prefix_tree.training.step import LossTerms, StepMixin, without_empty_mask
 
 
 class Sums(NamedTuple):
@@ -163,7 +160,7 @@ def find_mask_token_id(
     return mask_token_id
 
 
-class DiffusionSFTTrainer(SFTTrainer):
+class DiffusionSFTTrainer(StepMixin, SFTTrainer):
     """
     Supervised fine-tuning of a causal LM as a diffusion language model.
 
@@ -222,7 +219,6 @@ class DiffusionSFTTrainer(SFTTrainer):
 
     _signature_columns: list[str] | None
     data_collator: Any
-    current_gradient_accumulation_steps: int
     _tag_names = ["trl", "sft", "diffusion-lm"]  # noqa: RUF012 - as in TRL
     _name = "Diffusion SFT"
 
@@ -245,7 +241,6 @@ class DiffusionSFTTrainer(SFTTrainer):
             ("max_length", args.max_length) if data_collator is None else ("max_seq_len", data_collator.max_seq_len)
         )
         self._prepared: weakref.WeakSet = weakref.WeakSet()
-        self._sums: dict[str, torch.Tensor] = {}
         self._draw = 0
         super().__init__(
             model=model,
@@ -258,10 +253,7 @@ class DiffusionSFTTrainer(SFTTrainer):
         )
         if self._is_vision_dataset:
             raise ValueError("`train_dataset` has images, which are not supported: use a dataset of texts.")
-        refuse_engines(self.accelerator)
-        keep_output_dtype(self.accelerator)
-        if self.get_tp_size() > 1:
-            raise ValueError(f"Tensor parallelism ({self.get_tp_size()} devices) is not supported. Use DDP or FSDP2.")
+        refuse_tensor_parallelism(self)
         if data_collator is None:
             self.data_collator = default_collator(args, self._tokenizer)
         self.mask_token_id = find_mask_token_id(args, self._tokenizer, self.model, self.data_collator)
@@ -269,9 +261,6 @@ class DiffusionSFTTrainer(SFTTrainer):
         self._passes = PassCounter()
         self.add_callback(self._passes)
         prepare_diffusion_model(self.model, attn_backend=args.attn_backend)
-        # Says that the loss is normalised by `num_items_in_batch`, so that Trainer does not divide it by the
-        # accumulation steps. (Trainer's `loss_is_scaled_for_ga` says the same, but not before transformers 5.19.)
-        self.model_accepts_loss_kwargs = True
 
     # ---- data ----
 
@@ -298,45 +287,17 @@ class DiffusionSFTTrainer(SFTTrainer):
         if self._signature_columns is None:
             self._signature_columns = list(COLUMNS)
 
-    _get_eval_sampler = staticmethod(SequentialSampler)  # in order, whatever training does
+    def loader_collator(self, is_training: bool) -> WithEmptyRows:
+        return WithEmptyRows(self.data_collator)
 
-    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
-        ranks = 1 if self.accelerator.split_batches else self.args.world_size
-        is_training = kwargs.get("is_training", False)
-        sampler = length_sampler(self, dataset, batch_size, ranks) if is_training else None
-        if sampler is not None:
-            kwargs["sampler_fn"] = lambda _: sampler
-        dataset = fill_uneven_steps(
-            self, dataset, ranks * batch_size, is_training=is_training, description=description, sampler=sampler
-        )
-        collator = self.data_collator
-        self.data_collator = WithEmptyRows(collator)
-        try:
-            return super()._get_dataloader(dataset, description, batch_size, **kwargs)
-        finally:
-            self.data_collator = collator
+    # ---- the loss and its metrics ----
 
-    # ---- one optimizer step ----
+    def count_items(self, batch: dict[str, Any]) -> torch.Tensor:
+        return supervised_tokens(batch).sum()
 
-    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        # The last window of an earlier training may have been too short to be logged, and that of an attempt that ran
-        # out of memory was not (`auto_find_batch_size`).
-        self._sums.clear()
-        return super()._inner_training_loop(*args, **kwargs)
-
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
-        if not batch_samples:
-            return None
-        count = torch.stack([supervised_tokens(batch).sum() for batch in batch_samples]).sum().to(device)
-        return self.accelerator.gather(count[None]).sum()
-
-    def compute_loss(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+    def loss_terms(
+        self, model: torch.nn.Module, inputs: dict[str, Any], items: torch.Tensor, return_outputs: bool
+    ) -> LossTerms:
         args, is_training = self.args, self.model.training
         noised = draw_noise(
             inputs,
@@ -361,19 +322,10 @@ class DiffusionSFTTrainer(SFTTrainer):
         # TRL's fused head scores the predictions: log-probs of shape `(1, M)`
         outputs = model(**model_inputs, labels=labels, shift_labels=labels, fused_lm_head=True)
         nll = -outputs.log_probs[0].double()
-        supervised = supervised_tokens(inputs).sum()
-        sums = micro_batch_sums(row, nll.detach(), outputs.is_top1[0], supervised)
-        self._add("train" if is_training else "eval", sums)
-        count, ranks, steps = supervised, 1, 1
-        if is_training and num_items_in_batch is not None:
-            count, steps = num_items_in_batch, self.current_gradient_accumulation_steps
-            ranks = self.accelerator.num_processes  # DDP and FSDP average over them
-        loss = weighted_mean(nll, row.loss_weights, count) * ranks
-        if self.aux_loss_enabled:
-            loss = loss + self.router_aux_loss_coef * outputs.aux_loss * ~is_empty / steps
-        return (loss, outputs) if return_outputs else loss
-
-    # ---- evaluation and reports ----
+        sums = micro_batch_sums(row, nll.detach(), outputs.is_top1[0], supervised_tokens(inputs).sum())
+        loss = weighted_mean(nll, row.loss_weights, items)
+        auxiliary = self.router_aux_loss_coef * outputs.aux_loss * ~is_empty if self.aux_loss_enabled else None
+        return LossTerms(loss, sums, outputs, auxiliary)
 
     def prediction_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
@@ -388,26 +340,8 @@ class DiffusionSFTTrainer(SFTTrainer):
                 losses.append(loss)
         return torch.stack(losses).mean(), None, None
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
-        self._sums.pop("eval", None)
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        sums = self._gathered("eval")
-        if sums is not None:
-            metrics = evaluation_metrics(sums, self.args.objective, bounds_nll(noise_kind(self.args, False)))
-            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
-        return output
+    def evaluation_metrics(self, sums: torch.Tensor) -> dict[str, float]:
+        return evaluation_metrics(Sums(*sums), self.args.objective, bounds_nll(noise_kind(self.args, False)))
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        # only a window's end logs "loss", on every rank; evaluations and users log too
-        sums = self._gathered("train") if self.model.training and "loss" in logs else None
-        if sums is not None:
-            logs |= training_metrics(sums, self.args.objective, bounds_nll(noise_kind(self.args, True)))
-        super().log(logs, *args, **kwargs)
-
-    def _add(self, kind: str, values: torch.Tensor) -> None:
-        self._sums[kind] = self._sums.get(kind, 0) + values
-
-    def _gathered(self, kind: str) -> Sums | None:
-        """What was added up since last time, over all ranks; every rank must call it."""
-        values = self._sums.pop(kind, None)
-        return None if values is None else Sums(*self.accelerator.gather(values[None]).sum(dim=0))
+    def window_metrics(self, sums: torch.Tensor, *_: Any) -> dict[str, float]:
+        return training_metrics(Sums(*sums), self.args.objective, bounds_nll(noise_kind(self.args, True)))

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, set_seed
-from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
+from transformers.trainer_utils import PredictionOutput
 
 from hf_prefix_tree.eagle3.collator import HIDDEN_STATES, DataCollatorForEagle3
 from hf_prefix_tree.eagle3.config import Eagle3Config, Eagle3DraftConfig
@@ -24,8 +24,8 @@ from hf_prefix_tree.eagle3.packing import PACKED_COLUMNS, SampleOptions
 from hf_prefix_tree.eagle3.target import STATES, TARGET_FILE, Eagle3Target
 from hf_prefix_tree.eagle3.vocabulary import load_or_build_token_mapping, t2d_from_ids
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
-from hf_prefix_tree.training.checks import keep_output_dtype, refuse_engines
-from hf_prefix_tree.training.sampling import PaddedDataset, fill_uneven_steps, length_sampler
+from hf_prefix_tree.training.sampling import PaddedDataset
+from hf_prefix_tree.training.step import LossTerms, StepMixin
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def check_pair(model: Any, target: Eagle3Target, args: Eagle3Config) -> None:
 _BATCH = (*PACKED_COLUMNS, STATES[0], STATES[2])  # what the draft's forward takes
 
 
-class Eagle3Trainer(Trainer):
+class Eagle3Trainer(StepMixin, Trainer):
     """
     Trains the EAGLE-3 draft head of a frozen target.
 
@@ -177,7 +177,6 @@ class Eagle3Trainer(Trainer):
 
     _signature_columns: list[str] | None
     data_collator: Any
-    loss_is_scaled_for_ga = True
 
     def __init__(
         self,
@@ -196,8 +195,6 @@ class Eagle3Trainer(Trainer):
         for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "model_init"):
             if kwargs.get(name) is not None:
                 raise ValueError(f"`{name}` is not supported: the loss and its metrics are the draft's own.")
-        if args.n_gpu > 1:
-            raise ValueError("`nn.DataParallel` is not supported: start one process per GPU with `accelerate launch`.")
         if data_collator is None:
             data_collator = DataCollatorForEagle3(
                 padding_token(processing_class), length=args.packed_sequence_size or args.seq_length
@@ -230,7 +227,6 @@ class Eagle3Trainer(Trainer):
         check_pair(model, self.target, args)
         assert isinstance(model, Eagle3DraftModel)
         model.attn_backend = args.attn_backend
-        self._sums: dict[str, StepSums] = {}
         super().__init__(
             model=model,
             args=args,
@@ -240,47 +236,27 @@ class Eagle3Trainer(Trainer):
             processing_class=processing_class,
             **kwargs,
         )
-        refuse_engines(self.accelerator)
-        keep_output_dtype(self.accelerator)
-        # As `loss_is_scaled_for_ga`, which transformers knows from 5.19 on.
-        self.model_accepts_loss_kwargs = True
 
-    # ---- one optimizer step ----
+    # ---- the loss and its metrics ----
 
-    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        # The last window of an earlier training may have been too short to be logged, and that of an attempt that ran
-        # out of memory was not (`auto_find_batch_size`).
-        self._sums.clear()
-        return super()._inner_training_loop(*args, **kwargs)
-
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
-        """Runs the target on the step's micro-batches; the valid slots of each draft step, over all ranks: `(K,)`."""
-        if not batch_samples:
-            return None
-        for batch in batch_samples:
-            self._add_states(batch)
-        counts = torch.stack([self._valid_slots(batch) for batch in batch_samples]).sum(dim=0)
-        return self.accelerator.gather(counts[None]).sum(dim=0) // self.get_tp_size()
+    def count_items(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Runs the target on the micro-batch; the valid positions of each draft step, `(K,)`."""
+        self._add_states(batch)
+        draft = self._draft()
+        in_vocabulary = t2d_from_ids(draft.draft_ids.to(batch["input_ids"].device), draft.config.vocab_size)
+        allowed = batch["loss_mask"] * in_vocabulary[batch["target_ids"]]
+        return torch.stack(
+            [supervised_slots(allowed, batch["doc_remaining"], k).sum() for k in range(self.args.ttt_steps)]
+        )
 
     def _add_states(self, batch: dict[str, Any]) -> None:
         batch.update(self._prepare_input(dict(batch)))
         if STATES[0] not in batch:
             batch.update(self.target.states(batch))
 
-    def _valid_slots(self, batch: dict[str, Any]) -> torch.Tensor:
-        draft = self._draft()
-        in_vocabulary = t2d_from_ids(draft.draft_ids.to(batch["input_ids"].device), draft.config.vocab_size)
-        allowed = batch["loss_mask"] * in_vocabulary[batch["target_ids"]]
-        slots = [supervised_slots(allowed, batch["doc_remaining"], k).sum() for k in range(self.args.ttt_steps)]
-        return torch.stack(slots)
-
-    def compute_loss(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+    def loss_terms(
+        self, model: torch.nn.Module, inputs: dict[str, Any], items: torch.Tensor, return_outputs: bool
+    ) -> LossTerms:
         if STATES[0] not in inputs:
             self._add_states(inputs)
         ids = self._draft().draft_ids.to(self.target.head.device)
@@ -289,23 +265,23 @@ class Eagle3Trainer(Trainer):
             target_logits=self.target.draft_logits(inputs["last_hidden_states"], ids),
             ttt_steps=self.args.ttt_steps,
             step_decay=self.args.step_decay,
-            num_items_in_batch=num_items_in_batch if self.model.training else None,
+            num_items_in_batch=items.long(),  # mixed precision casts float tensors on their way to the model
         )
-        sums = StepSums(*(value.detach() for value in outputs.sums))
-        kind = "train" if self.model.training else "eval"
-        self._sums[kind] = StepSums(*map(torch.add, self._sums[kind], sums)) if kind in self._sums else sums
-        loss = outputs.loss
-        if self.model.training:
-            loss = loss * self._averaging_ranks()  # DDP and FSDP average over ranks
-        return (loss, outputs) if return_outputs else loss
+        return LossTerms(outputs.loss, torch.stack([value.detach().double() for value in outputs.sums]), outputs)
 
-    def _averaging_ranks(self) -> int:
-        return self.accelerator.num_processes // self.get_tp_size()
+    def evaluation_metrics(self, sums: torch.Tensor) -> dict[str, float]:
+        steps = StepSums(*sums)
+        metrics = {"loss": weighted_steps(steps.loss, steps.valid, self.args.step_decay).item(), **steps.metrics()}
+        # a mean of nothing: 0 would be the best there is, and an error would end the training that evaluates
+        return metrics if steps.supervised.any() else dict.fromkeys(metrics, math.nan)
+
+    def window_metrics(self, sums: torch.Tensor, *_: Any) -> dict[str, float]:
+        return StepSums(*sums).metrics()
 
     def _draft(self) -> Eagle3DraftModel:
         return self.accelerator.unwrap_model(self.model)
 
-    # ---- evaluation and reports ----
+    # ---- evaluation ----
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         eval_dataset = self._prepared(eval_dataset, self.args)
@@ -324,30 +300,6 @@ class Eagle3Trainer(Trainer):
             loss = self.compute_loss(model, self._prepare_inputs(inputs))
         assert isinstance(loss, torch.Tensor)
         return loss.detach(), None, None
-
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
-        self._sums.pop("eval", None)
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        sums = self._gathered("eval")
-        if sums is not None:
-            metrics = {"loss": weighted_steps(sums.loss, sums.valid, self.args.step_decay).item(), **sums.metrics()}
-            if not sums.supervised.any():  # means of nothing, and an error would end the training that evaluates
-                metrics = dict.fromkeys(metrics, math.nan)
-            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
-        return output
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        sums = self._gathered("train") if self.model.training and "loss" in logs else None
-        if sums is not None:
-            logs |= sums.metrics()
-        super().log(logs, *args, **kwargs)
-
-    def _gathered(self, kind: str) -> StepSums | None:
-        """What was added up since last time, over all ranks; every rank must call it."""
-        sums = self._sums.pop(kind, None)
-        if sums is None:
-            return None
-        return StepSums(*(self.accelerator.gather(value[None]).sum(dim=0) for value in sums))
 
     # ---- data ----
 
@@ -372,17 +324,3 @@ class Eagle3Trainer(Trainer):
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
             self._signature_columns = [*PACKED_COLUMNS, HIDDEN_STATES]
-
-    _get_eval_sampler = staticmethod(SequentialSampler)  # in order, whatever training does
-
-    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
-        """Accelerate fills an uneven last step with repeats, which would count twice: fill it with empty rows."""
-        ranks = 1 if self.accelerator.split_batches else self._averaging_ranks()
-        is_training = kwargs.get("is_training", False)
-        sampler = length_sampler(self, dataset, batch_size, ranks) if is_training else None
-        if sampler is not None:
-            kwargs["sampler_fn"] = lambda _: sampler
-        dataset = fill_uneven_steps(
-            self, dataset, ranks * batch_size, is_training=is_training, description=description, sampler=sampler
-        )
-        return super()._get_dataloader(dataset, description, batch_size, **kwargs)

@@ -28,7 +28,7 @@ from hf_prefix_tree.sft.card import add_section, tree_section
 from hf_prefix_tree.sft.collator import DataCollatorForPrefixTree
 from hf_prefix_tree.sft.config import TreeSFTConfig
 from hf_prefix_tree.sft.mixin import TreeLossMixin
-from hf_prefix_tree.training.checks import check_arguments
+from hf_prefix_tree.training.checks import check_arguments, check_grouped_mode
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 
@@ -180,26 +180,21 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
             columns = dataset.column_names or list(next(iter(dataset), {}))
             for column in {"trees", "weighting"}.intersection(columns):
                 dataset = check_weightings(dataset, column, self.args.weighting)
-        collator = self.data_collator
-        if self.args.mode == "grouped" and kwargs.get("is_training", False):
-            if self.is_deepspeed_enabled:
-                raise ValueError(
-                    "`mode='grouped'` does several backwards in a micro-batch, and DeepSpeed may step after each. Use "
-                    "DDP or FSDP, or `mode='tree'`."
-                )
-            self.data_collator = BranchCollator(collator)
-        try:
-            return super()._get_dataloader(dataset, *args, **kwargs)
-        finally:
-            self.data_collator = collator
+        return super()._get_dataloader(dataset, *args, **kwargs)
+
+    def loader_collator(self, is_training: bool) -> Any:
+        return (
+            BranchCollator(self.data_collator) if is_training and self.args.mode == "grouped" else self.data_collator
+        )
 
     def training_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
     ) -> torch.Tensor:
         if "branch_lengths" not in inputs:
             return super().training_step(model, inputs, num_items_in_batch)
-        own = torch.tensor([inputs["branch_lengths"].numel()], device=self.args.device)
-        rows = branch_batches(inputs, number=self.accelerator.gather(own).max().item())
+        check_grouped_mode(self)
+        number = torch.tensor([inputs["branch_lengths"].numel()], device=self.args.device)
+        rows = branch_batches(inputs, number=self.accelerator.gather(number).max().item())
         steps = self.current_gradient_accumulation_steps
         self.current_gradient_accumulation_steps = steps * len(rows)  # a router's auxiliary loss is a mean over them
         losses = []

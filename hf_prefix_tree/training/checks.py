@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -64,6 +65,36 @@ def keep_output_dtype(accelerator: Any) -> None:
         plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
 
 
+# They would see rows or logits of another layout than their authors had in mind.
+_REFUSED = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "formatting_func")
+
+
+def check_trainer(trainer: Any) -> None:
+    """
+    Refuses what would drop the mask, or weigh ranks instead of tokens.
+
+    Args:
+        trainer (`Trainer`): The trainer, initialised.
+
+    Raises:
+        `ValueError`: As [`refuse_engines`], under `nn.DataParallel`, and for functions that would see other logits.
+    """
+    refuse_engines(trainer.accelerator)
+    if getattr(trainer.args, "compile_layers", False) and trainer.is_deepspeed_enabled:
+        raise ValueError(
+            "`compile_layers=True` cannot be used together with DeepSpeed, which hooks the modules inside each layer. "
+            "Use FSDP2, or leave it at `False`."
+        )
+    if trainer.args.n_gpu > 1:
+        raise ValueError("`nn.DataParallel` is not supported: start one process per GPU with `accelerate launch`.")
+    for name in _REFUSED[:3]:
+        if getattr(trainer, name) is not None:
+            raise ValueError(
+                f"`{name}` is not supported: it would see packed sequences and other logits than it expects. Leave "
+                "it out."
+            )
+
+
 @contextmanager
 def earlier_gradients_aside(model: torch.nn.Module) -> Iterator[None]:
     """
@@ -87,9 +118,6 @@ def earlier_gradients_aside(model: torch.nn.Module) -> Iterator[None]:
 
 
 Config = TypeVar("Config")
-
-# They would see the rows and logits of another layout than their authors had in mind.
-_REFUSED = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "formatting_func")
 
 
 def check_arguments(
@@ -118,6 +146,109 @@ def check_arguments(
     if not isinstance(args, config_class):
         raise ValueError(f"`args` must be a `{config_class.__name__}`, got `{type(args).__name__}`.")
     return args
+
+
+def check_grouped_mode(trainer: Any) -> None:
+    """Raises `ValueError` where several backwards of a micro-batch could mean several optimizer steps."""
+    if trainer.is_deepspeed_enabled:
+        raise ValueError(
+            "`mode='grouped'` does several backwards in a micro-batch, and DeepSpeed may step after each. Use DDP or "
+            "FSDP, or `mode='tree'`."
+        )
+
+
+def refuse_tensor_parallelism(trainer: Any) -> None:
+    """Raises `ValueError` under tensor parallelism."""
+    if trainer.get_tp_size() > 1:
+        raise ValueError(
+            f"Tensor parallelism ({trainer.get_tp_size()} devices) is not supported: use DDP or FSDP2 instead."
+        )
+
+
+def check_tree_batch(batch: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for a batch that holds no trees."""
+    if "tree_stats" not in batch:
+        raise ValueError(
+            f"A batch has no `tree_stats`, only {sorted(batch)}: pass "
+            "`data_collator=DataCollatorForPrefixTree(pad_token_id)`."
+        )
+
+
+def check_loss(trainer: Any, outputs: Any) -> torch.Tensor:
+    """The model's own loss; raises `ValueError` where there is none."""
+    loss = getattr(outputs, "loss", None)
+    if loss is None:
+        raise ValueError(
+            f"{type(trainer).__name__} or its model computes the loss by itself, so it cannot be weighted: put "
+            "`TreeLossMixin` before `transformers.Trainer` or TRL's `SFTTrainer`."
+        )
+    return loss
+
+
+def check_split_stream(args: Any) -> None:
+    """Raises `ValueError` where a stream of packed rows may hold split trees."""
+    if getattr(args, "overflow", "split") == "split":
+        raise ValueError(
+            "`train_dataset` is a stream with `tree_ids`, and nothing keeps the parts of a split tree of a stream in "
+            "one optimizer step. Set `overflow='drop'` or `'raise'`, or load the dataset whole."
+        )
+
+
+def check_split_strategy(strategy: str, allowed: Sequence[str]) -> None:
+    """Raises `ValueError` for a `train_sampling_strategy` that knows nothing of split trees."""
+    if strategy not in allowed:
+        raise ValueError(
+            f"`train_sampling_strategy={strategy!r}` would tear the parts of split trees apart. Set it to one of "
+            f"{allowed}."
+        )
+
+
+def split_tree_ids(tree_ids: Sequence[Sequence[int]], num_parts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """
+    The ids of split trees alone, checked: all parts of each are there.
+
+    Args:
+        tree_ids (sequence of sequences of `int`): The ids of each row's trees.
+        num_parts (sequence of sequences of `int`): For each of them, the parts that its tree has in all rows.
+
+    Returns:
+        `list` of `list` of `int`: for each row, the ids of those with several parts.
+
+    Raises:
+        `ValueError`: If a tree's parts are not all there. (A dataset may hold a tree several times.)
+
+    Example:
+
+    ```python
+    >>> split_tree_ids([[7, 8], [9], [8]], [[1, 2], [1], [2]])
+    [[8], [], [8]]
+
+    ```
+    """
+    split = [
+        [(tree_id, parts) for tree_id, parts in zip(ids, numbers, strict=True) if parts > 1]
+        for ids, numbers in zip(tree_ids, num_parts, strict=True)
+    ]
+    counts = Counter(key for row in split for key in row)
+    torn = [(tree_id, parts, count) for (tree_id, parts), count in counts.items() if count % parts]
+    if torn:
+        tree_id, parts, count = torn[0]
+        raise ValueError(
+            f"`train_dataset`: rows with parts of a split tree are missing: tree {tree_id} has {parts} parts, of "
+            f"which {count} are there; {len(torn)} trees are like that. Select before the trees are packed "
+            "(`max_examples`), or keep all rows that have a `tree_ids` entry in common."
+        )
+    return [[tree_id for tree_id, _ in row] for row in split]
+
+
+def check_unit_sizes(largest: int, block_size: int) -> None:
+    """Raises `ValueError` where rows that belong together do not fit into one optimizer step."""
+    if largest > block_size:
+        raise ValueError(
+            f"{largest} rows hold parts of the same split trees and must be in one optimizer step, which has "
+            f"{block_size} (`gradient_accumulation_steps` x processes x `per_device_train_batch_size`). Raise "
+            "`gradient_accumulation_steps`, or raise `max_packed_tokens`, so that trees have fewer parts."
+        )
 
 
 def _warn_of_newer_versions() -> None:

@@ -15,7 +15,6 @@ all rows and keeps its own.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, Sampler
+from transformers import TrainerCallback
 
 from hf_prefix_tree.modeling.flops import cost_per_count
+from hf_prefix_tree.training.checks import check_unit_sizes
 from hf_prefix_tree.tree.packing import pack_rows
 
 if TYPE_CHECKING:
@@ -278,44 +279,6 @@ def linked_rows(tree_ids: Sequence[Sequence[int]]) -> list[list[int]]:
     return list(units.values())
 
 
-def split_tree_ids(tree_ids: Sequence[Sequence[int]], num_parts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """
-    The ids of split trees alone, checked: all parts of each are there.
-
-    Args:
-        tree_ids (sequence of sequences of `int`): The ids of each row's trees.
-        num_parts (sequence of sequences of `int`): For each of them, the parts that its tree has in all rows.
-
-    Returns:
-        `list` of `list` of `int`: for each row, the ids of those with several parts.
-
-    Raises:
-        `ValueError`: If a tree's parts are not all there. (A dataset may hold a tree several times.)
-
-    Example:
-
-    ```python
-    >>> split_tree_ids([[7, 8], [9], [8]], [[1, 2], [1], [2]])
-    [[8], [], [8]]
-
-    ```
-    """
-    split = [
-        [(tree_id, parts) for tree_id, parts in zip(ids, numbers, strict=True) if parts > 1]
-        for ids, numbers in zip(tree_ids, num_parts, strict=True)
-    ]
-    found = Counter(key for row in split for key in row)
-    torn = [(tree_id, parts, count) for (tree_id, parts), count in found.items() if count % parts]
-    if torn:
-        tree_id, parts, count = torn[0]
-        raise ValueError(
-            f"`train_dataset`: rows with parts of a split tree are missing: tree {tree_id} has {parts} parts, of "
-            f"which {count} are there; {len(torn)} trees are like that. Select before the trees are packed "
-            "(`max_examples`), or keep all rows that have a `tree_ids` entry in common."
-        )
-    return [[tree_id for tree_id, _ in row] for row in split]
-
-
 class StepSampler(Sampler[int]):
     """
     Yields blocks of indices, one block per optimizer step, and never cuts a unit in two.
@@ -359,12 +322,7 @@ class StepSampler(Sampler[int]):
         batch_size: int = 1,
     ) -> None:
         sizes = np.array([len(unit) for unit in units])
-        if sizes.max() > block_size:
-            raise ValueError(
-                f"{sizes.max()} rows hold parts of the same split trees and must be in one optimizer step, which has "
-                f"{block_size} (`gradient_accumulation_steps` x processes x `per_device_train_batch_size`). Raise "
-                "`gradient_accumulation_steps`, or raise `max_packed_tokens`, so that trees have fewer parts."
-            )
+        check_unit_sizes(sizes.max(), block_size)
         self.units, self.block_size, self.strategy, self.seed = units, block_size, strategy, seed
         self.global_step, self.ranks, self.batch_size = global_step, ranks, batch_size
         self.padding_index = int(sizes.sum())
@@ -408,35 +366,57 @@ class StepSampler(Sampler[int]):
         return np.concatenate([cut[np.argsort(-self.unit_costs[cut], kind="stable")] for cut in cuts])
 
 
+def is_stream(dataset: Any) -> bool:
+    """Whether a dataset has no rows to choose from."""
+    return not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset)
+
+
+def step_sampler(
+    trainer: Trainer, units: list[list[int]], costs: npt.NDArray[np.float64] | None, batch_size: int, ranks: int
+) -> StepSampler:
+    """A [`StepSampler`] with the options of the trainer."""
+    args = trainer.args
+    return StepSampler(
+        units,
+        args.gradient_accumulation_steps * ranks * batch_size,
+        strategy=args.train_sampling_strategy,
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        global_step=lambda: trainer.state.global_step,
+        costs=costs,
+        ranks=ranks,
+        batch_size=batch_size,
+    )
+
+
 def length_sampler(trainer: Trainer, dataset: Any, batch_size: int, ranks: int) -> StepSampler | None:
     """
     The sampler of a training on rows with `input_ids` whose lengths matter; `None` where Trainer's own serves.
 
     Trainer's samplers for `BY_LENGTH` repeat rows in an uneven last step, or draw from a generator that each rank has
     for itself, so that ranks could read different orders.
-
-    Args:
-        trainer (`Trainer`): The trainer.
-        dataset (`Dataset` or list of `dict`): Its training dataset.
-        batch_size (`int`): Rows of a batch.
-        ranks (`int`): Ranks that read different rows.
     """
     args = trainer.args
-    is_stream = not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset)
-    if is_stream or args.train_sampling_strategy not in BY_LENGTH or args.dataloader_drop_last:
+    if is_stream(dataset) or args.train_sampling_strategy not in BY_LENGTH or args.dataloader_drop_last:
         return None
     rows = dataset["input_ids"] if hasattr(dataset, "column_names") else (row["input_ids"] for row in dataset)
     lengths = np.array([len(ids) for ids in rows], dtype=np.float64)
-    return StepSampler(
-        [[row] for row in range(len(lengths))],
-        args.gradient_accumulation_steps * ranks * batch_size,
-        strategy=args.train_sampling_strategy,
-        seed=args.seed if args.data_seed is None else args.data_seed,
-        global_step=lambda: trainer.state.global_step,
-        costs=lengths,
-        ranks=ranks,
-        batch_size=batch_size,
-    )
+    return step_sampler(trainer, [[row] for row in range(len(lengths))], lengths, batch_size, ranks)
+
+
+class PassCounter(TrainerCallback):
+    """
+    Counts the passes over the dataset. `state.epoch` would do, but for a stream without a length it still names the
+    last pass when the next one begins, and a resumed training begins in the middle of one.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.epoch = -1
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.epoch = max(int(state.epoch or 0), self.epoch + 1)
 
 
 def _in_order(sizes: list[int], block_size: int) -> list[list[int]]:
