@@ -38,7 +38,7 @@ from hf_prefix_tree.data.messages import Message, normalize_messages, normalize_
 from hf_prefix_tree.data.prepare import prepare_trees
 from hf_prefix_tree.data.template import ChatTemplate
 from hf_prefix_tree.data.turns import conversation_branches
-from hf_prefix_tree.report.gain import read_json_lines, read_tools
+from hf_prefix_tree.report.gain import read_tools
 from hf_prefix_tree.tree.packing import pack_rows
 from hf_prefix_tree.tree.prefix_tree import PrefixTree, fold
 from hf_prefix_tree.tree.splitting import split_tree
@@ -59,7 +59,7 @@ def read(path: Path | None, tools_path: Path | None, tokenizer: str | None) -> t
         from transformers import AutoTokenizer
 
         tools = read_tools(tools_path, "--tools") if tools_path is not None else None
-        rows = [row for _, row in read_json_lines(path)]
+        rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
         for number, row in enumerate(rows):
             row.setdefault("group", number)
             row.setdefault("tools", tools[row["group"]] if isinstance(tools, dict) else tools)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # what tools see; at run time `__getattr__` loads the same na
     from hf_prefix_tree.data.prepare import prepare_trees as prepare_trees
     from hf_prefix_tree.data.turns import conversation_branches as conversation_branches
     from hf_prefix_tree.diffusion.collator import DataCollatorForDiffusionLM as DataCollatorForDiffusionLM
-    from hf_prefix_tree.diffusion.collator import DLLMCollator as DLLMCollator
     from hf_prefix_tree.diffusion.config import DiffusionSFTConfig as DiffusionSFTConfig
     from hf_prefix_tree.diffusion.generation import diffusion_generate as diffusion_generate
     from hf_prefix_tree.diffusion.trainer import DiffusionSFTTrainer as DiffusionSFTTrainer
@@ -37,6 +36,7 @@ if TYPE_CHECKING:  # what tools see; at run time `__getattr__` loads the same na
     from hf_prefix_tree.modeling.prepare import prepare_model as prepare_model
     from hf_prefix_tree.modeling.prepare import unprepare_model as unprepare_model
     from hf_prefix_tree.nemo import CROSS_ENTROPY_IGNORE_IDX as CROSS_ENTROPY_IGNORE_IDX
+    from hf_prefix_tree.nemo import DLLMCollator as DLLMCollator
     from hf_prefix_tree.nemo import FoldedRollouts as FoldedRollouts
     from hf_prefix_tree.nemo import fold_shared_prefix_rollouts as fold_shared_prefix_rollouts
     from hf_prefix_tree.nemo import prefix_tree_collate_fn as prefix_tree_collate_fn
@@ -65,7 +65,6 @@ _HOMES = {
     "fold_images": "data.images",
     "prepare_trees": "data.prepare",
     "conversation_branches": "data.turns",
-    "DLLMCollator": "diffusion.collator",
     "DataCollatorForDiffusionLM": "diffusion.collator",
     "DiffusionSFTConfig": "diffusion.config",
     "diffusion_generate": "diffusion.generation",
@@ -85,6 +84,7 @@ _HOMES = {
     "prepare_model": "modeling.prepare",
     "unprepare_model": "modeling.prepare",
     "CROSS_ENTROPY_IGNORE_IDX": "nemo",
+    "DLLMCollator": "nemo",
     "FoldedRollouts": "nemo",
     "fold_shared_prefix_rollouts": "nemo",
     "prefix_tree_collate_fn": "nemo",

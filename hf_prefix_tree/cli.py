@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import sys
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import track
+from datasets import disable_progress_bars
 
-from hf_prefix_tree.report.estimate import ASSUMPTIONS, Estimate
-from hf_prefix_tree.report.estimate import estimate as predict
-from hf_prefix_tree.report.gain import Folded, Row, counts_of, fold_file, read_tools, top_counts
+from hf_prefix_tree.data.turns import REASONING_MODES
+from hf_prefix_tree.report.gain import ASSUMPTIONS, Estimate, counts_of, fold_file, read_tools, top_counts
+from hf_prefix_tree.report.gain import estimate as predict
 from hf_prefix_tree.report.plot import check_matplotlib, plot_trees
 from hf_prefix_tree.report.text import console, counts_table, draw_tree
 
@@ -33,15 +32,15 @@ app = typer.Typer(
 )
 
 Tokenizer = Annotated[str | None, typer.Option(help="Tokenizer, a folder or a name on the Hub. Text needs one.")]
-Reasoning = Annotated[str, typer.Option(help="per_turn, side_leaf, think_split or keep.")]
+Reasoning = Annotated[str, typer.Option(help=f"{', '.join(REASONING_MODES[:-1])} or {REASONING_MODES[-1]}.")]
 Tools = Annotated[
     Path | None, typer.Option(help="JSON file with tool schemas: a list, or an object of lists by group.")
 ]
 GroupBy = Annotated[
     str | None, typer.Option(help="Column whose equal values make one tree. Without it, each row is a tree.")
 ]
-MaxLength = Annotated[int | None, typer.Option(min=2, help="Longest branch in tokens. Longer ones are truncated.")]
-MaxPackedTokens = Annotated[int | None, typer.Option(min=2, help="Tokens of a row. Larger trees count as split.")]
+MaxLength = Annotated[int | None, typer.Option(help="Longest branch in tokens. Longer ones are truncated.")]
+MaxPackedTokens = Annotated[int | None, typer.Option(help="Tokens of a packed sequence. Larger trees count as split.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -61,16 +60,22 @@ def inspect(
     plot: Annotated[Path | None, typer.Option(help="Image of the distribution and of a tree's mask to write.")] = None,
 ) -> None:
     """Count what folding shares, per group and in total, and draw the tree that shares most."""
-    _check_caps(max_length, max_packed_tokens)
     if plot is not None:
         check_matplotlib()
     loaded = _load_tokenizer(tokenizer)
     schemas = None if tools is None else read_tools(tools, "--tools")
     files = [
-        _fold(path, loaded, reasoning=reasoning, tools=schemas, group_by=group_by, max_length=max_length)
+        fold_file(
+            path,
+            loaded,
+            reasoning=reasoning,
+            tools=schemas,
+            group_by=group_by,
+            max_length=max_length,
+            max_packed_tokens=max_packed_tokens,
+        )
         for path in data
     ]
-    _check_fits(files, max_packed_tokens)
     reports: list[dict[str, Any]] = [
         {
             "file": file.name,
@@ -115,12 +120,18 @@ def estimate(
     as_json: AsJson = False,
 ) -> None:
     """Predict speed-up and activation memory of training a model on trees instead of on their branches."""
-    _check_caps(max_length, max_packed_tokens)
     config = _load_config(model)
     loaded = _load_tokenizer(tokenizer)
     schemas = None if tools is None else read_tools(tools, "--tools")
-    file = _fold(data, loaded, reasoning=reasoning, tools=schemas, group_by=group_by, max_length=max_length)
-    _check_fits([file], max_packed_tokens)
+    file = fold_file(
+        data,
+        loaded,
+        reasoning=reasoning,
+        tools=schemas,
+        group_by=group_by,
+        max_length=max_length,
+        max_packed_tokens=max_packed_tokens,
+    )
     predicted = predict(file.trees, config, max_packed_tokens)
     total = counts_of(file.groups, max_packed_tokens)
     if as_json:
@@ -138,11 +149,18 @@ def estimate(
 
 def main() -> None:
     """Entry point of `hf-prefix-tree`."""
+    logger = logging.getLogger("hf_prefix_tree")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # the reports say what was lost
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     try:
         app()
     except (ValueError, OSError) as error:
         print(f"hf-prefix-tree: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+    finally:
+        logger.setLevel(level)
 
 
 def _prediction(predicted: Estimate) -> str:
@@ -165,31 +183,6 @@ def _prediction(predicted: Estimate) -> str:
         *(f"- {assumption}." for assumption in ASSUMPTIONS),
     ]
     return "\n".join(lines)
-
-
-def _fold(path: Path, tokenizer: Any, **options: Any) -> Folded:
-    def progress(rows: Sequence[Row]) -> Iterable[Row]:
-        errors = Console(stderr=True)
-        return track(rows, f"Folding {path.name}", console=errors, transient=True, disable=not errors.is_terminal)
-
-    return fold_file(path, tokenizer, **options, progress=progress)
-
-
-def _check_caps(max_length: int | None, max_packed_tokens: int | None) -> None:
-    if max_length is not None and max_packed_tokens is not None and max_length > max_packed_tokens:
-        raise ValueError(
-            f"`--max-length` is {max_length}, above `--max-packed-tokens`, which is {max_packed_tokens}: a branch "
-            "has to fit into a row."
-        )
-
-
-def _check_fits(files: Sequence[Folded], max_packed_tokens: int | None) -> None:
-    longest = max(tree.stats().longest_path for file in files for tree in file.trees)
-    if max_packed_tokens is not None and longest > max_packed_tokens:
-        raise ValueError(
-            f"`--max-packed-tokens` is {max_packed_tokens}, but a branch has {longest} tokens and can't be split; "
-            "raise it, or cap branches with `--max-length`."
-        )
 
 
 def _load_tokenizer(name: str | None) -> Any:

@@ -6,14 +6,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from hf_prefix_tree.data.nodes import _prompt_and_completions
-from hf_prefix_tree.data.supervision import IGNORE_INDEX
+from hf_prefix_tree.data.supervision import IGNORE_INDEX, Sample, read_sample
+from hf_prefix_tree.diffusion.collator import DataCollatorForDiffusionLM
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE, concatenate_trees
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
@@ -194,3 +195,34 @@ def _unshifted_weights(
             "shifted labels, as `fold_shared_prefix_rollouts` makes them."
         )
     return np.concatenate([[0.0], (shifted_labels[:-1] != ignore_idx).astype(np.float64)])
+
+
+@dataclass
+class DLLMCollator(DataCollatorForDiffusionLM):
+    """
+    [`DataCollatorForDiffusionLM`] under the name, with the defaults and exactly the keys of NeMo Automodel's collator.
+
+    `loss_mask` and `attention_mask` must be there, other columns are ignored, `labels` too. Padding of a feature stays
+    where it is. The batch has `input_ids`, `loss_mask`, `attention_mask` and `input_lengths`.
+
+    Args:
+        pad_token_id (`int`, *optional*, defaults to `0`):
+            Token id of the padding.
+
+    The other arguments are those of [`DataCollatorForDiffusionLM`].
+    """
+
+    pad_token_id: int | None = 0
+    keeps_sample_index: ClassVar[bool] = False
+
+    def __call__(self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
+        names = ("input_ids", "loss_mask", "attention_mask")
+        for index, feature in enumerate(features):
+            for name in names:
+                if feature.get(name) is None:
+                    raise ValueError(f"`features[{index}]` has the keys {sorted(feature)} and no `{name}`.")
+        batch = super().__call__([{name: feature[name] for name in names} for feature in features], return_tensors)
+        return {name: batch[name] for name in (*names, "input_lengths")}
+
+    def _read(self, feature: Mapping[str, Any], index: int) -> Sample:
+        return read_sample(feature, f"`features[{index}]`", padded=True)

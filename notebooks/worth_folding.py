@@ -35,7 +35,7 @@ from transformers import AutoConfig
 from examples.demo.dialogues import dialogue_texts, generate_dialogues
 from examples.demo.tokenizer import train_tokenizer
 from hf_prefix_tree import Branch, PrefixTree, caterpillar, fold, prepare_trees
-from hf_prefix_tree.report.estimate import estimate
+from hf_prefix_tree.report.gain import estimate
 
 rng = np.random.default_rng(0)
 VOCABULARY = 1000

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import transformers
 from datasets import Dataset, IterableDataset
 
 from hf_prefix_tree.data.counts import Report
 from hf_prefix_tree.data.messages import Tools
 from hf_prefix_tree.data.packed import check_weightings, log_packing, pack_dataset, pack_stream
-from hf_prefix_tree.data.rows import MESSAGE_KINDS, TEXT_KINDS, RowOptions, group_key, row_kind
+from hf_prefix_tree.data.rows import MESSAGE_KINDS, TEXT_KINDS, RowOptions, columns_of, group_key, row_kind
 from hf_prefix_tree.data.selection import METRICS, SCORES, order_units, select_trees
 from hf_prefix_tree.data.trees import (
     COUNTED_FEATURES,
@@ -30,7 +31,7 @@ from hf_prefix_tree.data.trees import (
     trees_of_stream,
 )
 from hf_prefix_tree.data.turns import REASONING_MODES
-from hf_prefix_tree.tree.folding import check_weighting
+from hf_prefix_tree.tree.folding import WEIGHTINGS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,9 +85,10 @@ def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
         trees = prepare(None)
         for tree_counts in trees[REPORT]:
             report.add(tree_counts)
-        filled = [index for index, tree_counts in enumerate(trees[REPORT]) if tree_counts["branches"]]
-        if len(filled) < len(trees):
-            trees = trees.select(filled)
+        sources = [index for index, tree_counts in enumerate(trees[REPORT]) if tree_counts["branches"]]
+        if len(sources) < len(trees):
+            trees = trees.select(sources)
+        report.further["sources"] = np.array(sources, dtype=np.int64)
     else:
         candidates = list(range(len(dataset) if units is None else len(units)))
         ratio = None
@@ -141,11 +143,76 @@ def prepare_stream(dataset: IterableDataset, columns: list[str], plan: Plan) -> 
     return trees
 
 
-OVERLONG = ("truncate", "drop", "raise")
-OVERFLOW = ("split", "drop", "raise")
-ON_ERROR = ("raise", "skip")
+# The options of `prepare_trees` that take one of a few strings, and which these are.
+PREPARATION_CHOICES: dict[str, tuple[str, ...]] = {
+    "reasoning": REASONING_MODES,
+    "weighting": WEIGHTINGS,
+    "overlong": ("truncate", "drop", "raise"),
+    "overflow": ("split", "drop", "raise"),
+    "selection_metric": METRICS,
+    "on_error": ("raise", "skip"),
+}
 # Rooms whose code decides what a dataset becomes: everything that this room imports.
 CODE = ("tree", "data")
+
+
+def check_preparation(
+    *,
+    reasoning: str = "per_turn",
+    weighting: str = "tree",
+    max_length: int | None = None,
+    overlong: str = "truncate",
+    max_packed_tokens: int | None = None,
+    overflow: str = "split",
+    selection_metric: str | None = None,
+    selection_num_proc: int | None = None,
+    max_examples: int | None = None,
+    on_error: str = "raise",
+) -> None:
+    """
+    Check the options of [`prepare_trees`] that can be checked without a dataset.
+
+    Raises:
+        `ValueError`: If an option is unknown or out of range, or two of them contradict each other.
+
+    Example:
+
+    ```python
+    >>> check_preparation(max_length=512, overlong="drop")
+    >>> check_preparation(overlong="shorten")
+    Traceback (most recent call last):
+    ValueError: `overlong` is 'shorten'; pass one of 'truncate', 'drop', 'raise'.
+
+    ```
+    """
+    chosen = {
+        "reasoning": reasoning,
+        "weighting": weighting,
+        "overlong": overlong,
+        "overflow": overflow,
+        "selection_metric": selection_metric,
+        "on_error": on_error,
+    }
+    for name, value in chosen.items():
+        known = PREPARATION_CHOICES[name]
+        if value not in known and not (name == "selection_metric" and value is None):
+            raise ValueError(f"`{name}` is {value!r}; pass one of {', '.join(map(repr, known))}.")
+    limits = {
+        "max_length": (max_length, 2, "a branch's first token is not supervised"),
+        "max_packed_tokens": (max_packed_tokens, 2, "a branch's first token is not supervised"),
+        "selection_num_proc": (selection_num_proc, 1, "or leave it out"),
+        "max_examples": (max_examples, 1, "or leave it out"),
+    }
+    for name, (number, least, reason) in limits.items():
+        if number is not None and (not isinstance(number, (int, np.integer)) or number < least):
+            raise ValueError(f"`{name}` is {number!r}; pass an integer of at least {least}, {reason}.")
+    if max_length is not None and max_packed_tokens is not None and max_length > max_packed_tokens:
+        raise ValueError(
+            f"`max_length` is {max_length}, above `max_packed_tokens`, which is {max_packed_tokens}: a packed "
+            "sequence holds whole branches; lower the first or raise the second."
+        )
+    if selection_metric is not None and max_examples is None:
+        raise ValueError(f"`selection_metric` is {selection_metric!r}, but `max_examples` is None; pass how many.")
 
 
 def prepare_trees(
@@ -258,6 +325,7 @@ def prepare_trees(
             - branches `truncated`, `overlong`, `unsupervised`; turns with `prefix_mismatches`,
               `unrendered_reasoning`, `unclosed_reasoning`; `unrendered_messages`; rows `filled`, `skipped`; trees
               `oversized` or `empty`: what was lost;
+            - `sources`, an int64 array: of which row, or group by first appearance, each tree was made;
             - with `max_examples`: `candidates` (rows or groups), `valid` ones of those prepared, `selected`;
             - with `max_packed_tokens`: `packed_rows`, their `fill` (0 to 1), `split_trees`, `parts`,
               `weightless_parts` (left out: all that they supervise is in other parts), `duplicated_tokens`.
@@ -269,33 +337,23 @@ def prepare_trees(
         `ValueError`: If an option is unknown or doesn't fit, the columns fit no kind of rows, a row can't be read (its
             index is named), or no tree is left.
     """
-    for name, value, known in (
-        ("reasoning", reasoning, REASONING_MODES),
-        ("overlong", overlong, OVERLONG),
-        ("overflow", overflow, OVERFLOW),
-        ("selection_metric", selection_metric, (None, *METRICS)),
-        ("on_error", on_error, ON_ERROR),
-    ):
-        if value not in known:
-            raise ValueError(f"`{name}` is {value!r}; pass one of {', '.join(map(repr, known))}.")
-    check_weighting(weighting)
-    for name, number in (("max_length", max_length), ("max_packed_tokens", max_packed_tokens)):
-        if number is not None and number < 2:
-            raise ValueError(f"`{name}` is {number}; pass at least 2, a branch's first token is not supervised.")
-    if max_length is not None and max_packed_tokens is not None and max_length > max_packed_tokens:
-        raise ValueError(
-            f"`max_length` is {max_length}, above `max_packed_tokens`, which is {max_packed_tokens}: a row holds "
-            "whole branches; lower the first or raise the second."
-        )
-    if max_examples is not None and max_examples < 1:
-        raise ValueError(f"`max_examples` is {max_examples}; pass at least 1, or leave it out.")
-    if selection_metric is not None and max_examples is None:
-        raise ValueError(f"`selection_metric` is {selection_metric!r}, but `max_examples` is None; pass how many.")
+    check_preparation(
+        reasoning=reasoning,
+        weighting=weighting,
+        max_length=max_length,
+        overlong=overlong,
+        max_packed_tokens=max_packed_tokens,
+        overflow=overflow,
+        selection_metric=selection_metric,
+        selection_num_proc=selection_num_proc,
+        max_examples=max_examples,
+        on_error=on_error,
+    )
     if not isinstance(dataset, Dataset | IterableDataset):
         raise ValueError(f"`dataset` is a {type(dataset).__name__}; pass one split, a Dataset or an IterableDataset.")
     if isinstance(dataset, Dataset) and dataset.format["type"] is not None:
         raise ValueError(f"`dataset` has the format {dataset.format['type']!r}; pass `dataset.with_format(None)`.")
-    columns = dataset.column_names or list(next(iter(dataset), {}))
+    columns = columns_of(dataset)
     if column_names:
         dataset, columns = _renamed(dataset, columns, column_names)
     kind = row_kind(columns)

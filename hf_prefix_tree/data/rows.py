@@ -1,46 +1,34 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""One row of a dataset to branches: which kinds of rows there are, and what each becomes.
+"""One dataset row to branches: the kinds of rows that there are (`ROW_KINDS`), and how each is read.
 
-Cost: that of rendering and tokenizing the row, see `hf_prefix_tree.conversations`.
+A new kind is one entry of `ROW_KINDS`. For chat data in another format it names a function that returns the row's
+conversations; diffusion and EAGLE-3 training then read it too.
+
+Cost: that of rendering and tokenizing the row, see `hf_prefix_tree.data.turns`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hf_prefix_tree.data.nodes import as_branch, rollout_branches, search_tree_branches, text_tree_branches
-from hf_prefix_tree.data.supervision import IGNORE_INDEX
+from hf_prefix_tree.data.supervision import read_sample
 from hf_prefix_tree.data.tokenization import common_prefix
 from hf_prefix_tree.data.turns import conversation_branches
-from hf_prefix_tree.tree.folding import integer_array, weight_array
+from hf_prefix_tree.tree.folding import integer_array
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TREE_COLUMNS = tuple(field.name for field in dataclasses.fields(PrefixTree))
-# What makes a row one of a kind. Other columns are ignored, except for those that a kind reads besides.
-ROW_KINDS = {
-    "branches": ("branches",),
-    "rollouts": ("prompt_ids", "completions"),
-    "nodes": ("parents", "nodes"),
-    "texts": ("parents", "texts"),
-    "search": ("input", "nodes"),
-    "conversation": ("messages",),
-    "completions": ("prompt", "completions"),
-    "completion": ("prompt", "completion"),
-    "tokens": ("input_ids",),
-}
 PACKED_COLUMNS = ("trees", "tree_ids", "num_parts")
-MESSAGE_KINDS = ("conversation", "completions", "completion")
-TEXT_KINDS = (*MESSAGE_KINDS, "texts", "search")
-_MASKS = ("completion_mask", "assistant_masks")
 
 
 @dataclass(frozen=True)
@@ -51,16 +39,42 @@ class RowOptions:
     """
 
     kind: str
-    tokenizer: PreTrainedTokenizerBase | None
-    features: Mapping[str, Any]
-    reasoning: str
-    tools: Any
-    group_column: str
-    chat_template_kwargs: Mapping[str, Any]
-    empty_thinking_in_prompt: bool
-    max_length: int | None
-    overlong: str
-    code: str
+    tokenizer: PreTrainedTokenizerBase | None = None
+    features: Mapping[str, Any] = field(default_factory=dict)
+    reasoning: str = "per_turn"
+    tools: Any = None
+    group_column: str = "group"
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    empty_thinking_in_prompt: bool = True
+    max_length: int | None = None
+    overlong: str = "truncate"
+    code: str = ""
+
+
+class RowKind(NamedTuple):
+    """How to recognize and read one kind of rows."""
+
+    columns: tuple[str, ...]  # a row that has all of them is of this kind; `read` may use further ones
+    read: Callable[[Mapping[str, Any], RowOptions, Counter[str]], list[Branch]]
+    # Chat data: the conversations of a row, each with how many of its messages are the prompt.
+    conversations: Callable[[Mapping[str, Any]], list[tuple[Any, int]]] | None = None
+    needs_tokenizer: bool = False
+
+
+def columns_of(dataset: Any) -> list[str]:
+    """The columns of a dataset, of a stream, which may have to be read for it, or of a list of rows."""
+    if isinstance(dataset, Sequence):
+        return list(dataset[0]) if len(dataset) else []
+    return list(dataset.column_names or next(iter(dataset), {}))
+
+
+def rows_of_batch(batch: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    """The rows of a batch that `datasets.map` hands over as a dictionary of columns."""
+    lengths = {name: len(column) for name, column in batch.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"the columns have different lengths, {lengths}; pass one entry per row.")
+    for values in zip(*batch.values(), strict=True):
+        yield dict(zip(batch, values, strict=True))
 
 
 def row_kind(columns: Iterable[str]) -> str:
@@ -75,14 +89,14 @@ def row_kind(columns: Iterable[str]) -> str:
         return "tree"
     if present.issuperset(PACKED_COLUMNS):
         return "packed"
-    kinds = [kind for kind, needed in ROW_KINDS.items() if present.issuperset(needed)]
+    kinds = [name for name, kind in ROW_KINDS.items() if present.issuperset(kind.columns)]
     if len(kinds) == 1:
         return kinds[0]
-    known = "; ".join(" + ".join(f"`{name}`" for name in needed) for needed in ROW_KINDS.values())
-    found = f"`dataset` has the columns {', '.join(sorted(present)) or 'none at all'}"
+    known = "; ".join(" + ".join(f"`{name}`" for name in kind.columns) for kind in ROW_KINDS.values())
+    given = f"`dataset` has the columns {', '.join(sorted(present)) or 'none at all'}"
     if not kinds:
-        raise ValueError(f"{found}, which are no known kind of rows; rename them to one of: {known}; or pass trees.")
-    raise ValueError(f"{found}, which fit {' and '.join(kinds)} rows; remove those that are not to be read ({known}).")
+        raise ValueError(f"{given}, which are no known kind of rows; rename them to one of: {known}; or pass trees.")
+    raise ValueError(f"{given}, which fit {' and '.join(kinds)} rows; remove those that are not to be read ({known}).")
 
 
 def group_key(group: Any, group_by: str) -> Hashable:
@@ -122,9 +136,12 @@ def row_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[st
     Raises:
         `ValueError`: If the row is malformed, or a branch is too long under `overlong="raise"`.
     """
-    found: Counter[str] = Counter()
+    kind, lost = ROW_KINDS[options.kind], Counter[str]()
+    missing = [name for name in kind.columns if row.get(name) is None]
+    if missing:
+        raise ValueError(f"`{missing[0]}` is missing; give every row the same columns.")
     branches = []
-    for branch in _BRANCHES_OF[options.kind](_without_fill(row, options.features, found), options, found):
+    for branch in kind.read(_without_fill(row, options.features, lost), options, lost):
         if options.max_length is not None and len(branch) > options.max_length:
             if options.overlong == "raise":
                 raise ValueError(
@@ -132,15 +149,15 @@ def row_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[st
                     "`overlong='truncate'` or 'drop'."
                 )
             if options.overlong == "drop":
-                found["overlong"] += 1
+                lost["overlong"] += 1
                 continue
-            found["truncated"] += 1
+            lost["truncated"] += 1
             branch = Branch(branch.input_ids[: options.max_length], branch.weights[: options.max_length])
         if not branch.weights.any():
-            found["unsupervised"] += 1
+            lost["unsupervised"] += 1
             branch = Branch(branch.input_ids[:1], [0.0])
         branches.append(branch)
-    counts.update(found)  # only now: a row that raises counts as skipped and as nothing else
+    counts.update(lost)  # only now: a row that raises counts as skipped and as nothing else
     return branches
 
 
@@ -156,7 +173,7 @@ def _of_nodes(row: Mapping[str, Any], options: RowOptions, counts: Counter[str])
     nodes = [node if isinstance(node, Mapping) else {"input_ids": node} for node in _list(row, "nodes")]
     ids = [integer_array(node.get("input_ids"), f"nodes[{i}].input_ids") for i, node in enumerate(nodes)]
     given = [node.get("weights") for node in nodes]
-    weights = [np.ones(len(x)) if own is None else own for x, own in zip(ids, given, strict=True)]
+    weights = [np.ones(len(x)) if w is None else w for x, w in zip(ids, given, strict=True)]
     return PrefixTree.from_nodes(_list(row, "parents"), ids, weights).branches()
 
 
@@ -171,45 +188,11 @@ def _of_search(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]
 
 
 def _of_tokens(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
-    ids = integer_array(row["input_ids"], "input_ids")
-    _check_one_sequence(row, len(ids))
-    weights = np.ones(len(ids))
-    if row.get("labels") is not None:
-        labels = integer_array(row["labels"], "labels", minimum=IGNORE_INDEX)
-        if len(labels) != len(ids):
-            raise ValueError(f"`labels` has {len(labels)} entries for {len(ids)} `input_ids`; pass one per token.")
-        if (wrong := (labels != IGNORE_INDEX) & (labels != ids)).any():
-            at = int(wrong.argmax())
-            raise ValueError(
-                f"`labels` is {labels[at]} at index {at} where `input_ids` is {ids[at]}; pass them unshifted, and "
-                "-100 where a token is not supervised."
-            )
-        weights *= labels != IGNORE_INDEX
-    for name in ("weights", *_MASKS):
-        if row.get(name) is not None:
-            own = weight_array(row[name], name)
-            if len(own) != len(ids):
-                raise ValueError(f"`{name}` has {len(own)} entries for {len(ids)} `input_ids`; pass one per token.")
-            weights *= own
-    return [Branch(ids, weights)]
-
-
-def _check_one_sequence(row: Mapping[str, Any], length: int) -> None:
-    """Refuse what others have packed or padded: read as one branch, its sequences would see each other."""
-    one = {"seq_lengths": np.array([length]), "position_ids": np.arange(length), "attention_mask": np.ones(length)}
-    for name, expected in one.items():
-        if row.get(name) is not None and not np.array_equal(np.asarray(row[name]), expected):
-            raise ValueError(
-                f"`{name}` is {str(row[name])[:40]} for {length} `input_ids`, so the row is packed or padded and not "
-                "one sequence; pass the rows as they were before."
-            )
+    sample = read_sample(row, weighted=True)
+    return [Branch(sample.input_ids, sample.weights)]
 
 
 def _of_conversations(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
-    if options.kind != "conversation":
-        prompt, completions = _prompt_and_completions(row, options.kind)
-        if isinstance(prompt, str):
-            return _texts(prompt, completions, options, counts)
     return [
         branch
         for messages, num_prompt_messages in row_conversations(row, options)
@@ -217,26 +200,41 @@ def _of_conversations(row: Mapping[str, Any], options: RowOptions, counts: Count
     ]
 
 
+def _of_completions(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
+    prompt, completions = _prompt_and_completions(row)
+    if isinstance(prompt, str):
+        return _texts(prompt, completions, options, counts)
+    return _of_conversations(row, options, counts)
+
+
 def row_conversations(row: Mapping[str, Any], options: RowOptions) -> list[tuple[Any, int]]:
     """
-    The conversations of a row of one of the `MESSAGE_KINDS`, each with how many of its messages are the prompt. A
-    prompt and a completion that are strings are two messages.
+    The conversations of a row of one of the `MESSAGE_KINDS`, each with how many of its messages are the prompt.
 
     Raises:
         `ValueError`: If there is no completion, or strings and messages are mixed.
     """
-    if options.kind == "conversation":
-        return [(row["messages"], 0)]
-    prompt, completions = _prompt_and_completions(row, options.kind)
+    conversations = ROW_KINDS[options.kind].conversations
+    assert conversations is not None
+    return conversations(row)
+
+
+def _messages(row: Mapping[str, Any]) -> list[tuple[Any, int]]:
+    return [(row["messages"], 0)]
+
+
+def _completed_prompts(row: Mapping[str, Any]) -> list[tuple[Any, int]]:
+    """A prompt and a completion that are strings are two messages."""
+    prompt, completions = _prompt_and_completions(row)
     if isinstance(prompt, str):
         user = {"role": "user", "content": prompt}
         return [([user, {"role": "assistant", "content": text}], 1) for text in completions]
     return [([*prompt, *completion], len(prompt)) for completion in completions]
 
 
-def _prompt_and_completions(row: Mapping[str, Any], kind: str) -> tuple[Any, list[Any]]:
+def _prompt_and_completions(row: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     """The prompt and its completions: all strings, or all lists of messages."""
-    completions = [row["completion"]] if kind == "completion" else _list(row, "completions")
+    completions = _list(row, "completions") if row.get("completions") is not None else [row["completion"]]
     if not completions:
         raise ValueError("`completions` is empty; drop the row or give it a completion.")
     if len({isinstance(text, str) for text in (row["prompt"], *completions)}) > 1:
@@ -247,19 +245,6 @@ def _prompt_and_completions(row: Mapping[str, Any], kind: str) -> tuple[Any, lis
                 f"`prompt` or a completion is a {type(text).__name__}; pass a string or a list of messages."
             )
     return row["prompt"], completions
-
-
-_BRANCHES_OF = {
-    "branches": _of_branches,
-    "rollouts": _of_rollouts,
-    "nodes": _of_nodes,
-    "texts": _of_texts,
-    "search": _of_search,
-    "conversation": _of_conversations,
-    "completions": _of_conversations,
-    "completion": _of_conversations,
-    "tokens": _of_tokens,
-}
 
 
 def _conversation(
@@ -298,10 +283,10 @@ def _texts(prompt: str, completions: Sequence[str], options: RowOptions, counts:
     encoded = options.tokenizer([prompt, *texts], return_attention_mask=False, verbose=False)["input_ids"]
     prompt_ids, *ids = (np.array(x, dtype=np.int64) for x in encoded)
     branches = []
-    for own in ids:
-        start = common_prefix(prompt_ids, own)
+    for completed in ids:
+        start = common_prefix(prompt_ids, completed)
         counts["prefix_mismatches"] += start < len(prompt_ids)
-        branches.append(Branch(own, np.arange(len(own)) >= start))
+        branches.append(Branch(completed, np.arange(len(completed)) >= start))
     return branches
 
 
@@ -331,3 +316,18 @@ def _without_fill(value: Any, feature: Any, counts: Counter[str], open_keys: boo
     if isinstance(value, list) and (isinstance(inner, (Mapping, list)) or hasattr(inner, "feature")):
         return [_without_fill(item, inner, counts, open_keys) for item in value]
     return value
+
+
+ROW_KINDS = {
+    "branches": RowKind(("branches",), _of_branches),
+    "rollouts": RowKind(("prompt_ids", "completions"), _of_rollouts),
+    "nodes": RowKind(("parents", "nodes"), _of_nodes),
+    "texts": RowKind(("parents", "texts"), _of_texts, needs_tokenizer=True),
+    "search": RowKind(("input", "nodes"), _of_search, needs_tokenizer=True),
+    "conversation": RowKind(("messages",), _of_conversations, _messages, needs_tokenizer=True),
+    "completions": RowKind(("prompt", "completions"), _of_completions, _completed_prompts, needs_tokenizer=True),
+    "completion": RowKind(("prompt", "completion"), _of_completions, _completed_prompts, needs_tokenizer=True),
+    "tokens": RowKind(("input_ids",), _of_tokens),
+}
+MESSAGE_KINDS = tuple(name for name, kind in ROW_KINDS.items() if kind.conversations is not None)
+TEXT_KINDS = tuple(name for name, kind in ROW_KINDS.items() if kind.needs_tokenizer)

@@ -117,7 +117,12 @@ def select_trees(
             elif not is_valid:
                 report.add(counts[index])
         size = max(max_examples - len(taken), 8)  # replacements, a few at a time
-    report.further |= {"candidates": len(candidates), "valid": valid, "selected": len(taken)}
+    report.further |= {
+        "candidates": len(candidates),
+        "valid": valid,
+        "selected": len(taken),
+        "sources": np.array([candidates[index] for index in taken], dtype=np.int64),
+    }
     if taken:
         logger.warning(  # no loss, but to be seen without further settings, as all that is said once
             "Selected %d trees of %d valid ones among %d prepared (%d candidates): %s.",

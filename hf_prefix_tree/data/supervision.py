@@ -1,16 +1,19 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Which tokens of a sample are supervised: reads `loss_mask`, `completion_mask`, `assistant_masks` and `labels`."""
+"""[`read_sample`]: token ids, and which of them are supervised. Trees, diffusion and EAGLE-3 read their rows with it.
+
+Cost: linear in the tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-if TYPE_CHECKING:
-    pass
+from hf_prefix_tree.tree.folding import integer_array, weight_array
 
 IGNORE_INDEX = -100  # label of a token that is not supervised
 
@@ -19,127 +22,158 @@ SUPERVISION = ("loss_mask", "completion_mask", "assistant_masks", "labels")
 
 
 class Sample(NamedTuple):
-    """A feature as arrays, in the order of the batch's columns."""
+    """One sequence as arrays. Padding of the row, if it has any, is still there."""
 
-    input_ids: np.ndarray  # [raw] int64
-    supervised: np.ndarray  # [raw] bool
-    attended: np.ndarray  # [raw] int64
+    input_ids: npt.NDArray[np.int64]  # [L]
+    weights: npt.NDArray[np.float64]  # [L], 0 where not supervised; otherwise 1, but for trees
+    attended: npt.NDArray[np.int64]  # [L], 0 where the row is padded
 
     def without_padding(self) -> Sample:
-        """Up to its last attended token: the fill, which is supervised, would stand after padding."""
-        count = int(np.flatnonzero(self.attended)[-1]) + 1 if self.attended.any() else 0
-        return Sample(*(values[:count] for values in self))
+        """
+        The tokens before the padding.
+
+        Raises:
+            `ValueError`: If a token follows padding.
+        """
+        count = int(self.attended.sum())
+        if not self.attended[:count].all():
+            raise ValueError("`attention_mask` has a zero before a one; pad at the end only.")
+        return Sample(self.input_ids[:count], self.weights[:count], self.attended[:count])
 
 
-def read_sample(feature: Mapping[str, Any], index: int) -> Sample:
-    """A feature, checked; errors name its index."""
-    if feature.get("input_ids") is None:
-        raise ValueError(f"`features[{index}]` has the keys {sorted(feature)} and no `input_ids`.")
-    ids = _array(feature["input_ids"], "input_ids", index)
-    seq_lengths = feature.get("seq_lengths")
-    if seq_lengths is not None and len(seq_lengths) > 1:
-        raise ValueError(
-            f"`features[{index}]` packs {len(seq_lengths)} samples (`seq_lengths`): a diffusion model "
-            "would see across them; pass `packing=False`."
-        )
-    attended = _mask(feature, "attention_mask", len(ids), index)
-    return Sample(
-        ids,
-        _supervised(feature, ids, index),
-        np.ones(len(ids), dtype=np.int64) if attended is None else attended.astype(np.int64),
-    )
+def read_sample(row: Mapping[str, Any], where: str = "", *, weighted: bool = False, padded: bool = False) -> Sample:
+    """
+    Read one sequence from the columns of a dataset row or of a collator's feature.
+
+    - `input_ids`: the tokens; `attention_mask`, *optional*: 0 where the row is padded, at its end.
+    - `loss_mask`: 1 where a token is supervised.
+    - `completion_mask` and `assistant_masks`: a token is supervised where all that are given are 1, as in TRL.
+    - `labels`: unshifted, the token itself, or -100 where it is not supervised.
+    - `position_ids`, `seq_lengths`: only checked, they must be those of a single sequence.
+
+    Several columns that say what is supervised must agree. Columns of other names are ignored.
+
+    Args:
+        row (`Mapping[str, Any]`):
+            Lists, arrays or tensors by column.
+        where (`str`, *optional*, defaults to `""`):
+            Which row it is; errors begin with it.
+        weighted (`bool`, *optional*, defaults to `False`):
+            Read `weights` too, which multiply, and supervise every token of a row without any of these columns.
+        padded (`bool`, *optional*, defaults to `False`):
+            Keep padding.
+
+    Raises:
+        `ValueError`: If a column is malformed, columns contradict each other, or nothing says what is supervised.
+
+    Example:
+
+    ```python
+    >>> read_sample({"input_ids": [5, 6, 7, 0], "loss_mask": [0, 1, 1, 0], "attention_mask": [1, 1, 1, 0]})
+    Sample(input_ids=array([5, 6, 7]), weights=array([0., 1., 1.]), attended=array([1, 1, 1]))
+
+    ```
+    """
+    try:
+        sample = _read(row, weighted)
+        return sample if padded else sample.without_padding()
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}" if where else str(error)) from None
 
 
-def _supervised(feature: Mapping[str, Any], ids: np.ndarray, index: int) -> np.ndarray:
-    """What all supervision columns of a feature say; they must say the same."""
-    said: dict[str, np.ndarray] = {}
-    if (mask := _mask(feature, "loss_mask", len(ids), index)) is not None:
-        said["loss_mask"] = mask
-    trl = {name: _mask(feature, name, len(ids), index) for name in ("completion_mask", "assistant_masks")}
+def _read(row: Mapping[str, Any], weighted: bool) -> Sample:
+    columns = {name: _array(value) for name, value in row.items() if name in _COLUMNS and value is not None}
+    if "input_ids" not in columns:
+        raise ValueError(f"it has the keys {sorted(row)} and no `input_ids`; add them.")
+    ids = integer_array(columns["input_ids"], "input_ids")
+    weights = _supervised(columns, ids)
+    if weights is None:
+        if len(ids) and not weighted:
+            raise ValueError(
+                f"it has the keys {sorted(row)} and none of {', '.join(SUPERVISION)}; add a `loss_mask` (ones to "
+                "supervise everything). If a `Trainer` removed it, set `remove_unused_columns=False`."
+            )
+        weights = np.ones(len(ids))
+    if "weights" in columns:
+        if not weighted:
+            raise ValueError("`weights` are for trees; pass a `loss_mask`.")
+        weights = weights * _per_token(weight_array(columns["weights"], "weights"), "weights", ids)
+    attended = _mask(columns, "attention_mask", ids)
+    sample = Sample(ids, weights, np.ones_like(ids) if attended is None else attended.astype(np.int64))
+    _check_one_sequence(columns, sample)
+    return sample
+
+
+_COLUMNS = ("input_ids", *SUPERVISION, "weights", "attention_mask", "position_ids", "seq_lengths")
+
+
+def _array(value: Any) -> Any:
+    """A tensor as an array that NumPy can hold; other values as they are."""
+    if isinstance(value, torch.Tensor):
+        return (value.double() if value.is_floating_point() else value).detach().cpu().numpy()
+    return value
+
+
+def _supervised(columns: Mapping[str, Any], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64] | None:
+    """1 where all supervision columns supervise, 0 where none does; `None` if there are none."""
+    masks: dict[str, npt.NDArray[np.bool_]] = {}
+    if (mask := _mask(columns, "loss_mask", ids)) is not None:
+        masks["loss_mask"] = mask
+    trl = {name: _mask(columns, name, ids) for name in ("completion_mask", "assistant_masks")}
     given = {name: mask for name, mask in trl.items() if mask is not None}
     if given:
-        said[" and ".join(given)] = np.logical_and.reduce(list(given.values()))
-    if feature.get("labels") is not None:
-        labels = _array(feature["labels"], "labels", index)
-        _check_length(labels, "labels", len(ids), index)
-        said["labels"] = labels != IGNORE_INDEX
-        wrong = np.flatnonzero(said["labels"] & (labels != ids))
+        masks[" and ".join(given)] = np.logical_and.reduce(list(given.values()))
+    if "labels" in columns:
+        labels = _per_token(integer_array(columns["labels"], "labels", minimum=IGNORE_INDEX), "labels", ids)
+        masks["labels"] = labels != IGNORE_INDEX
+        wrong = np.flatnonzero(masks["labels"] & (labels != ids))
         if len(wrong):
+            at = wrong[0]
             raise ValueError(
-                f"`features[{index}]` has the label {labels[wrong[0]]} for the token {ids[wrong[0]]} at {wrong[0]}: "
-                "pass unshifted labels, each the token itself or -100."
+                f"`labels` is {labels[at]} at index {at} where `input_ids` is {ids[at]}; pass them unshifted, and "
+                "-100 where a token is not supervised."
             )
-    if not said:
-        raise ValueError(
-            f"`features[{index}]` has the keys {sorted(feature)} and none of {', '.join(SUPERVISION)}: add a "
-            "`loss_mask` (ones to supervise everything). If a `Trainer` removed it, set `remove_unused_columns=False`."
-        )
-    (first, supervised), *others = said.items()
-    for name, mask in others:
+    if not masks:
+        return None
+    (first, supervised), *further = masks.items()
+    for name, mask in further:
         differ = np.flatnonzero(mask != supervised)
         if len(differ):
             raise ValueError(
-                f"`features[{index}]` has `{first}` and `{name}` that disagree on {len(differ)} tokens, first at "
-                f"{differ[0]}: keep one of them."
+                f"`{first}` and `{name}` disagree on {len(differ)} tokens, first at index {differ[0]}; keep one of "
+                "them."
             )
-    return supervised
+    return supervised.astype(np.float64)
 
 
-def _mask(feature: Mapping[str, Any], name: str, length: int, index: int) -> np.ndarray | None:
-    """A mask as bool, or `None` where the feature has none."""
-    if feature.get(name) is None:
+def _mask(columns: Mapping[str, Any], name: str, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
+    if name not in columns:
         return None
-    mask = _array(feature[name], name, index)
-    _check_length(mask, name, length, index)
-    if not np.isin(mask, (0, 1)).all():
-        raise ValueError(f"`features[{index}]` has a `{name}` with other values than 0 and 1.")
+    mask = _per_token(weight_array(columns[name], name), name, ids)
+    wrong = np.flatnonzero((mask != 0) & (mask != 1))
+    if len(wrong):
+        raise ValueError(f"`{name}` is {mask[wrong[0]]} at index {wrong[0]}; pass 0 or 1 for every token.")
     return mask != 0
 
 
-def _check_length(values: np.ndarray, name: str, length: int, index: int) -> None:
-    if len(values) != length:
-        raise ValueError(
-            f"`features[{index}]` has {len(values)} entries in `{name}` and {length} in `input_ids`: one per token."
-        )
+def _per_token(values: npt.NDArray[Any], name: str, ids: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    if len(values) != len(ids):
+        raise ValueError(f"`{name}` has {len(values)} entries for {len(ids)} `input_ids`; pass one per token.")
+    return values
 
 
-def _array(values: Any, name: str, index: int) -> np.ndarray:
-    """A list, array or tensor as an int64 array of one dimension."""
-    if isinstance(values, torch.Tensor):
-        values = (values.double() if values.is_floating_point() else values).detach().cpu().numpy()
-    array = np.asarray(values)
-    if array.ndim != 1:
-        raise ValueError(f"`features[{index}]` has `{name}` of shape {array.shape}: pass one dimension, one sample.")
-    as_int = array.astype(np.int64)
-    if not np.array_equal(as_int, array):
-        raise ValueError(f"`features[{index}]` has a `{name}` with values that are no integers.")
-    return as_int
-
-
-Document = tuple[Sequence[int], Sequence[int]]  # token ids, loss mask
-
-
-def real_tokens(input_ids: Any, loss_mask: Any, attention_mask: Any = None) -> Document:
-    """
-    A document without its padding.
-
-    Args:
-        input_ids, loss_mask, attention_mask (sequences of `int`): Of equal length; the last one may be `None`.
-
-    Returns:
-        `tuple[list[int], list[int]]`: token ids, and a mask of zeros and ones.
-
-    Raises:
-        `ValueError`: If the lengths differ, or a real token follows padding.
-    """
-    ids, mask = np.asarray(input_ids, dtype=np.int64), np.asarray(loss_mask)
-    real = np.ones(len(ids), dtype=bool) if attention_mask is None else np.asarray(attention_mask) != 0
-    if not ids.shape == mask.shape == real.shape or ids.ndim != 1:
-        raise ValueError(
-            f"`input_ids`, `loss_mask` and `attention_mask` have the shapes {ids.shape}, {mask.shape} and "
-            f"{real.shape}: pass one entry per token."
-        )
-    count = int(real.sum())
-    if not real[:count].all():
-        raise ValueError("`attention_mask` has a zero before a one: pad documents at the end only.")
-    return ids[:count].tolist(), (mask[:count] != 0).astype(int).tolist()
+def _check_one_sequence(columns: Mapping[str, Any], sample: Sample) -> None:
+    """Refuse several packed sequences: read as one, they would see each other."""
+    is_one = {
+        "seq_lengths": lambda lengths: np.array_equal(lengths, [len(sample.input_ids)]),
+        "position_ids": lambda positions: (
+            positions.shape == sample.attended.shape
+            and np.array_equal(positions[sample.attended > 0], np.arange(sample.attended.sum()))
+        ),
+    }
+    for name, check in is_one.items():
+        if name in columns and not check(np.asarray(columns[name])):
+            raise ValueError(
+                f"`{name}` is {str(columns[name])[:40]} for {len(sample.input_ids)} `input_ids`, so several sequences "
+                "are packed here, which would see each other; pass the rows as they were before (`packing=False`)."
+            )

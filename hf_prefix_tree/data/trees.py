@@ -19,7 +19,7 @@ import numpy as np
 from datasets import Dataset, Features, IterableDataset, List, Value
 
 from hf_prefix_tree.data.counts import COUNTS, FEATURES, NO_SIZES, Report
-from hf_prefix_tree.data.rows import RowOptions, group_key, row_branches
+from hf_prefix_tree.data.rows import RowOptions, group_key, row_branches, rows_of_batch
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
 
 TREE_FEATURES = Features(
@@ -60,8 +60,8 @@ def tree_of_unit(
 
 def trees_of_batch(batch: Mapping[str, list[Any]], indices: list[int], **settings: Any) -> dict[str, list[Any]]:
     """The trees of a stream's rows, each row a tree; what they lost is logged."""
-    rows = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
-    trees = list(_logged(tree_of_rows([item], **settings) for item in zip(indices, rows, strict=True)))
+    rows = zip(indices, rows_of_batch(batch), strict=True)
+    trees = list(_logged(tree_of_rows([row], **settings) for row in rows))
     return {name: [tree[name] for tree in trees] for name in TREE_FEATURES}
 
 

@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_prefix_tree.data.conversation import Conversation, per_turn
+from hf_prefix_tree.data.conversation import Conversation, keep, per_turn, side_leaf
 from hf_prefix_tree.data.messages import Tools, normalize_messages, normalize_tools, unclosed_reasoning
 from hf_prefix_tree.data.template import chat_template_of
-from hf_prefix_tree.data.trunk import keep, side_leaf
 from hf_prefix_tree.tree.prefix_tree import Branch
 
 if TYPE_CHECKING:

@@ -156,13 +156,13 @@ class DataCollatorForDiffusionLM:
         return {name: torch.from_numpy(value) for name, value in batch.items()}
 
     def _read(self, feature: Mapping[str, Any], index: int) -> Sample:
-        return read_sample(feature, index).without_padding()
+        return read_sample(feature, f"`features[{index}]`")
 
     def _prefix(self, sample: Sample, index: int) -> int:
         """Where blocks start: 0, or the first supervised token, or the end of a sample without one."""
         if not self.response_window:
             return 0
-        starts = np.flatnonzero(np.diff(sample.supervised.astype(np.int8), prepend=0) == 1)
+        starts = np.flatnonzero(np.diff((sample.weights > 0).astype(np.int8), prepend=0) == 1)
         if len(starts) > 1:
             raise ValueError(
                 f"`features[{index}]` has more than one supervised run under response_window=True: {len(starts)}, at "
@@ -183,37 +183,6 @@ class DataCollatorForDiffusionLM:
         if self.max_seq_len is not None:
             length = min(length, self.max_seq_len)
         return max(length, 1)
-
-
-@dataclass
-class DLLMCollator(DataCollatorForDiffusionLM):
-    """
-    [`DataCollatorForDiffusionLM`] under the name, with the defaults and exactly the keys of NeMo Automodel's collator.
-
-    `loss_mask` and `attention_mask` must be there, other columns are ignored, `labels` too. Padding of a feature stays
-    where it is. The batch has `input_ids`, `loss_mask`, `attention_mask` and `input_lengths`.
-
-    Args:
-        pad_token_id (`int`, *optional*, defaults to `0`):
-            Token id of the padding.
-
-    The other arguments are those of [`DataCollatorForDiffusionLM`].
-    """
-
-    pad_token_id: int | None = 0
-    keeps_sample_index: ClassVar[bool] = False
-
-    def __call__(self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
-        names = ("input_ids", "loss_mask", "attention_mask")
-        for index, feature in enumerate(features):
-            for name in names:
-                if feature.get(name) is None:
-                    raise ValueError(f"`features[{index}]` has the keys {sorted(feature)} and no `{name}`.")
-        batch = super().__call__([{name: feature[name] for name in names} for feature in features], return_tensors)
-        return {name: batch[name] for name in (*names, "input_lengths")}
-
-    def _read(self, feature: Mapping[str, Any], index: int) -> Sample:
-        return read_sample(feature, index)
 
 
 def _check_return_tensors(return_tensors: str) -> None:

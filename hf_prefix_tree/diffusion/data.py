@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from datasets import IterableDataset
 
 from hf_prefix_tree.data.counts import CUT, LOSSES, cut_of, without_unsupervised
-from hf_prefix_tree.data.rows import MESSAGE_KINDS, RowOptions, row_branches, row_kind
+from hf_prefix_tree.data.rows import MESSAGE_KINDS, RowOptions, columns_of, row_branches, row_kind, rows_of_batch
 from hf_prefix_tree.data.supervision import SUPERVISION, read_sample
 from hf_prefix_tree.diffusion.collator import SAMPLE_INDEX, DataCollatorForDiffusionLM
 from hf_prefix_tree.training.sampling import PADDING_FEATURE
@@ -63,7 +64,7 @@ def prepare_diffusion_rows(
     Raises:
         `ValueError`: If the rows are of no known kind, or malformed, or none is left.
     """
-    columns = getattr(dataset, "column_names", None) or list(next(iter(dataset), {}))
+    columns = columns_of(dataset)
     if "input_ids" not in columns:
         kind = row_kind(columns)
         if kind not in MESSAGE_KINDS:
@@ -72,17 +73,7 @@ def prepare_diffusion_rows(
                 f"`input_ids` with one of {', '.join(SUPERVISION)}."
             )
         options = RowOptions(
-            kind=kind,
-            tokenizer=tokenizer,
-            features=dict(getattr(dataset, "features", None) or {}),
-            reasoning="per_turn",
-            tools=None,
-            group_column="group",
-            chat_template_kwargs=dict(chat_template_kwargs or {}),
-            empty_thinking_in_prompt=True,
-            max_length=None,
-            overlong="raise",
-            code="",
+            kind, tokenizer, dict(dataset.features or {}), chat_template_kwargs=dict(chat_template_kwargs or {})
         )
         dataset = _mapped(
             dataset, _samples, num_proc, batched=True, remove_columns=columns, fn_kwargs={"options": options}
@@ -93,10 +84,10 @@ def prepare_diffusion_rows(
             "supervise every token)."
         )
     if "input_ids" not in columns or SAMPLE_INDEX not in columns:
-        if hasattr(dataset, "__len__"):
-            dataset = dataset.add_column(SAMPLE_INDEX, np.arange(len(dataset)))
+        if isinstance(dataset, IterableDataset):
+            dataset = dataset.map(_with_index, with_indices=True)
         else:
-            dataset = _mapped(dataset, _with_index, None, with_indices=True)
+            dataset = dataset.add_column(SAMPLE_INDEX, np.arange(len(dataset)))
     name, length = cap
     if length is None:
         return dataset
@@ -120,8 +111,6 @@ class WithEmptyRows:
 
 
 def _mapped(dataset: Any, function: Any, num_proc: int | None, **kwargs: Any) -> Any:
-    from datasets import IterableDataset
-
     if isinstance(dataset, IterableDataset):
         return dataset.map(function, **kwargs)
     return dataset.map(function, num_proc=num_proc, desc="Rendering samples", **kwargs)
@@ -132,11 +121,11 @@ def _with_index(row: Mapping[str, Any], index: int) -> dict[str, int]:
 
 
 def _with_cut(row: Mapping[str, Any], index: int, length: int) -> dict[str, int]:
-    return {CUT: cut_of(read_sample(row, index).without_padding().supervised, length)}
+    return {CUT: cut_of(read_sample(row, f"row {index}").weights, length)}
 
 
 def _samples(batch: Mapping[str, list[Any]], options: RowOptions) -> dict[str, list[list[int]]]:
-    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    rows = list(rows_of_batch(batch))
     samples: dict[str, list[list[int]]] = {"input_ids": [], "loss_mask": []}
     counts: Counter[str] = Counter()
     for row in rows:

@@ -13,11 +13,18 @@ from typing import Any
 
 import torch
 
-from hf_prefix_tree.data.supervision import Document, real_tokens
+from hf_prefix_tree.data.supervision import Sample, read_sample
 
 ROW_KEYS = ("input_ids", "loss_mask", "attention_mask", "position_ids", "doc_remaining")
 DOCUMENT_KEYS = ("input_ids", "loss_mask")
 HIDDEN_STATES = "hidden_states"  # column with the file of a row's precomputed hidden states
+
+Document = tuple[list[int], list[int]]  # token ids; loss mask, 0 or 1
+
+
+def as_document(sample: Sample) -> Document:
+    """The token ids and the loss mask of a sequence."""
+    return sample.input_ids.tolist(), (sample.weights > 0).astype(int).tolist()
 
 
 def eagle3_row(documents: Sequence[Document], length: int, pad_token_id: int) -> dict[str, list[int]]:
@@ -114,7 +121,10 @@ class DataCollatorForEagle3:
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         if not features:
             raise ValueError("`features` is empty; pass at least one row.")
-        documents = [None if "doc_remaining" in feature else _document(feature) for feature in features]
+        documents = [
+            None if "doc_remaining" in feature else as_document(read_sample(feature, f"`features[{index}]`"))
+            for index, feature in enumerate(features)
+        ]
         lengths = {len(feature["input_ids"]) for feature, own in zip(features, documents, strict=True) if own is None}
         if len(lengths) > 1:
             raise ValueError(
@@ -146,18 +156,6 @@ class DataCollatorForEagle3:
                 "`build_eagle3_dataloader` does, or pass a larger `length`."
             )
         return eagle3_row([document] if len(document[0]) else [], length, self.pad_token_id)
-
-
-def _document(feature: Mapping[str, Any]) -> Document:
-    if feature.get("input_ids") is not None and not len(feature["input_ids"]):
-        return [], []
-    for name in DOCUMENT_KEYS:
-        if feature.get(name) is None:
-            raise ValueError(
-                f"`features` has a row with the keys {sorted(feature)} and no `{name}`: pass rows of "
-                "`pack_eagle3_dataset`, or documents with `input_ids` and `loss_mask`."
-            )
-    return real_tokens(feature["input_ids"], feature["loss_mask"], feature.get("attention_mask"))
 
 
 def _checked_row(row: Mapping[str, Any]) -> Mapping[str, Any]:

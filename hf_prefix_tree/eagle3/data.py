@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,17 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from datasets import Dataset, Features, List, Value, load_dataset
+from datasets import IterableDataset as StreamedDataset
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from hf_prefix_tree.data.counts import CUT, cut_of, kept_of, without_unsupervised
+from hf_prefix_tree.data.rows import columns_of, rows_of_batch
 from hf_prefix_tree.eagle3.collator import DOCUMENT_KEYS, HIDDEN_STATES, DataCollatorForEagle3
-from hf_prefix_tree.eagle3.packing import (
-    PACKED_COLUMNS,
-    SampleOptions,
-    documents_of,
-    pack_eagle3_dataset,
-    rows_of_batch,
-)
+from hf_prefix_tree.eagle3.packing import PACKED_COLUMNS, SampleOptions, documents_of, pack_eagle3_dataset
 from hf_prefix_tree.training.sampling import PaddedDataset, PaddedStream
 
 if TYPE_CHECKING:
@@ -97,8 +95,6 @@ def build_eagle3_dataloader(
             f"`packed_sequence_size={packed_sequence_size}` at least 0 (0 pads)."
         )
     if isinstance(dataset, (str, os.PathLike)):
-        from datasets import load_dataset
-
         dataset = load_dataset("json", data_files=os.fspath(dataset), split="train")
     pad = padding_token(tokenizer, pad_token_id)
     rows = prepare_eagle3_rows(
@@ -123,7 +119,7 @@ def build_eagle3_dataloader(
         settings["persistent_workers"] = True
         if torch.cuda.is_initialized():
             settings["multiprocessing_context"] = "forkserver"  # a forked CUDA context aborts the worker
-    if not hasattr(rows, "__len__"):
+    if isinstance(rows, StreamedDataset):
         rows = rows.shuffle(seed=seed) if shuffle else rows
         return DataLoader(OwnRows(rows, rank, ranks, batch_size) if ranks > 1 else rows, **settings)
     padded = PaddedDataset(rows, ranks * batch_size if ranks > 1 else 1)
@@ -158,14 +154,13 @@ def prepare_eagle3_rows(
     if set(columns).issuperset(PACKED_COLUMNS) or HIDDEN_STATES in columns:
         return dataset
     cap = ("packed_sequence_size", packed_sequence_size) if packed_sequence_size else ("seq_length", seq_length)
-    if not hasattr(dataset, "map"):
-        found = _shortened_documents(dataset, options, cap[1])
-        rows = [
-            {name: found[index][name] for name in DOCUMENT_KEYS} for index in kept_of([f[CUT] for f in found], cap)
-        ]
+    if isinstance(dataset, Dataset | StreamedDataset):
+        rows = without_unsupervised(_mapped(dataset, options, cap[1], columns, num_proc), cap)
     else:
-        rows = without_unsupervised(_documents(dataset, options, cap[1], columns, num_proc), cap)
-    if hasattr(rows, "__len__") and not len(rows):
+        documents = _truncated_documents(enumerate(dataset), options, cap[1])
+        kept = kept_of([document[CUT] for document in documents], cap)
+        rows = [{name: documents[index][name] for name in DOCUMENT_KEYS} for index in kept]
+    if not isinstance(rows, StreamedDataset) and not len(rows):
         raise ValueError("`dataset`: no row could be produced, because no sample has a token. Check the data.")
     if packed_sequence_size:
         return pack_eagle3_dataset(rows, packed_sequence_size, pad_token_id, strategy, num_proc=num_proc)
@@ -178,11 +173,6 @@ def padding_token(tokenizer: PreTrainedTokenizerBase | None, pad_token_id: int |
         if token_id is not None:
             return token_id
     raise ValueError("No padding token: pass `pad_token_id`, or a tokenizer with a `pad_token`.")
-
-
-def columns_of(dataset: Any) -> list[str]:
-    """The columns of a dataset, a stream or a list of rows."""
-    return list(getattr(dataset, "column_names", None) or next(iter(dataset), {}))
 
 
 class OwnRows(IterableDataset):
@@ -204,39 +194,35 @@ class OwnRows(IterableDataset):
         self.stream.set_epoch(epoch)
 
 
-def _shortened_documents(
-    rows: Iterable[Mapping[str, Any]], options: SampleOptions, length: int
+def _truncated_documents(
+    rows: Iterable[tuple[int, Mapping[str, Any]]], options: SampleOptions, length: int
 ) -> list[dict[str, Any]]:
     return [  # `first=1`: no step of the draft predicts a document's first token
-        {"input_ids": list(ids[:length]), "loss_mask": list(mask[:length]), CUT: cut_of(mask, length, first=1)}
-        for row in rows
-        for ids, mask in documents_of(row, options)
+        {"input_ids": ids[:length], "loss_mask": mask[:length], CUT: cut_of(mask, length, first=1)}
+        for index, row in rows
+        for ids, mask in documents_of(row, options, f"row {index}")
         if len(ids)
     ]
 
 
-def _documents(dataset: Any, options: SampleOptions, length: int, columns: list[str], num_proc: int | None) -> Any:
-    from datasets import Features, IterableDataset, List, Value
-
-    options = SampleOptions(
-        options.tokenizer,
-        options.supervise_reasoning,
-        options.reasoning_end,
-        dict(getattr(dataset, "features", None) or {}),
+def _mapped(dataset: Any, options: SampleOptions, length: int, columns: list[str], num_proc: int | None) -> Any:
+    options = dataclasses.replace(options, features=dict(dataset.features or {}))
+    processes = {} if isinstance(dataset, StreamedDataset) else {"num_proc": num_proc, "desc": "Rendering documents"}
+    return dataset.map(
+        _columns_of_documents,
+        batched=True,
+        with_indices=True,
+        remove_columns=columns,
+        fn_kwargs={"options": options, "length": length},
+        features=Features({**{name: List(Value("int64")) for name in DOCUMENT_KEYS}, CUT: Value("int64")}),
+        **processes,
     )
-    settings: dict[str, Any] = {
-        "batched": True,
-        "remove_columns": list(columns),
-        "fn_kwargs": {"options": options, "length": length},
-        "features": Features({**{name: List(Value("int64")) for name in DOCUMENT_KEYS}, CUT: Value("int64")}),
-    }
-    if isinstance(dataset, IterableDataset):
-        return dataset.map(_document_columns, **settings)
-    return dataset.map(_document_columns, **settings, num_proc=num_proc, desc="Rendering documents")
 
 
-def _document_columns(batch: Mapping[str, Any], options: SampleOptions, length: int) -> dict[str, list[Any]]:
-    rows = _shortened_documents(rows_of_batch(batch), options, length)
+def _columns_of_documents(
+    batch: Mapping[str, Any], indices: list[int], options: SampleOptions, length: int
+) -> dict[str, list[Any]]:
+    rows = _truncated_documents(zip(indices, rows_of_batch(batch), strict=True), options, length)
     return {name: [row[name] for row in rows] for name in (*DOCUMENT_KEYS, CUT)}
 
 

@@ -3,22 +3,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from datasets import Dataset, Features, IterableDataset, List, Value
 
-from hf_prefix_tree.data.rows import RowOptions, row_branches
-from hf_prefix_tree.data.supervision import IGNORE_INDEX, Document, real_tokens
-from hf_prefix_tree.eagle3.collator import ROW_KEYS, eagle3_row
+from hf_prefix_tree.data.rows import MESSAGE_KINDS, RowOptions, columns_of, row_branches, row_kind, rows_of_batch
+from hf_prefix_tree.data.supervision import read_sample
+from hf_prefix_tree.eagle3.collator import ROW_KEYS, Document, as_document, eagle3_row
 from hf_prefix_tree.tree.packing import pack_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -44,76 +46,35 @@ class SampleOptions:
     features: Mapping[str, Any] = field(default_factory=dict)
 
 
-def documents_of(row: Mapping[str, Any], options: SampleOptions) -> list[Document]:
+def documents_of(row: Mapping[str, Any], options: SampleOptions, where: str) -> list[Document]:
     """
-    The documents of one row: one, or none where a text has no supervised token.
+    The documents of one row: one, several where a prompt has several completions, or none where a text has no
+    supervised token.
 
     Args:
         row (`Mapping[str, Any]`): Columns as [`pack_eagle3_dataset`] lists them.
         options ([`SampleOptions`]): How conversations are rendered.
+        where (`str`): Which row it is; errors begin with it.
 
     Raises:
         `ValueError`: If the row has none of these forms, is malformed, or needs a tokenizer that is not there.
     """
-    if row.get("input_ids") is not None:
-        return [_token_columns(row)]
-    if row.get("messages") is not None:
-        return _texts(row, "conversation", options)
-    if row.get("prompt") is not None and row.get("completion") is not None:
-        return _texts(row, "completion", options)
-    raise ValueError(
-        f"A sample has the columns {sorted(row)}, which are no known form: pass `input_ids` with `loss_mask`, "
-        "`labels`, `completion_mask` or `assistant_masks`, or `messages`, or `prompt` and `completion`."
-    )
-
-
-def rows_of_batch(batch: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    """The rows of a batch that `datasets.map` hands over as a dictionary of columns."""
-    sizes = {name: len(column) for name, column in batch.items()}
-    if len(set(sizes.values())) > 1:
-        raise ValueError(f"`samples` has columns of different length: {sizes}. Pass one entry per row.")
-    for index in range(next(iter(sizes.values()), 0)):
-        yield {name: column[index] for name, column in batch.items()}
-
-
-def _token_columns(row: Mapping[str, Any]) -> Document:
-    ids = np.asarray(row["input_ids"], dtype=np.int64)
-    mask = np.ones(len(ids), dtype=bool)
-    if not any(row.get(name) is not None for name in (*_MASKS, "labels")):
-        raise ValueError(
-            "A sample has `input_ids` and nothing that says which of them are supervised: add `loss_mask` (all ones "
-            "to supervise every token), or TRL's `labels`, `completion_mask` or `assistant_masks`."
-        )
-    for name in (*_MASKS, "labels"):
-        if row.get(name) is None:
-            continue
-        own = np.asarray(row[name])
-        if own.shape != ids.shape:
-            raise ValueError(f"`{name}` has {len(own)} entries for {len(ids)} `input_ids`: pass one per token.")
-        if name == "labels" and bool(((own != IGNORE_INDEX) & (own != ids)).any()):
-            raise ValueError("`labels` differs from `input_ids` where it is not -100: pass it unshifted.")
-        mask &= own != (IGNORE_INDEX if name == "labels" else 0)
-    return real_tokens(ids, mask, row.get("attention_mask"))
+    try:
+        if row.get("input_ids") is not None:
+            return [as_document(read_sample(row))]
+        kind = row_kind(name for name, value in row.items() if value is not None)
+        if kind not in MESSAGE_KINDS:
+            raise ValueError(f"{kind} rows are for trees; pass conversations, or `input_ids` with a `loss_mask`.")
+        return _texts(row, kind, options)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _texts(row: Mapping[str, Any], kind: str, options: SampleOptions) -> list[Document]:
     if options.tokenizer is None:
-        raise ValueError("The samples are texts: pass the `tokenizer` that makes tokens of them.")
-    settings = RowOptions(
-        kind=kind,
-        tokenizer=options.tokenizer,
-        features=options.features,
-        reasoning="keep",
-        tools=None,
-        group_column="group",
-        chat_template_kwargs={},
-        empty_thinking_in_prompt=True,
-        max_length=None,
-        overlong="raise",
-        code="",
-    )
+        raise ValueError("it is text, and there is no `tokenizer`; pass the model's.")
     documents = []
-    for branch in row_branches(row, settings, Counter()):
+    for branch in row_branches(row, RowOptions(kind, options.tokenizer, options.features, "keep"), Counter()):
         mask = branch.weights > 0
         if not mask.any():  # an empty document trains nothing
             continue
@@ -213,31 +174,39 @@ def pack_eagle3_dataset(
         raise ValueError(f"`packed_sequence_size` must be a positive integer, got {packed_sequence_size!r}.")
     if strategy not in STRATEGIES:
         raise ValueError(f"`strategy` must be one of {STRATEGIES}, got {strategy!r}.")
-    options = SampleOptions(
-        tokenizer, supervise_reasoning, reasoning_end, dict(getattr(samples, "features", None) or {})
-    )
     settings: dict[str, Any] = {
         "length": packed_sequence_size,
         "pad_token_id": pad_token_id,
         "strategy": strategy,
-        "options": options,
+        "options": SampleOptions(tokenizer, supervise_reasoning, reasoning_end),
     }
-    if hasattr(samples, "map") and hasattr(samples, "column_names"):
-        rows = _map(samples, num_proc, settings)
-    elif isinstance(samples, Mapping):
-        return _pack_batch(samples, **settings)  # one batch of many: it may be empty
+    if isinstance(samples, Mapping):
+        return _pack_batch(samples, itertools.count(), **settings)  # one batch of many: it may be empty
+    if isinstance(samples, IterableDataset):
+        return _map(samples, settings)
+    if isinstance(samples, Dataset):
+        # Documents of different batches don't share a row, so large ones pack tighter; a batch is in memory as lists.
+        size = min(-(-len(samples) // (num_proc or 1)), _MAX_BATCH)
+        rows = _map(samples, settings, batch_size=max(1, size), num_proc=num_proc, desc="Packing documents")
     else:
-        rows = _packed(samples, **settings)
-    if hasattr(rows, "__len__") and not len(rows):
+        rows = _packed(enumerate(samples), **settings)
+    if not len(rows):
         raise ValueError("`samples`: no row could be produced, because no sample has a token. Check the data.")
     return rows
 
 
 def _packed(
-    samples: Iterable[Mapping[str, Any]], length: int, pad_token_id: int, strategy: str, options: SampleOptions
+    samples: Iterable[tuple[int, Mapping[str, Any]]],
+    length: int,
+    pad_token_id: int,
+    strategy: str,
+    options: SampleOptions,
 ) -> list[dict[str, list[int]]]:
     documents = [
-        (ids[:length], mask[:length]) for sample in samples for ids, mask in documents_of(sample, options) if len(ids)
+        (ids[:length], mask[:length])
+        for index, sample in samples
+        for ids, mask in documents_of(sample, options, f"row {index}")
+        if len(ids)
     ]
     rows = _next_fit(documents, length) if strategy == "next_fit" else _best_fit(documents, length)
     return [eagle3_row(row, length, pad_token_id) for row in rows]
@@ -260,27 +229,19 @@ def _best_fit(documents: list[Document], length: int) -> list[list[Document]]:
     return [[documents[i] for i in row] for row in pack_rows([len(ids) for ids, _ in documents], length)]
 
 
-def _pack_batch(batch: Mapping[str, Any], **settings: Any) -> dict[str, list[list[int]]]:
-    rows = _packed(rows_of_batch(batch), **settings)
+def _pack_batch(batch: Mapping[str, Any], indices: Iterable[int], **settings: Any) -> dict[str, list[list[int]]]:
+    rows = _packed(zip(indices, rows_of_batch(batch), strict=False), **settings)
     return {name: [row[name] for row in rows] for name in PACKED_COLUMNS}
 
 
-def _map(dataset: Any, num_proc: int | None, settings: dict[str, Any]) -> Any:
-    from datasets import Features, IterableDataset, List, Value
-
-    columns = dataset.column_names or list(next(iter(dataset), {}))
-    features = Features({name: List(Value("int64")) for name in PACKED_COLUMNS})
-    if isinstance(dataset, IterableDataset):
-        return dataset.map(_pack_batch, batched=True, remove_columns=columns, fn_kwargs=settings, features=features)
-    # Documents of different batches don't share a row, so large ones pack tighter; a batch is in memory as lists.
-    size = min(-(-len(dataset) // (num_proc or 1)), _MAX_BATCH)
+def _map(dataset: Any, settings: dict[str, Any], **kwargs: Any) -> Any:
+    options = dataclasses.replace(settings["options"], features=dict(dataset.features or {}))
     return dataset.map(
         _pack_batch,
         batched=True,
-        batch_size=max(1, size),
-        remove_columns=columns,
-        features=features,
-        num_proc=num_proc,
-        fn_kwargs=settings,
-        desc="Packing documents",
+        with_indices=True,
+        remove_columns=columns_of(dataset),
+        features=Features({name: List(Value("int64")) for name in PACKED_COLUMNS}),
+        fn_kwargs={**settings, "options": options},
+        **kwargs,
     )

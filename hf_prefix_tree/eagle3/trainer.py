@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, set_seed
 from transformers.trainer_utils import PredictionOutput
 
+from hf_prefix_tree.data.rows import columns_of
 from hf_prefix_tree.eagle3.collator import HIDDEN_STATES, DataCollatorForEagle3
 from hf_prefix_tree.eagle3.config import Eagle3Config, Eagle3DraftConfig
-from hf_prefix_tree.eagle3.data import columns_of, padding_token, prepare_eagle3_rows
+from hf_prefix_tree.eagle3.data import padding_token, prepare_eagle3_rows
 from hf_prefix_tree.eagle3.loss import StepSums, supervised_slots, weighted_steps
 from hf_prefix_tree.eagle3.model import Eagle3DraftModel
 from hf_prefix_tree.eagle3.packing import PACKED_COLUMNS, SampleOptions

@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""A JSON Lines file to trees, group by group, and what they add up to: the numbers of `hf-prefix-tree`.
+"""A file of rows to trees, prepared as for training; how much they share, and what training on them would gain.
 
-Cost: that of rendering, tokenizing and folding every row once; all trees are in memory together.
+Cost: that of `prepare_trees`, which `datasets` caches; all trees are in memory together.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ import functools
 import json
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetsError
+
 from hf_prefix_tree.data.counts import LOSSES
 from hf_prefix_tree.data.messages import Tools
-from hf_prefix_tree.data.rows import ROW_KINDS, TEXT_KINDS, RowOptions, group_key, row_branches, row_kind
-from hf_prefix_tree.data.turns import REASONING_MODES
-from hf_prefix_tree.tree.prefix_tree import PrefixTree, fold
+from hf_prefix_tree.data.prepare import check_preparation, prepare_trees
+from hf_prefix_tree.modeling.flops import activation_bytes, flop_counts
+from hf_prefix_tree.tree.prefix_tree import PrefixTree
 from hf_prefix_tree.tree.splitting import split_tree
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-Row = tuple[int, dict[str, Any]]
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -65,30 +66,41 @@ class Folded:
         return [tree for group in self.groups for tree in group.trees]
 
 
-def read_json_lines(path: Path) -> list[Row]:
+_FORMATS = {".csv": "csv", ".parquet": "parquet"}  # by suffix; other files are JSON Lines
+
+
+def load_rows(path: Path) -> Dataset:
     """
-    Rows of a JSON Lines file with their line numbers, from 1. Empty lines are no rows.
+    The rows of a JSON Lines, CSV or Parquet file, as training loads them.
 
     Raises:
-        `ValueError`: If there is no such file, no row in it, or a line is no JSON object (the line is named).
+        `ValueError`: If there is no such file, no row in it, or it can't be read; of JSON Lines, the line is named.
     """
     if not path.is_file():
         raise ValueError(f"{path} is no file; pass a JSON Lines file.")
-    rows = []
+    if not path.stat().st_size:
+        raise ValueError(f"{path} has no rows; pass a file with at least one.")
+    try:
+        return load_dataset(_FORMATS.get(path.suffix, "json"), data_files=str(path), split="train")
+    except (DatasetsError, ValueError) as error:
+        raise ValueError(f"{path}{_broken_line(path) or f' could not be read: {error.__cause__ or error}'}") from error
+
+
+def _broken_line(path: Path) -> str:
+    """The first line that is no JSON object, and why; empty if there is none."""
+    empty = True
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
+            empty = False
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise ValueError(f"{path}, line {number}: broken JSON: {error}.") from error
+                return f", line {number}: broken JSON: {error}."
             if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number}: a {type(row).__name__} instead of an object.")
-            rows.append((number, row))
-    if not rows:
-        raise ValueError(f"{path} has no rows; pass a file with at least one.")
-    return rows
+                return f", line {number}: a {type(row).__name__} instead of an object."
+    return " has no rows; pass a file with at least one." if empty else ""
 
 
 def read_tools(path: Path, option: str) -> list[Any] | dict[str, list[Any]]:
@@ -125,14 +137,14 @@ def fold_file(
     tools: Tools | Mapping[str, Tools] | None = None,
     group_by: str | None = None,
     max_length: int | None = None,
-    progress: Callable[[Sequence[Row]], Iterable[Row]] = iter,
+    max_packed_tokens: int | None = None,
 ) -> Folded:
     """
-    Fold the rows of a JSON Lines file, as [`prepare_trees`] does.
+    Fold the rows of a file with [`prepare_trees`].
 
     Args:
         path (`Path`):
-            The file. What its rows may be: see [`prepare_trees`].
+            The file, see [`load_rows`]. Which rows it may hold: see [`prepare_trees`].
         tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
             Needed for rows of text.
         reasoning (`str`, *optional*, defaults to `"per_turn"`), tools (*optional*), max_length (`int`, *optional*):
@@ -140,73 +152,43 @@ def fold_file(
         group_by (`str`, *optional*):
             Column whose equal values make one tree. Without it each row is a tree, counted under its `group`, if there
             is such a column.
-        progress (callable, *optional*):
-            Wraps the rows, to show how far it is.
+        max_packed_tokens (`int`, *optional*):
+            Refuse a branch of more tokens. Trees stay whole.
 
     Raises:
-        `ValueError`: If the file can't be read, an option doesn't fit, a row is malformed (its line is named), or no
+        `ValueError`: If the file can't be read, an option doesn't fit, a row is malformed (its index is named), or no
             tree is left.
     """
-    rows = read_json_lines(path)
-    columns = {name for _, row in rows for name in row}
-    if reasoning not in REASONING_MODES:
-        raise ValueError(f"`reasoning` is {reasoning!r}; pass one of {', '.join(map(repr, REASONING_MODES))}.")
-    if max_length is not None and max_length < 2:
-        raise ValueError(f"`max_length` is {max_length}; pass at least 2, a branch's first token is not supervised.")
-    if group_by is not None and group_by not in columns:
-        raise ValueError(f"`group_by` is {group_by!r}, no column of {path}; it has {', '.join(sorted(columns))}.")
+    check_preparation(reasoning=reasoning, max_length=max_length, max_packed_tokens=max_packed_tokens)
+    dataset = load_rows(path)
+    counts: dict[str, Any] = {}
     try:
-        kind = row_kind(columns)
+        prepared = prepare_trees(
+            dataset,
+            tokenizer,
+            reasoning=reasoning,
+            tools=tools,
+            group_by=group_by,
+            max_length=max_length,
+            counts=counts,
+        )
     except ValueError as error:
-        raise ValueError(f"{path}: {str(error).replace('`dataset`', 'it', 1)}") from error
-    if kind == "packed":
-        raise ValueError(f"{path} holds packed rows; pass the file that they were made of.")
-    if kind in TEXT_KINDS and tokenizer is None:
-        raise ValueError(f"`tokenizer` is missing, but {path} holds text ({kind} rows); pass the model's tokenizer.")
-    label = group_by or ("group" if "group" in columns else None)
-    options = RowOptions(
-        kind=kind,
-        tokenizer=tokenizer,
-        features={},
-        reasoning=reasoning,
-        tools=tools,
-        group_column=label or "group",
-        chat_template_kwargs={},
-        empty_thinking_in_prompt=True,
-        max_length=max_length,
-        overlong="truncate",
-        code="",
-    )
-    counts: Counter[str] = Counter()
-    of_group: dict[Hashable, list[Any]] = {}
-    for number, row in progress(rows):
-        try:
-            group = "all" if label is None else row.get(label)
-            group = str(group) if group_by is None else group_key(group, group_by)
-            branches = _branches(row, options, counts)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
-        of_group.setdefault(group, []).append(branches)
-    groups = []
-    for name, members in of_group.items():
-        sets = [[branch for branches in members for branch in branches]] if group_by is not None else members
-        trees = [fold(branches) for branches in sets if kind == "tree" or any(b.weights.any() for b in branches)]
-        counts["empty"] += len(sets) - len(trees)
-        if trees:
-            groups.append(Group(str(name), len(members), trees))
-    losses = "; ".join(f"{counts[name]} {what}" for name, what in LOSSES.items() if counts[name])
-    if not groups:
-        raise ValueError(f"{path}: no tree is left of its {len(rows)} rows ({losses}).")
+        raise ValueError(f"{path}: {error}") from error
+    if max_packed_tokens is not None and counts["longest_path"] > max_packed_tokens:
+        raise ValueError(
+            f"{path}: `max_packed_tokens` is {max_packed_tokens}, but a branch has {counts['longest_path']} tokens "
+            "and can't be split; raise it, or cap branches with `max_length`."
+        )
+    label = group_by or ("group" if "group" in dataset.column_names else None)
+    names = ["all"] * len(dataset) if label is None else list(map(str, dataset[label]))
+    rows = Counter(names)
+    of_tree = list(rows) if group_by is not None else names  # the group of each tree, before empty ones are left out
+    trees: dict[str, list[PrefixTree]] = {}
+    for source, row in zip(counts["sources"], prepared, strict=True):
+        trees.setdefault(of_tree[source], []).append(PrefixTree.from_dict(row))
+    groups = [Group(name, rows[name], trees[name]) for name in rows if name in trees]
+    losses = "; ".join(f"{counts[name]} {meaning}" for name, meaning in LOSSES.items() if counts[name])
     return Folded(str(path), groups, losses)
-
-
-def _branches(row: dict[str, Any], options: RowOptions, counts: Counter[str]) -> list[Any]:
-    if options.kind == "tree":
-        return PrefixTree.from_dict(row).branches()
-    missing = [name for name in ROW_KINDS[options.kind] if row.get(name) is None]
-    if missing:
-        raise ValueError(f"`{missing[0]}` is missing; give every row the same columns.")
-    return row_branches(row, options, counts)
 
 
 def counts_of(groups: Sequence[Group], max_packed_tokens: int | None = None) -> dict[str, int | float]:
@@ -292,3 +274,77 @@ def _ratios(tree: PrefixTree, max_packed_tokens: int | None) -> tuple[float, flo
     parts = [part.stats() for part in parts_of(tree, max_packed_tokens)]
     pairs, tokens = (sum(getattr(part, name) for part in parts) for name in ("tree_pairs", "tree_tokens"))
     return whole.branch_pairs / pairs, whole.branch_tokens / tokens, whole.branches
+
+
+# Tree attention is slower per pair than a causal kernel, and a tree has to be built: a smaller gain can be eaten up.
+PAYS_FROM = 1.2
+ASSUMPTIONS = (
+    "speed-up: FLOPs of matrix products, forward and backward, at the same throughput for both; branches are trained "
+    "one by one without padding. Not counted: optimizer, data loading, communication, and that a pair costs more in "
+    "tree attention than in a causal kernel",
+    "a sliding window counts as full attention (it makes that part smaller on both sides); the head runs on "
+    "supervised tokens only",
+    "memory: activations in bfloat16 that a layer of Qwen3 or Qwen3.5 keeps in eager mode, one tree, part or branch "
+    "per micro-batch; weights, gradients, optimizer and the chunked head come on top and are the same for both",
+)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """
+    What [`estimate`] predicts.
+
+    Args:
+        branch_tflop (`float`), tree_tflop (`float`): FLOPs of one epoch, in 10^12.
+        speedup (`float`): Their ratio.
+        pays (`bool`): Whether that is at least `PAYS_FROM`.
+        branch_gib (`float`), tree_gib (`float`): Activations of the longest branch, and of the largest tree or part.
+        branch_gib_checkpointed (`float`), tree_gib_checkpointed (`float`): The same with gradient checkpointing.
+    """
+
+    branch_tflop: float
+    tree_tflop: float
+    speedup: float
+    pays: bool
+    branch_gib: float
+    tree_gib: float
+    branch_gib_checkpointed: float
+    tree_gib_checkpointed: float
+
+    def verdict(self) -> str:
+        """One sentence: whether folding pays."""
+        if self.pays:
+            return f"Folding pays: {self.speedup:.2f}x fewer FLOPs than branch by branch."
+        return (
+            f"Folding does not pay here: {self.speedup:.2f}x fewer FLOPs, and below {PAYS_FROM}x tree attention can "
+            "cost more than it saves. Train the branches with SFTTrainer, packed."
+        )
+
+
+def estimate(trees: Sequence[PrefixTree], config: PretrainedConfig, max_packed_tokens: int | None = None) -> Estimate:
+    """
+    Predict from counts what training on the trees gains over training on their branches. See `ASSUMPTIONS`.
+
+    Args:
+        trees (sequence of [`PrefixTree`]):
+            At least one.
+        config (`PretrainedConfig`):
+            The model's.
+        max_packed_tokens (`int`, *optional*):
+            Splits larger trees first, so that what the parts compute again counts.
+
+    Raises:
+        `ValueError`: If the FLOPs of the model are not counted, see [`step_flops`], or a branch is longer than
+            `max_packed_tokens`.
+    """
+    rows = [part for tree in trees for part in parts_of(tree, max_packed_tokens)]
+    branch_tflop = flop_counts(trees, config)["branches"]["tflop"]
+    tree_tflop = flop_counts(rows, config)["folded"]["tflop"]
+    sizes = {"branch": max(tree.stats().longest_path for tree in trees), "tree": max(map(len, rows))}
+    gib = {
+        f"{name}_gib{suffix}": activation_bytes(config, tokens, checkpointing) / 2**30
+        for name, tokens in sizes.items()
+        for suffix, checkpointing in (("", False), ("_checkpointed", True))
+    }
+    speedup = branch_tflop / tree_tflop
+    return Estimate(branch_tflop, tree_tflop, speedup, speedup >= PAYS_FROM, **gib)

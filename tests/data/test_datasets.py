@@ -74,7 +74,8 @@ def stream_of(rows: list[dict]) -> IterableDataset:
         ({"input_ids": [1, 2, 3]}, [([1, 2, 3], [1, 1, 1])]),
         ({"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}, [([1, 2, 3], [0, 0, 1])]),
         ({"input_ids": [1, 2, 3], "weights": [0.0, 0.0, 2.5]}, [([1, 2, 3], [0, 0, 2.5])]),
-        ({"input_ids": [1, 2, 3], "labels": [1, 2, 3], "completion_mask": [0, 1, 0]}, [([1, 2, 3], [0, 1, 0])]),
+        ({"input_ids": [1, 2, 3], "labels": [-100, 2, -100], "completion_mask": [0, 1, 0]}, [([1, 2, 3], [0, 1, 0])]),
+        ({"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1], "attention_mask": [1, 1, 1]}, [([1, 2, 3], [0, 0, 1])]),
         ({"input_ids": [1, 2, 3], "labels": [-100, -100, 3], "weights": [1, 1, 2]}, [([1, 2, 3], [0, 0, 2])]),
         ({"input_ids": [1, 2, 3], "assistant_masks": [0, 1, 1], "other": "x"}, [([1, 2, 3], [0, 1, 1])]),
     ],
@@ -89,14 +90,14 @@ def test_kinds_of_token_rows(row, expected):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("seq_lengths", [1, 2]), ("position_ids", [0, 0, 1]), ("position_ids", [1, 2, 3]), ("attention_mask", [1, 1, 0])],
+    [("seq_lengths", [1, 2]), ("position_ids", [0, 0, 1]), ("position_ids", [1, 2, 3]), ("attention_mask", [0, 1, 1])],
 )
-def test_rows_that_others_packed_or_padded_are_refused(name, value):
+def test_rows_that_others_packed_or_padded_left_are_refused(name, value):
     one = {"seq_lengths": [3], "position_ids": [0, 1, 2], "attention_mask": [1, 1, 1]}
     row = {"input_ids": [1, 2, 3], **one}
     assert prepare_rows([row]) == [fold([Branch([1, 2, 3], [1, 1, 1])])]
-    with pytest.raises(ValueError, match=rf"row 0.*`{name}`.*\[.*\].*3 `input_ids`"):
-        prepare_rows([{**row, name: value}])
+    with pytest.raises(ValueError, match=rf"row 0.*`{name}`"):
+        prepare_rows([{"input_ids": [1, 2, 3], name: value}])
 
 
 def test_trees_of_another_weighting_are_weighted_anew():

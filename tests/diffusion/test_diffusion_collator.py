@@ -329,7 +329,7 @@ GOOD = {"input_ids": [4, 5, 6], "loss_mask": [0, 1, 1]}
         ({"completion_mask": [1]}, "`completion_mask`.*3"),
         ({"loss_mask": [0, 2, 1]}, "`loss_mask`.*0.*1"),
         ({"loss_mask": [0, 0.5, 1]}, "`loss_mask`"),
-        ({"input_ids": [[4, 5, 6]]}, "`input_ids`.*1.*3"),
+        ({"input_ids": [[4, 5, 6]]}, "`input_ids`.*2 dimensions"),
         ({"completion_mask": [0, 0, 1]}, "`loss_mask`.*`completion_mask`.*1"),
         (
             {"completion_mask": [1, 1, 1], "assistant_masks": [1, 1, 1]},
@@ -337,9 +337,9 @@ GOOD = {"input_ids": [4, 5, 6], "loss_mask": [0, 1, 1]}
         ),
         ({"labels": [-100, -100, 6]}, "`loss_mask`.*`labels`.*1"),
         ({"loss_mask": None, "labels": [5, 6, -100]}, "5.*4.*0"),
-        ({"seq_lengths": [2, 1]}, "2 samples"),
-        ({"seq_lengths": np.array([2, 1])}, "2 samples"),
-        ({"seq_lengths": torch.tensor([1, 1, 1])}, "3 samples"),
+        ({"seq_lengths": [2, 1]}, "`seq_lengths`.*2.*1"),
+        ({"seq_lengths": np.array([2, 1])}, "`seq_lengths`.*2.*1"),
+        ({"seq_lengths": torch.tensor([1, 1, 1])}, "`seq_lengths`.*1.*1.*1"),
     ],
 )
 def test_refused_features(change: dict[str, Any], message: str):

@@ -150,10 +150,10 @@ def test_columns_of_trl(columns, mask):
         ({"input_ids": [1, 2]}, "`loss_mask`"),
         ({"input_ids": [1, 2], "loss_mask": [1]}, "`loss_mask`.*1.*2.*`input_ids`"),
         ({"input_ids": [1, 2], "labels": [2, -100]}, "unshifted"),
-        ({"input_ids": [1, 2], "loss_mask": [1, 1], "attention_mask": [1]}, "one entry"),
+        ({"input_ids": [1, 2], "loss_mask": [1, 1], "attention_mask": [1]}, "`attention_mask`"),
         ({"input_ids": [1, 2], "loss_mask": [1, 1], "attention_mask": [0, 1]}, "at the end"),
         ({"messages": [{"role": "user", "content": "x"}]}, "`tokenizer`"),
-        ({"text": "x"}, "form"),
+        ({"text": "x"}, "row 0.*text.*`messages`"),
     ],
 )
 def test_malformed_samples_are_refused(sample, message):
