@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from trl import SFTConfig
 
-from hf_prefix_tree.training.options import refuse_options
+from hf_prefix_tree.training.checks import check_config
 
 OBJECTIVES = ("mdlm", "block", "hybrid")
 CORRUPTIONS = ("uniform", "blockwise", "random", "all_masked")
@@ -88,20 +89,10 @@ class DiffusionSFTConfig(SFTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_options(self)
-        for name in ("objective", "corruption", "attn_backend"):
-            choices = self.__dataclass_fields__[name].metadata["choices"]
-            if getattr(self, name) not in choices:
-                raise ValueError(f"`{name}` must be one of {choices}, got {getattr(self, name)!r}.")
-        for name in ("block_size", "eval_noise_draws"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
-        if not 0 < self.noise_eps <= 1:
-            raise ValueError(f"`noise_eps` must be above 0 and at most 1, got {self.noise_eps}.")
-        for name in ("half_life", "alpha"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"`{name}` must be above 0, got {getattr(self, name)}.")
-        if self.chat_template_kwargs is not None and not isinstance(self.chat_template_kwargs, dict):
-            raise ValueError(
-                f"`chat_template_kwargs` must be a `dict` or a JSON object, got {self.chat_template_kwargs!r}."
-            )
+        check_config(
+            self,
+            choices=("objective", "corruption", "attn_backend"),
+            at_least={"block_size": 1, "eval_noise_draws": 1},
+            above_zero={"noise_eps": 1, "half_life": math.inf, "alpha": math.inf},
+            dicts=("chat_template_kwargs",),
+        )

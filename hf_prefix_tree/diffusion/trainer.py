@@ -27,7 +27,12 @@ from hf_prefix_tree.diffusion.objective import (
 )
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
 from hf_prefix_tree.modeling.loss import safe_divisor, weighted_mean
-from hf_prefix_tree.training.checks import check_arguments, refuse_tensor_parallelism
+from hf_prefix_tree.training.checks import (
+    check_arguments,
+    check_collator,
+    check_texts,
+    refuse_tensor_parallelism,
+)
 from hf_prefix_tree.training.sampling import PassCounter
 from hf_prefix_tree.training.step import LossTerms, StepMixin, without_empty_mask
 
@@ -111,18 +116,6 @@ def default_collator(args: DiffusionSFTConfig, tokenizer: Any) -> DataCollatorFo
         response_window=args.response_window,
         processing_class=tokenizer,
     )
-
-
-def check_collator(collator: object, args: DiffusionSFTConfig) -> None:
-    """Raises `ValueError` for a collator that is none, or that has other blocks than `args`."""
-    if not isinstance(collator, DataCollatorForDiffusionLM) or not collator.keeps_sample_index:
-        raise ValueError(f"`data_collator` must be a `DataCollatorForDiffusionLM`, got `{type(collator).__name__}`.")
-    for name in ("block_size", "response_window"):
-        if getattr(collator, name) != getattr(args, name):
-            raise ValueError(
-                f"`data_collator` has `{name}={getattr(collator, name)}` and `args` has {getattr(args, name)}: pass "
-                "the same, or blocks of the noise and the mask would not be those of the fill."
-            )
 
 
 def find_mask_token_id(
@@ -235,7 +228,7 @@ class DiffusionSFTTrainer(StepMixin, SFTTrainer):
         reason = "the loss and its metrics are those of the objective"
         args = check_arguments(args, DiffusionSFTConfig, model, "DiffusionSFT", kwargs, reason)
         if data_collator is not None:
-            check_collator(data_collator, args)
+            check_collator(data_collator, DataCollatorForDiffusionLM, args, ("block_size", "response_window"))
         # where samples are cut; `SFTTrainer` prepares datasets while it initialises
         self._cap = (
             ("max_length", args.max_length) if data_collator is None else ("max_seq_len", data_collator.max_seq_len)
@@ -251,8 +244,7 @@ class DiffusionSFTTrainer(StepMixin, SFTTrainer):
             processing_class=processing_class,
             **kwargs,
         )
-        if self._is_vision_dataset:
-            raise ValueError("`train_dataset` has images, which are not supported: use a dataset of texts.")
+        check_texts(self)
         refuse_tensor_parallelism(self)
         if data_collator is None:
             self.data_collator = default_collator(args, self._tokenizer)

@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig, PretrainedConfig, TrainingArguments
 
-from hf_prefix_tree.training.options import refuse_options
+from hf_prefix_tree.training.checks import check_config
 
 
 @dataclass
@@ -84,18 +84,12 @@ class Eagle3Config(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_options(self)
-        for name in ("ttt_steps", "seq_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
-        if self.packed_sequence_size < 0:
-            raise ValueError(f"`packed_sequence_size` must be at least 0 (0 pads), got {self.packed_sequence_size}.")
-        if not 0 < self.step_decay <= 1:
-            raise ValueError(f"`step_decay` must be above 0 and at most 1, got {self.step_decay}.")
-        for name in ("packing_strategy", "attn_backend"):
-            choices = self.__dataclass_fields__[name].metadata["choices"]
-            if getattr(self, name) not in choices:
-                raise ValueError(f"`{name}` must be one of {choices}, got {getattr(self, name)!r}.")
+        check_config(
+            self,
+            choices=("packing_strategy", "attn_backend"),
+            at_least={"ttt_steps": 1, "seq_length": 1, "packed_sequence_size": 0},
+            above_zero={"step_decay": 1},
+        )
 
 
 @strict

@@ -25,6 +25,7 @@ from hf_prefix_tree.eagle3.packing import PACKED_COLUMNS, SampleOptions
 from hf_prefix_tree.eagle3.target import STATES, TARGET_FILE, Eagle3Target
 from hf_prefix_tree.eagle3.vocabulary import load_or_build_token_mapping, t2d_from_ids
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
+from hf_prefix_tree.training.checks import check_arguments, check_collator
 from hf_prefix_tree.training.sampling import PaddedDataset
 from hf_prefix_tree.training.step import LossTerms, StepMixin
 
@@ -190,19 +191,12 @@ class Eagle3Trainer(StepMixin, Trainer):
         processing_class: Any = None,
         **kwargs: Any,
     ) -> None:
-        args = Eagle3Config("eagle3-draft") if args is None else args
-        if not isinstance(args, Eagle3Config):
-            raise ValueError(f"`args` must be an `Eagle3Config`, got `{type(args).__name__}`.")
-        for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "model_init"):
-            if kwargs.get(name) is not None:
-                raise ValueError(f"`{name}` is not supported: the loss and its metrics are the draft's own.")
-        if data_collator is None:
-            data_collator = DataCollatorForEagle3(
-                padding_token(processing_class), length=args.packed_sequence_size or args.seq_length
-            )
-        elif not isinstance(data_collator, DataCollatorForEagle3):
-            raise ValueError(f"`data_collator` must be a `DataCollatorForEagle3`, got {type(data_collator).__name__}.")
+        reason = "the loss and its metrics are those of the draft"
+        args = check_arguments(args, Eagle3Config, "eagle3", "draft", kwargs, reason)
         length = args.packed_sequence_size or args.seq_length
+        if data_collator is None:
+            data_collator = DataCollatorForEagle3(padding_token(processing_class), length=length)
+        check_collator(data_collator, DataCollatorForEagle3, args)
         if args.device.type == "cuda" and length % BLOCK_SIZE and args.attn_backend == "auto":
             logger.warning(
                 "Rows of %d slots are no multiple of %d, which FlexAttention needs: attention is dense, its memory "

@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
-import numpy as np
 from trl import SFTConfig
 
-from hf_prefix_tree.training.options import refuse_options
+from hf_prefix_tree.data.prepare import PREPARATION_CHOICES, check_preparation
+from hf_prefix_tree.training.checks import check_config, check_tree_config
 
-# Options of our own that have `choices`.
-CHOICES = ("weighting", "reasoning", "overlong", "on_error", "overflow", "selection_metric", "mode", "attn_backend")
-
-# What `dataset_kwargs={"skip_prepare_dataset": True}` leaves without effect.
+# Options without effect under `dataset_kwargs={"skip_prepare_dataset": True}`.
 PREPARATION = (
     *("reasoning", "chat_template_kwargs", "empty_thinking_in_prompt", "column_names", "group_by", "max_length"),
     *("overlong", "on_error", "max_packed_tokens", "overflow", "pack_trees", "selection_metric"),
@@ -105,14 +103,14 @@ class TreeSFTConfig(SFTConfig):
         metadata={
             "help": "Weight of a branch: 'tree' 1/K, 'branch' 1, 'branch_mean' 1 / its supervised tokens; 'once' "
             "counts every unique supervised token once.",
-            "choices": ["tree", "branch", "branch_mean", "once"],
+            "choices": [*PREPARATION_CHOICES["weighting"]],
         },
     )
     reasoning: str = field(
         default="per_turn",
         metadata={
             "help": "How conversations become branches.",
-            "choices": ["per_turn", "side_leaf", "think_split", "keep"],
+            "choices": [*PREPARATION_CHOICES["reasoning"]],
         },
     )
     chat_template_kwargs: dict[str, Any] | str | None = field(
@@ -133,12 +131,15 @@ class TreeSFTConfig(SFTConfig):
         default="truncate",
         metadata={
             "help": "What happens to a branch longer than `max_length`.",
-            "choices": ["truncate", "drop", "raise"],
+            "choices": [*PREPARATION_CHOICES["overlong"]],
         },
     )
     on_error: str = field(
         default="raise",
-        metadata={"help": "What happens to a row that cannot be rendered.", "choices": ["raise", "skip"]},
+        metadata={
+            "help": "What happens to a row that cannot be rendered.",
+            "choices": [*PREPARATION_CHOICES["on_error"]],
+        },
     )
     max_packed_tokens: int | None = field(
         default=None, metadata={"help": "Most tokens of a row; see `overflow` and `pack_trees`. `None` sets no limit."}
@@ -147,7 +148,7 @@ class TreeSFTConfig(SFTConfig):
         default="split",
         metadata={
             "help": "What happens to a tree of more than `max_packed_tokens` tokens.",
-            "choices": ["split", "drop", "raise"],
+            "choices": [*PREPARATION_CHOICES["overflow"]],
         },
     )
     pack_trees: bool = field(
@@ -157,7 +158,7 @@ class TreeSFTConfig(SFTConfig):
         default=None,
         metadata={
             "help": "What ranks the trees that `max_examples` chooses from.",
-            "choices": ["branching_score", "token_ratio", "pair_ratio", "num_turns"],
+            "choices": [*PREPARATION_CHOICES["selection_metric"]],
         },
     )
     selection_num_proc: int | None = field(
@@ -181,38 +182,6 @@ class TreeSFTConfig(SFTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_options(self)
-        for name in CHOICES:
-            choices = self.__dataclass_fields__[name].metadata["choices"]
-            if getattr(self, name) not in choices and not (name == "selection_metric" and not self.selection_metric):
-                raise ValueError(f"`{name}` must be one of {choices}, got {getattr(self, name)!r}.")
-        for name in ("max_packed_tokens", "selection_num_proc", "max_examples", "max_length"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, (int, np.integer)) or value < 1):
-                raise ValueError(
-                    f"`{name}` must be at least 1, got {value!r}: pass an int, or leave it out for no limit."
-                )
-        if self.max_packed_tokens is not None and (self.max_length or 0) > self.max_packed_tokens:
-            raise ValueError(
-                f"`max_length={self.max_length}` is above `max_packed_tokens={self.max_packed_tokens}`: a branch must "
-                "fit into a row. Lower `max_length` or raise `max_packed_tokens`."
-            )
-        if self.max_packed_tokens is not None and self.pack_trees:
-            for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-                if getattr(self, name) > 1:
-                    raise ValueError(
-                        f"`{name}={getattr(self, name)}` would put several rows of `max_packed_tokens="
-                        f"{self.max_packed_tokens}` into one. Set `{name}=1`: a packed row is a batch by itself."
-                    )
-        for name in ("chat_template_kwargs", "column_names"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, dict):
-                raise ValueError(f"`{name}` must be a `dict` or a JSON object, got {value!r}.")
-        if (self.dataset_kwargs or {}).get("skip_prepare_dataset"):
-            ignored = [n for n in PREPARATION if getattr(self, n) != self.__dataclass_fields__[n].default]
-            if ignored:
-                options = ", ".join(f"`{name}={getattr(self, name)!r}`" for name in ignored)
-                raise ValueError(
-                    f"{options}: without effect under `dataset_kwargs={{'skip_prepare_dataset': True}}`. Leave out "
-                    "these options, or `skip_prepare_dataset`: trees are taken as they are without it."
-                )
+        check_config(self, choices=("mode", "attn_backend"), dicts=("chat_template_kwargs", "column_names"))
+        check_tree_config(self, PREPARATION)
+        check_preparation(**{name: getattr(self, name) for name in signature(check_preparation).parameters})

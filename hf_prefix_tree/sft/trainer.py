@@ -28,7 +28,7 @@ from hf_prefix_tree.sft.card import add_section, tree_section
 from hf_prefix_tree.sft.collator import DataCollatorForPrefixTree
 from hf_prefix_tree.sft.config import TreeSFTConfig
 from hf_prefix_tree.sft.mixin import TreeLossMixin
-from hf_prefix_tree.training.checks import check_arguments, check_grouped_mode
+from hf_prefix_tree.training.checks import check_arguments, check_collator, check_grouped_mode, check_texts
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 
@@ -99,18 +99,7 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
             multiple = args.pad_to_multiple_of or BLOCK_SIZE
             # TRL settles which token pads while it initialises; it is set below
             data_collator = DataCollatorForPrefixTree(-1, weighting=args.weighting, pad_to_multiple_of=multiple)
-        elif not isinstance(data_collator, DataCollatorForPrefixTree):
-            raise ValueError(
-                f"`data_collator` must be a `DataCollatorForPrefixTree`, got `{type(data_collator).__name__}`."
-            )
-        else:
-            for name in ("weighting", "pad_to_multiple_of"):
-                own, given = getattr(data_collator, name), getattr(args, name)
-                if given and own != given:
-                    raise ValueError(
-                        f"`{name}={given!r}` in `args`, but {own!r} in `data_collator`: give both the same, or leave "
-                        "`data_collator` out."
-                    )
+        check_collator(data_collator, DataCollatorForPrefixTree, args, ("weighting", "pad_to_multiple_of"))
         if hasattr(train_dataset, "__len__") and not len(train_dataset):
             raise ValueError("`train_dataset` has no rows; pass at least one.")
         # `SFTTrainer` prepares the training dataset first; the same object may be an evaluation dataset as well
@@ -125,8 +114,7 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
             processing_class=processing_class,
             **kwargs,
         )
-        if self._is_vision_dataset:
-            raise ValueError("`train_dataset` has images, which prefix trees do not hold yet. Use `SFTTrainer`.")
+        check_texts(self)
         if data_collator.pad_token_id < 0:
             data_collator.pad_token_id = _pad_token_id(self._tokenizer)
 
@@ -183,16 +171,16 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
         return super()._get_dataloader(dataset, *args, **kwargs)
 
     def loader_collator(self, is_training: bool) -> Any:
-        return (
-            BranchCollator(self.data_collator) if is_training and self.args.mode == "grouped" else self.data_collator
-        )
+        if not is_training or self.args.mode != "grouped":
+            return self.data_collator
+        check_grouped_mode(self)
+        return BranchCollator(self.data_collator)
 
     def training_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
     ) -> torch.Tensor:
         if "branch_lengths" not in inputs:
             return super().training_step(model, inputs, num_items_in_batch)
-        check_grouped_mode(self)
         number = torch.tensor([inputs["branch_lengths"].numel()], device=self.args.device)
         rows = branch_batches(inputs, number=self.accelerator.gather(number).max().item())
         steps = self.current_gradient_accumulation_steps

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from packaging.version import Version
 
+from hf_prefix_tree.training.options import refuse_options
 from hf_prefix_tree.version import TESTED
 
 
@@ -66,7 +67,7 @@ def keep_output_dtype(accelerator: Any) -> None:
 
 
 # They would see rows or logits of another layout than their authors had in mind.
-_REFUSED = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "formatting_func")
+_REFUSED = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "formatting_func", "model_init")
 
 
 def check_trainer(trainer: Any) -> None:
@@ -121,24 +122,24 @@ Config = TypeVar("Config")
 
 
 def check_arguments(
-    args: Config | None, config_class: type[Config], model: Any, purpose: str, others: Mapping[str, Any], reason: str
+    args: Config | None, config_class: type[Config], model: Any, purpose: str, given: Mapping[str, Any], reason: str
 ) -> Config:
     """
     The configuration of a trainer, checked.
 
     Args:
-        args (`config_class`, *optional*): What the user passed.
+        args (`config_class`, *optional*): The user's.
         config_class (`type`): The configuration that it must be.
         model (`str` or `PreTrainedModel`): Names the output folder where `args` is `None`.
         purpose (`str`): The end of that name.
-        others (`Mapping`): The trainer's other keyword arguments.
-        reason (`str`): Why those that would see rows or logits are refused.
+        given (`Mapping`): Further keyword arguments of the trainer.
+        reason (`str`): Why those that would see packed sequences or logits are refused.
 
     Raises:
         `ValueError`: For a configuration of another class, and refused arguments.
     """
     for name in _REFUSED:
-        if others.get(name) is not None:
+        if given.get(name) is not None:
             raise ValueError(f"`{name}` is not supported: {reason}.")
     if args is None:
         name = model if isinstance(model, str) else model.config._name_or_path
@@ -146,6 +147,82 @@ def check_arguments(
     if not isinstance(args, config_class):
         raise ValueError(f"`args` must be a `{config_class.__name__}`, got `{type(args).__name__}`.")
     return args
+
+
+def check_config(
+    config: Any,
+    *,
+    choices: Sequence[str] = (),
+    at_least: Mapping[str, int] | None = None,
+    above_zero: Mapping[str, float] | None = None,
+    dicts: Sequence[str] = (),
+) -> None:
+    """
+    Checks the options that a configuration adds to those of Transformers and TRL, and refuses some of theirs.
+
+    Args:
+        config (`TrainingArguments`): The configuration.
+        choices (sequence of `str`): Options whose field lists `choices`.
+        at_least (`Mapping`): The lowest values of numbers.
+        above_zero (`Mapping`): The highest values of numbers that are above 0.
+        dicts (sequence of `str`): Options that are `None`, a `dict` or JSON.
+
+    Raises:
+        `ValueError`: Names the option and its value.
+    """
+    refuse_options(config)
+    for name in choices:
+        allowed = config.__dataclass_fields__[name].metadata["choices"]
+        if getattr(config, name) not in allowed:
+            raise ValueError(f"`{name}` must be one of {allowed}, got {getattr(config, name)!r}.")
+    for name, lowest in (at_least or {}).items():
+        if getattr(config, name) < lowest:
+            raise ValueError(f"`{name}` must be at least {lowest}, got {getattr(config, name)}.")
+    for name, highest in (above_zero or {}).items():
+        if not 0 < getattr(config, name) <= highest:
+            raise ValueError(f"`{name}` must be above 0 and at most {highest}, got {getattr(config, name)}.")
+    for name in dicts:
+        if not isinstance(getattr(config, name), dict | None):
+            raise ValueError(f"`{name}` must be a `dict` or a JSON object, got {getattr(config, name)!r}.")
+
+
+def check_tree_config(config: Any, preparation: Sequence[str]) -> None:
+    """Raises `ValueError` for packed sequences in larger batches, and for options of a preparation that is skipped."""
+    if config.max_packed_tokens is not None and config.pack_trees:
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+            if getattr(config, name) > 1:
+                raise ValueError(
+                    f"`{name}={getattr(config, name)}` would concatenate sequences of `max_packed_tokens="
+                    f"{config.max_packed_tokens}`. Set `{name}=1`: a packed sequence is a batch by itself."
+                )
+    if not (config.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        return
+    defaults = {name: config.__dataclass_fields__[name].default for name in preparation}
+    ignored = [f"`{n}={getattr(config, n)!r}`" for n, default in defaults.items() if getattr(config, n) != default]
+    if ignored:
+        raise ValueError(
+            f"{', '.join(ignored)}: without effect under `dataset_kwargs={{'skip_prepare_dataset': True}}`. Leave out "
+            "these options, or `skip_prepare_dataset`: trees are taken as they are without it."
+        )
+
+
+def check_collator(collator: Any, collator_class: type, args: Any, names: Sequence[str] = ()) -> None:
+    """Raises `ValueError` for a collator of another class, or of other values of the options `names` than `args`."""
+    if not isinstance(collator, collator_class) or not getattr(collator, "keeps_sample_index", True):
+        raise ValueError(f"`data_collator` must be a `{collator_class.__name__}`, got `{type(collator).__name__}`.")
+    for name in names:
+        value, expected = getattr(collator, name), getattr(args, name)
+        if expected is not None and value != expected:
+            raise ValueError(
+                f"`data_collator` has `{name}={value!r}` and `args` has {expected!r}: pass the same, or leave "
+                "`data_collator` out."
+            )
+
+
+def check_texts(trainer: Any) -> None:
+    """Raises `ValueError` where `SFTTrainer` found images in the training dataset."""
+    if trainer._is_vision_dataset:
+        raise ValueError("`train_dataset` has images, which this trainer does not support: use a dataset of texts.")
 
 
 def check_grouped_mode(trainer: Any) -> None:

@@ -243,7 +243,7 @@ def test_limits(tmp_path):
     for name in ("max_packed_tokens", "selection_num_proc", "max_examples"):
         with pytest.raises(ValueError, match=f"`{name}`.*0"):
             config(tmp_path, **{name: 0})
-    with pytest.raises(ValueError, match=r"`max_length=9`.*`max_packed_tokens=8`"):
+    with pytest.raises(ValueError, match=r"`max_length`.*9.*`max_packed_tokens`.*8"):
         config(tmp_path, max_length=9, max_packed_tokens=8)
     assert config(tmp_path, max_length=8, max_packed_tokens=8).max_packed_tokens == 8
     made = TreeSFTConfig("x", use_cpu=True, bf16=False)
