@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset, Features, List, Value, load_dataset
 from datasets import IterableDataset as StreamedDataset
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from hf_prefix_tree.data.counts import CUT, cut_of, kept_of, without_unsupervised
 from hf_prefix_tree.data.rows import columns_of, rows_of_batch
 from hf_prefix_tree.eagle3.collator import DOCUMENT_KEYS, HIDDEN_STATES, DataCollatorForEagle3
 from hf_prefix_tree.eagle3.packing import PACKED_COLUMNS, SampleOptions, documents_of, pack_eagle3_dataset
-from hf_prefix_tree.training.sampling import PaddedDataset, PaddedStream
+from hf_prefix_tree.training.sampling import PaddedStream, rank_loader
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -122,9 +122,7 @@ def build_eagle3_dataloader(
     if isinstance(rows, StreamedDataset):
         rows = rows.shuffle(seed=seed) if shuffle else rows
         return DataLoader(OwnRows(rows, rank, ranks, batch_size) if ranks > 1 else rows, **settings)
-    padded = PaddedDataset(rows, ranks * batch_size if ranks > 1 else 1)
-    sampler: DistributedSampler = DistributedSampler(padded, num_replicas=ranks, rank=rank, shuffle=shuffle, seed=seed)
-    return DataLoader(padded, sampler=sampler, **settings)
+    return rank_loader(rows, rank, ranks, shuffle=shuffle, seed=seed, **settings)
 
 
 def prepare_eagle3_rows(

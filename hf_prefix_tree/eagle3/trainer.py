@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, set_seed
 from transformers.trainer_utils import PredictionOutput
 
@@ -26,7 +26,7 @@ from hf_prefix_tree.eagle3.target import STATES, TARGET_FILE, Eagle3Target
 from hf_prefix_tree.eagle3.vocabulary import load_or_build_token_mapping, t2d_from_ids
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
 from hf_prefix_tree.training.checks import check_arguments, check_collator
-from hf_prefix_tree.training.sampling import PaddedDataset
+from hf_prefix_tree.training.sampling import rank_loader
 from hf_prefix_tree.training.step import LossTerms, StepMixin
 
 logger = logging.getLogger(__name__)
@@ -89,10 +89,7 @@ def _counting_loader(rows: Any, args: Eagle3Config, collator: DataCollatorForEag
         from datasets.distributed import split_dataset_by_node
 
         return DataLoader(split_dataset_by_node(rows, rank=rank, world_size=ranks), collate_fn=collator)
-    sampler: DistributedSampler = DistributedSampler(
-        PaddedDataset(rows, ranks), num_replicas=ranks, rank=rank, shuffle=False
-    )
-    return DataLoader(sampler.dataset, batch_size=1, sampler=sampler, collate_fn=collator)
+    return rank_loader(rows, rank, ranks, batch_size=1, collate_fn=collator)
 
 
 def check_pair(model: Any, target: Eagle3Target, args: Eagle3Config) -> None:

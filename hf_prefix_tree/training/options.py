@@ -8,7 +8,8 @@ allowed values and a remedy, or a reason; then the names of the options.
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -333,6 +334,11 @@ OPTIONS: dict[str, dict[str, Option]] = {
     "DiffusionSFTConfig": _merged(_TRAINER, _SFT, _DIFFUSION),
     "Eagle3Config": _merged(_TRAINER, _EAGLE3),
 }
+
+
+def option_field(default: Any, text: str, choices: Sequence[str] = ()) -> Any:
+    """The field of an option of ours; `HfArgumentParser` shows the text and the choices."""
+    return field(default=default, metadata={"help": text} | ({"choices": [*choices]} if choices else {}))
 
 
 def refuse_options(args: Any) -> None:
