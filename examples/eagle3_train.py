@@ -34,9 +34,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import ModelConfig, ScriptArguments, TrlParser, get_quantization_config
 
 from hf_prefix_tree import Eagle3Config, Eagle3DraftModel, Eagle3Trainer, export_for_serving
-from hf_prefix_tree.eagle3.data import padding_token, prepare_eagle3_rows
+from hf_prefix_tree.eagle3.data import SampleOptions, padding_token, prepare_eagle3_rows
 from hf_prefix_tree.eagle3.export import validate_export
-from hf_prefix_tree.eagle3.packing import SampleOptions
 from hf_prefix_tree.eagle3.target import TARGET_FILE, Eagle3Target, precompute_hidden_states
 
 

@@ -25,9 +25,9 @@ if TYPE_CHECKING:  # what tools see; at run time `__getattr__` loads the same na
     from hf_prefix_tree.eagle3.config import Eagle3Config as Eagle3Config
     from hf_prefix_tree.eagle3.config import Eagle3DraftConfig as Eagle3DraftConfig
     from hf_prefix_tree.eagle3.data import build_eagle3_dataloader as build_eagle3_dataloader
+    from hf_prefix_tree.eagle3.data import pack_eagle3_dataset as pack_eagle3_dataset
     from hf_prefix_tree.eagle3.export import export_for_serving as export_for_serving
     from hf_prefix_tree.eagle3.model import Eagle3DraftModel as Eagle3DraftModel
-    from hf_prefix_tree.eagle3.packing import pack_eagle3_dataset as pack_eagle3_dataset
     from hf_prefix_tree.eagle3.trainer import Eagle3Trainer as Eagle3Trainer
     from hf_prefix_tree.eagle3.vocabulary import build_token_mapping as build_token_mapping
     from hf_prefix_tree.eagle3.vocabulary import load_or_build_token_mapping as load_or_build_token_mapping
@@ -75,7 +75,7 @@ _HOMES = {
     "build_eagle3_dataloader": "eagle3.data",
     "export_for_serving": "eagle3.export",
     "Eagle3DraftModel": "eagle3.model",
-    "pack_eagle3_dataset": "eagle3.packing",
+    "pack_eagle3_dataset": "eagle3.data",
     "Eagle3Trainer": "eagle3.trainer",
     "build_token_mapping": "eagle3.vocabulary",
     "load_or_build_token_mapping": "eagle3.vocabulary",

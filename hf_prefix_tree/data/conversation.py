@@ -4,8 +4,8 @@
 `per_turn` renders every turn with its own context. `side_leaf` and `keep` make branches around one trunk, the
 conversation without reasoning: reasoning as side leaves, or put back where it was. The template renders the trunk
 itself, so it decides how an earlier turn looks. The i-th assistant turn begins at the i-th header, which is what a
-generation prompt adds, and ends with its turn-end token. Its reasoning is what its own rendering has between header and
-visible output. An empty think block that the template writes on the trunk is context.
+generation prompt adds, and ends with its turn-end token. Its reasoning is what its own rendering has between header
+and visible output. An empty think block that the template writes on the trunk is context.
 
 Cost: two renderings per turn; on a trunk, one per turn that does not reason.
 """

@@ -14,7 +14,7 @@ Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any] | str | Callable[..., Any]] | str
 
 # Names that data uses for a message's reasoning. Templates read the first; gpt-oss reads the second.
-_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]] | str, parse_arguments: bool) -> list[Message]:
@@ -71,7 +71,7 @@ def split_reasoning(message: Message) -> tuple[str, Message]:
     """
     if (unclosed := unclosed_reasoning(message)) is not None:
         return unclosed, {**message, "content": ""}
-    visible = {key: value for key, value in message.items() if key not in _REASONING_KEYS}
+    visible = {key: value for key, value in message.items() if key not in REASONING_KEYS}
     reasoning = str(message.get("reasoning_content", "")).strip()
     content = message["content"]
     if not isinstance(content, str):
@@ -109,7 +109,7 @@ def _normalize_message(message: Any, name: str, parse_arguments: bool) -> Messag
         raise ValueError(f"`{name}.tool_calls` is {str(calls)[:80]!r}; pass a list of dicts with a `function`.")
     if calls:
         plain["tool_calls"] = [_with_arguments(call) for call in calls] if parse_arguments else calls
-    reasoning = next((plain[key] for key in _REASONING_KEYS if key in plain), None)
+    reasoning = next((plain[key] for key in REASONING_KEYS if key in plain), None)
     if reasoning is not None:
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
     return plain

@@ -195,7 +195,7 @@ def _of_tokens(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]
 def _of_conversations(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
     return [
         branch
-        for messages, num_prompt_messages in row_conversations(row, options)
+        for messages, num_prompt_messages in row_conversations(row, options.kind)
         for branch in _conversation(messages, num_prompt_messages, row, options, counts)
     ]
 
@@ -207,14 +207,14 @@ def _of_completions(row: Mapping[str, Any], options: RowOptions, counts: Counter
     return _of_conversations(row, options, counts)
 
 
-def row_conversations(row: Mapping[str, Any], options: RowOptions) -> list[tuple[Any, int]]:
+def row_conversations(row: Mapping[str, Any], kind: str) -> list[tuple[Any, int]]:
     """
     The conversations of a row of one of the `MESSAGE_KINDS`, each with how many of its messages are the prompt.
 
     Raises:
         `ValueError`: If there is no completion, or strings and messages are mixed.
     """
-    conversations = ROW_KINDS[options.kind].conversations
+    conversations = ROW_KINDS[kind].conversations
     assert conversations is not None
     return conversations(row)
 

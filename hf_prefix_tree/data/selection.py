@@ -139,7 +139,7 @@ def _score_row(row: Mapping[str, Any], index: int, metric: str, options: RowOpti
     try:
         conversations = [
             _turns(normalize_messages(messages, parse_arguments=False), num_prompt_messages)
-            for messages, num_prompt_messages in row_conversations(row, options)
+            for messages, num_prompt_messages in row_conversations(row, options.kind)
         ]
     except ValueError as error:
         if on_error == "raise":

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from hf_prefix_tree.data.supervision import Sample, read_sample
+from hf_prefix_tree.tree.packing import pack_rows
 
 ROW_KEYS = ("input_ids", "loss_mask", "attention_mask", "position_ids", "doc_remaining")
+PACKED_COLUMNS = (*ROW_KEYS, "seq_lens")
 DOCUMENT_KEYS = ("input_ids", "loss_mask")
 HIDDEN_STATES = "hidden_states"  # column with the file of a row's precomputed hidden states
 
@@ -57,10 +59,31 @@ def eagle3_row(documents: Sequence[Document], length: int, pad_token_id: int) ->
         "input_ids": [int(i) for ids, _ in documents for i in ids] + [pad_token_id] * padding,
         "loss_mask": [int(m) for _, mask in documents for m in mask] + [0] * padding,
         "attention_mask": [1] * (length - padding) + [0] * padding,
-        "position_ids": [i for own in seq_lens for i in range(own)],
-        "doc_remaining": [i for own in lengths for i in range(own - 1, -1, -1)] + [0] * padding,
+        "position_ids": [i for count in seq_lens for i in range(count)],
+        "doc_remaining": [i for count in lengths for i in range(count - 1, -1, -1)] + [0] * padding,
         "seq_lens": seq_lens,
     }
+
+
+def _next_fit(documents: list[Document], length: int) -> list[list[Document]]:
+    rows: list[list[Document]] = []
+    room = 0
+    for document in documents:
+        size = len(document[0])
+        if size > room or not rows:
+            rows.append([])
+            room = length
+        rows[-1].append(document)
+        room -= size
+    return rows
+
+
+def _best_fit(documents: list[Document], length: int) -> list[list[Document]]:
+    return [[documents[i] for i in row] for row in pack_rows([len(ids) for ids, _ in documents], length)]
+
+
+# How documents are put into packed sequences, see `pack_eagle3_dataset`.
+STRATEGIES = {"next_fit": _next_fit, "best_fit": _best_fit}
 
 
 @dataclass

@@ -18,10 +18,9 @@ from transformers import AutoConfig, PreTrainedModel
 
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
 from hf_prefix_tree.eagle3.attention import document_tree
-from hf_prefix_tree.eagle3.collator import DOCUMENT_KEYS, HIDDEN_STATES, DataCollatorForEagle3
+from hf_prefix_tree.eagle3.collator import DOCUMENT_KEYS, HIDDEN_STATES, PACKED_COLUMNS, DataCollatorForEagle3
 from hf_prefix_tree.eagle3.config import check_aux_layer_ids, default_aux_layer_ids
 from hf_prefix_tree.eagle3.loss import CHUNK_SIZE
-from hf_prefix_tree.eagle3.packing import PACKED_COLUMNS
 from hf_prefix_tree.modeling.batch import WEIGHTED_BY_CALLER
 from hf_prefix_tree.modeling.checks import backbone_of
 from hf_prefix_tree.modeling.prepare import ensure_verified, install_tree_hooks

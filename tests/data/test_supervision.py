@@ -15,8 +15,7 @@ from hf_prefix_tree.data.rows import RowOptions
 from hf_prefix_tree.data.supervision import read_sample
 from hf_prefix_tree.data.trees import tree_of_rows
 from hf_prefix_tree.diffusion.data import prepare_diffusion_rows
-from hf_prefix_tree.eagle3.data import prepare_eagle3_rows
-from hf_prefix_tree.eagle3.packing import SampleOptions
+from hf_prefix_tree.eagle3.data import SampleOptions, prepare_eagle3_rows
 
 Result = tuple[list[int], list[int]]  # token ids; 1 where supervised
 

@@ -117,7 +117,7 @@ def test_datasets_in_one_process_in_two_and_as_a_stream(strategy):
 
 
 def test_a_large_dataset_is_packed_in_parts(monkeypatch):
-    monkeypatch.setattr("hf_prefix_tree.eagle3.packing._MAX_BATCH", 25)
+    monkeypatch.setattr("hf_prefix_tree.eagle3.data._MAX_BATCH", 25)
     samples = random_samples(3, count=40)
     parts = [row for part in (samples[:25], samples[25:]) for row in pack_eagle3_dataset(part, 16, 0)]
     assert pack_eagle3_dataset(Dataset.from_list(samples), 16, 0).to_list() == parts
