@@ -18,7 +18,6 @@ from hf_prefix_tree.diffusion.data import COLUMNS, WithEmptyRows, prepare_diffus
 from hf_prefix_tree.diffusion.model import prepare_diffusion_model
 from hf_prefix_tree.diffusion.objective import (
     EVALUATION,
-    ObjectiveRow,
     bounds_nll,
     draw_noise,
     noise_kind,
@@ -30,7 +29,9 @@ from hf_prefix_tree.modeling.loss import safe_divisor, weighted_mean
 from hf_prefix_tree.training.checks import (
     check_arguments,
     check_collator,
+    check_mask_token,
     check_texts,
+    padding_token_of,
     refuse_tensor_parallelism,
 )
 from hf_prefix_tree.training.sampling import PassCounter
@@ -47,57 +48,28 @@ class Sums(NamedTuple):
     predicted: torch.Tensor
     supervised: torch.Tensor
 
+    def training_metrics(self, objective: str, has_bound: bool) -> dict[str, float]:
+        """
+        The metrics of a logging window besides its loss.
 
-def micro_batch_sums(
-    row: ObjectiveRow, nll: torch.Tensor, is_top1: torch.Tensor, supervised: torch.Tensor
-) -> torch.Tensor:
-    """
-    The [`Sums`] of a micro-batch as one tensor, so that they can be added up and gathered.
+        Args:
+            objective (`str`): `"mdlm"`, `"block"` or `"hybrid"`.
+            has_bound (`bool`): Whether the noise bounds the negative log-likelihood, see [`bounds_nll`].
+        """
+        metrics = {"mean_token_accuracy": _ratio(self.correct, self.predicted)}
+        if has_bound:
+            metrics["nll_bound"] = _ratio(self.bound, self.supervised)
+        if objective == "hybrid":
+            metrics["next_token_loss"] = _ratio(self.next_token, self.supervised)
+        return metrics
 
-    Args:
-        row ([`ObjectiveRow`]): The micro-batch.
-        nll (`torch.Tensor` of shape `(M,)`, float64): Of its predictions, detached.
-        is_top1 (`torch.Tensor` of shape `(M,)`, bool): Which of them are right.
-        supervised (`torch.Tensor`): Scalar: its supervised tokens.
-
-    Returns:
-        `torch.Tensor` of shape `(6,)`, float64.
-    """
-    sums = Sums(
-        loss=(nll * row.loss_weights).sum(),
-        bound=(nll * row.bound_weights).sum(),
-        next_token=nll[row.is_next_token].sum(),
-        correct=is_top1.sum(),
-        predicted=nll.new_tensor(len(nll)),
-        supervised=supervised,
-    )
-    return torch.stack([value.double() for value in sums])
-
-
-def training_metrics(sums: Sums, objective: str, has_bound: bool) -> dict[str, float]:
-    """
-    What a window of training logs besides its loss.
-
-    Args:
-        sums ([`Sums`]): Of all micro-batches of the window, on all ranks.
-        objective (`str`): `"mdlm"`, `"block"` or `"hybrid"`.
-        has_bound (`bool`): Whether the noise bounds the negative log-likelihood, see [`bounds_nll`].
-    """
-    metrics = {"mean_token_accuracy": _ratio(sums.correct, sums.predicted)}
-    if has_bound:
-        metrics["nll_bound"] = _ratio(sums.bound, sums.supervised)
-    if objective == "hybrid":
-        metrics["next_token_loss"] = _ratio(sums.next_token, sums.supervised)
-    return metrics
-
-
-def evaluation_metrics(sums: Sums, objective: str, has_bound: bool) -> dict[str, float]:
-    """The same for a whole evaluation, with its loss and perplexity: NaN where it has no supervised token."""
-    metrics = {"loss": _ratio(sums.loss, sums.supervised), **training_metrics(sums, objective, has_bound)}
-    if has_bound:
-        metrics["perplexity"] = math.exp(min(metrics["nll_bound"], 700.0))  # 700: the largest that has one
-    # a mean of nothing: 0 would be the best there is, and an error would end the training that evaluates
-    return metrics if sums.supervised else dict.fromkeys(metrics, math.nan)
+    def evaluation_metrics(self, objective: str, has_bound: bool) -> dict[str, float]:
+        """The same for a whole evaluation, with its loss and perplexity: NaN where it has no supervised token."""
+        metrics = {"loss": _ratio(self.loss, self.supervised), **self.training_metrics(objective, has_bound)}
+        if has_bound:
+            metrics["perplexity"] = math.exp(min(metrics["nll_bound"], 700.0))  # 700: the largest that has one
+        # a mean of nothing: 0 would be the best there is, and an error would end the training that evaluates
+        return metrics if self.supervised else dict.fromkeys(metrics, math.nan)
 
 
 def _ratio(total: torch.Tensor, count: torch.Tensor) -> float:
@@ -108,7 +80,7 @@ def default_collator(args: DiffusionSFTConfig, tokenizer: Any) -> DataCollatorFo
     """The collator with the numbers of `args`; on a GPU it pads to whole blocks of FlexAttention."""
     on_gpu = args.device.type == "cuda" and args.attn_backend != "sdpa"
     return DataCollatorForDiffusionLM(
-        pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        pad_token_id=padding_token_of(tokenizer),
         block_size=args.block_size,
         pad_seq_len_divisible=args.pad_to_multiple_of or (BLOCK_SIZE if on_gpu else None),
         max_seq_len=args.max_length,
@@ -116,41 +88,6 @@ def default_collator(args: DiffusionSFTConfig, tokenizer: Any) -> DataCollatorFo
         response_window=args.response_window,
         processing_class=tokenizer,
     )
-
-
-def find_mask_token_id(
-    args: DiffusionSFTConfig, tokenizer: Any, model: Any, collator: DataCollatorForDiffusionLM
-) -> int | None:
-    """
-    The id that hides others; raises `ValueError` where there is none, or it has another meaning. `None` for
-    `corruption="random"`, which hides nothing.
-    """
-    if args.corruption == "random":
-        return None
-    mask_token_id = args.mask_token_id
-    if mask_token_id is None:
-        mask_token_id = getattr(tokenizer, "mask_token_id", None)
-    if mask_token_id is None:
-        raise ValueError(
-            "There is no mask token: add one with `tokenizer.add_special_tokens({'mask_token': '<|mask|>'})` and "
-            "`model.resize_token_embeddings(len(tokenizer))`, or pass the id of a token that your data never holds as "
-            "`mask_token_id`."
-        )
-    size = model.get_input_embeddings().num_embeddings
-    if not 0 <= mask_token_id < size:
-        raise ValueError(
-            f"`mask_token_id` is {mask_token_id}, but the model has {size} embeddings: call "
-            "`model.resize_token_embeddings(len(tokenizer))` first."
-        )
-    for supervised, token_id, what in (
-        (True, collator.block_pad_token_id, "also ends a response"),
-        (collator.supervise_padding, collator.pad_token_id, "also pads, which `supervise_padding` teaches"),
-    ):
-        if supervised and mask_token_id == token_id:
-            raise ValueError(
-                f"`mask_token_id` is {mask_token_id}, which {what}: pass a token that your data never holds."
-            )
-    return mask_token_id
 
 
 class DiffusionSFTTrainer(StepMixin, SFTTrainer):
@@ -225,8 +162,7 @@ class DiffusionSFTTrainer(StepMixin, SFTTrainer):
         processing_class: Any = None,
         **kwargs: Any,
     ) -> None:
-        reason = "the loss and its metrics are those of the objective"
-        args = check_arguments(args, DiffusionSFTConfig, model, "DiffusionSFT", kwargs, reason)
+        args = check_arguments(args, DiffusionSFTConfig, model, "DiffusionSFT", kwargs)
         if data_collator is not None:
             check_collator(data_collator, DataCollatorForDiffusionLM, args, ("block_size", "response_window"))
         # where samples are cut; `SFTTrainer` prepares datasets while it initialises
@@ -248,8 +184,13 @@ class DiffusionSFTTrainer(StepMixin, SFTTrainer):
         refuse_tensor_parallelism(self)
         if data_collator is None:
             self.data_collator = default_collator(args, self._tokenizer)
-        self.mask_token_id = find_mask_token_id(args, self._tokenizer, self.model, self.data_collator)
-        self._vocab_size = min(len(self._tokenizer), self.model.get_input_embeddings().num_embeddings)
+        num_embeddings = self.model.get_input_embeddings().num_embeddings
+        self.mask_token_id: int | None = None
+        if args.corruption != "random":  # which replaces tokens instead of masking them
+            named = getattr(self._tokenizer, "mask_token_id", None)
+            mask_token_id = named if args.mask_token_id is None else args.mask_token_id
+            self.mask_token_id = check_mask_token(mask_token_id, num_embeddings, self.data_collator)
+        self._vocab_size = min(len(self._tokenizer), num_embeddings)
         self._passes = PassCounter()
         self.add_callback(self._passes)
         prepare_diffusion_model(self.model, attn_backend=args.attn_backend)
@@ -300,12 +241,7 @@ class DiffusionSFTTrainer(StepMixin, SFTTrainer):
             vocab_size=self._vocab_size,
         )
         row = objective_row(
-            inputs,
-            noised,
-            args.objective,
-            args.block_size,
-            response_window=args.response_window,
-            alpha=args.alpha,
+            inputs, noised, args.objective, args.block_size, response_window=args.response_window, alpha=args.alpha
         )
         model_inputs, is_empty = without_empty_mask(row.inputs)
         if self.aux_loss_enabled:
@@ -314,10 +250,18 @@ class DiffusionSFTTrainer(StepMixin, SFTTrainer):
         # TRL's fused head scores the predictions: log-probs of shape `(1, M)`
         outputs = model(**model_inputs, labels=labels, shift_labels=labels, fused_lm_head=True)
         nll = -outputs.log_probs[0].double()
-        sums = micro_batch_sums(row, nll.detach(), outputs.is_top1[0], supervised_tokens(inputs).sum())
+        values = nll.detach()
+        sums = Sums(
+            loss=(values * row.loss_weights).sum(),
+            bound=(values * row.bound_weights).sum(),
+            next_token=values[row.is_next_token].sum(),
+            correct=outputs.is_top1[0].sum(),
+            predicted=values.new_tensor(len(values)),
+            supervised=self.count_items(inputs),
+        )
         loss = weighted_mean(nll, row.loss_weights, items)
         auxiliary = self.router_aux_loss_coef * outputs.aux_loss * ~is_empty if self.aux_loss_enabled else None
-        return LossTerms(loss, sums, outputs, auxiliary)
+        return LossTerms(loss, torch.stack([value.double() for value in sums]), outputs, auxiliary)
 
     def prediction_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
@@ -333,7 +277,7 @@ class DiffusionSFTTrainer(StepMixin, SFTTrainer):
         return torch.stack(losses).mean(), None, None
 
     def evaluation_metrics(self, sums: torch.Tensor) -> dict[str, float]:
-        return evaluation_metrics(Sums(*sums), self.args.objective, bounds_nll(noise_kind(self.args, False)))
+        return Sums(*sums).evaluation_metrics(self.args.objective, bounds_nll(noise_kind(self.args, False)))
 
     def window_metrics(self, sums: torch.Tensor, *_: Any) -> dict[str, float]:
-        return training_metrics(Sums(*sums), self.args.objective, bounds_nll(noise_kind(self.args, True)))
+        return Sums(*sums).training_metrics(self.args.objective, bounds_nll(noise_kind(self.args, True)))

@@ -24,7 +24,13 @@ from hf_prefix_tree.eagle3.model import Eagle3DraftModel
 from hf_prefix_tree.eagle3.target import STATES, TARGET_FILE, Eagle3Target
 from hf_prefix_tree.eagle3.vocabulary import load_or_build_token_mapping, t2d_from_ids
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
-from hf_prefix_tree.training.checks import check_arguments, check_collator
+from hf_prefix_tree.training.checks import (
+    check_arguments,
+    check_collator,
+    check_pair,
+    check_target,
+    check_vocabulary_rows,
+)
 from hf_prefix_tree.training.sampling import rank_loader
 from hf_prefix_tree.training.step import LossTerms, StepMixin
 
@@ -40,12 +46,7 @@ def resolve_target(target_model: Any, args: Eagle3Config, model: Any) -> Eagle3T
             return Eagle3Target.from_precomputed(target_model)
         settings = {"dtype": "auto", **(args.target_model_init_kwargs or {})}  # type: ignore[dict-item]
         target_model = AutoModelForCausalLM.from_pretrained(target_model, **settings)
-    if not isinstance(target_model, PreTrainedModel):
-        remedy = " Merge its adapter first: `merge_and_unload()`." if hasattr(target_model, "peft_config") else ""
-        raise ValueError(
-            f"`target_model` must be a causal LM, its name, or the folder of `precompute_hidden_states`, got "
-            f"{type(target_model).__name__}.{remedy}"
-        )
+    check_target(target_model)
     layer_ids = args.aux_layer_ids
     if layer_ids is None and isinstance(model, Eagle3DraftModel):
         layer_ids = model.config.aux_layer_ids
@@ -64,8 +65,7 @@ def new_draft(
     set_seed(args.seed)  # as `Trainer` does, too late for the draft
     draft = Eagle3DraftModel(config)
     if config.draft_vocab_size < config.vocab_size:
-        if rows is None:
-            raise ValueError("`train_dataset` is needed to choose the draft vocabulary: pass it, or a `model`.")
+        check_vocabulary_rows(rows)
         ids, _ = load_or_build_token_mapping(
             _counting_loader(rows, args, collator),
             target_vocab_size=config.vocab_size,
@@ -91,34 +91,12 @@ def _counting_loader(rows: Any, args: Eagle3Config, collator: DataCollatorForEag
     return rank_loader(rows, rank, ranks, batch_size=1, collate_fn=collator)
 
 
-def check_pair(model: Any, target: Eagle3Target, args: Eagle3Config) -> None:
-    """Raises `ValueError` where the draft is none, or that of another target, or not what `args` ask for."""
-    if not isinstance(model, Eagle3DraftModel):
-        raise ValueError(f"`model` must be an `Eagle3DraftModel` or a checkpoint of one, got {type(model).__name__}.")
-    expected = {
-        "vocab_size": target.vocab_size,
-        "target_hidden_size": target.head.shape[1],
-        "aux_layer_ids": target.aux_layer_ids,
-    }
-    for name, value in expected.items():
-        if getattr(model.config, name) != value:
-            raise ValueError(
-                f"`model` was made for another target: its `{name}` is {getattr(model.config, name)}, the target's "
-                f"{value}. Pass the target that it belongs to, or leave `model` out."
-            )
-    asked = None if args.draft_vocab_size is None else min(args.draft_vocab_size, target.vocab_size)
-    if asked not in (None, model.config.draft_vocab_size):
-        raise ValueError(
-            f"`draft_vocab_size={args.draft_vocab_size}`, but that of `model` is {model.config.draft_vocab_size}, "
-            "which training does not change: leave out one of them."
-        )
-    if args.aux_layer_ids not in (None, target.aux_layer_ids):
-        raise ValueError(
-            f"`aux_layer_ids={args.aux_layer_ids}`, but `target_model` gives the layers {target.aux_layer_ids}: leave "
-            "`aux_layer_ids` out, or make the target (or its hidden states) for these layers."
-        )
-    own, theirs = (weight[:: max(1, len(weight) // 1024)] for weight in (model.embed_tokens.weight, target.embedding))
-    if own.shape == theirs.shape and not torch.equal(own, theirs.to(own)):
+def warn_of_other_embedding(model: Any, target: Eagle3Target) -> None:
+    """Warns where engines would put another embedding in the place of the one that the draft is trained with."""
+    drafts, targets = (
+        weight[:: max(1, len(weight) // 1024)] for weight in (model.embed_tokens.weight, target.embedding)
+    )
+    if drafts.shape == targets.shape and not torch.equal(drafts, targets.to(drafts)):
         logger.warning(
             "The embedding of `model` is not the target's, and it is frozen: engines will put the target's in its "
             "place. Call `model.init_from_target(target.get_input_embeddings().weight)` before training."
@@ -187,8 +165,7 @@ class Eagle3Trainer(StepMixin, Trainer):
         processing_class: Any = None,
         **kwargs: Any,
     ) -> None:
-        reason = "the loss and its metrics are those of the draft"
-        args = check_arguments(args, Eagle3Config, "eagle3", "draft", kwargs, reason)
+        args = check_arguments(args, Eagle3Config, "eagle3", "draft", kwargs)
         length = args.packed_sequence_size or args.seq_length
         if data_collator is None:
             data_collator = DataCollatorForEagle3(padding_token(processing_class), length=length)
@@ -215,7 +192,8 @@ class Eagle3Trainer(StepMixin, Trainer):
             model = new_draft(self.target, args, train_dataset, data_collator, processing_class)
         elif isinstance(model, str):
             model = Eagle3DraftModel.from_pretrained(model)
-        check_pair(model, self.target, args)
+        check_pair(model, Eagle3DraftModel, self.target, args)
+        warn_of_other_embedding(model, self.target)
         assert isinstance(model, Eagle3DraftModel)
         model.attn_backend = args.attn_backend
         super().__init__(
@@ -298,15 +276,15 @@ class Eagle3Trainer(StepMixin, Trainer):
         if dataset is None or isinstance(dataset, str):  # the name of an evaluation set, which is prepared
             return dataset
         if isinstance(dataset, Mapping):  # evaluation sets by name
-            return {name: self._prepared(own, args) for name, own in dataset.items()}
+            return {name: self._prepared(named, args) for name, named in dataset.items()}
         with args.main_process_first(desc="rendering and packing documents"):  # the others read what it cached
             return prepare_eagle3_rows(dataset, **self._preparation)
 
     def _checking_states(self, collator: DataCollatorForEagle3, *datasets: Any) -> DataCollatorForEagle3:
         """A collator that refuses hidden states of another target, if one of the datasets has hidden states."""
-        sets = [own for each in datasets for own in (each.values() if isinstance(each, Mapping) else [each])]
-        sets = [own for own in sets if own is not None and not isinstance(own, str)]
-        if self.target.model is not None and not any(HIDDEN_STATES in columns_of(own) for own in sets):
+        sets = [one for given in datasets for one in (given.values() if isinstance(given, Mapping) else [given])]
+        sets = [one for one in sets if one is not None and not isinstance(one, str)]
+        if self.target.model is not None and not any(HIDDEN_STATES in columns_of(one) for one in sets):
             return collator
         collator = copy(collator)
         collator.target_fingerprint = self.target.fingerprint

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from packaging.version import Version
+from transformers import PreTrainedModel
 
 from hf_prefix_tree.training.options import refuse_options
 from hf_prefix_tree.version import TESTED
@@ -66,8 +68,13 @@ def keep_output_dtype(accelerator: Any) -> None:
         plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
 
 
-# They would see rows or logits of another layout than their authors had in mind.
-_REFUSED = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "formatting_func", "model_init")
+_FUNCTIONS = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
+
+
+def _refuse_functions(given: Mapping[str, Any], names: Sequence[str] = _FUNCTIONS) -> None:
+    for name in names:
+        if given.get(name) is not None:
+            raise ValueError(f"`{name}` is not supported: it expects rows or logits of another layout. Leave it out.")
 
 
 def check_trainer(trainer: Any) -> None:
@@ -88,12 +95,7 @@ def check_trainer(trainer: Any) -> None:
         )
     if trainer.args.n_gpu > 1:
         raise ValueError("`nn.DataParallel` is not supported: start one process per GPU with `accelerate launch`.")
-    for name in _REFUSED[:3]:
-        if getattr(trainer, name) is not None:
-            raise ValueError(
-                f"`{name}` is not supported: it would see packed sequences and other logits than it expects. Leave "
-                "it out."
-            )
+    _refuse_functions(vars(trainer))
 
 
 @contextmanager
@@ -122,7 +124,7 @@ Config = TypeVar("Config")
 
 
 def check_arguments(
-    args: Config | None, config_class: type[Config], model: Any, purpose: str, given: Mapping[str, Any], reason: str
+    args: Config | None, config_class: type[Config], model: Any, purpose: str, given: Mapping[str, Any]
 ) -> Config:
     """
     The configuration of a trainer, checked.
@@ -133,14 +135,11 @@ def check_arguments(
         model (`str` or `PreTrainedModel`): Names the output folder where `args` is `None`.
         purpose (`str`): The end of that name.
         given (`Mapping`): Further keyword arguments of the trainer.
-        reason (`str`): Why those that would see packed sequences or logits are refused.
 
     Raises:
         `ValueError`: For a configuration of another class, and refused arguments.
     """
-    for name in _REFUSED:
-        if given.get(name) is not None:
-            raise ValueError(f"`{name}` is not supported: {reason}.")
+    _refuse_functions(given, (*_FUNCTIONS, "formatting_func", "model_init"))
     if args is None:
         name = model if isinstance(model, str) else model.config._name_or_path
         return config_class(f"{name.split('/')[-1] or type(model).__name__}-{purpose}")  # type: ignore[call-arg]
@@ -180,7 +179,8 @@ def check_config(
             raise ValueError(f"`{name}` must be at least {lowest}, got {getattr(config, name)}.")
     for name, highest in (above_zero or {}).items():
         if not 0 < getattr(config, name) <= highest:
-            raise ValueError(f"`{name}` must be above 0 and at most {highest}, got {getattr(config, name)}.")
+            limit = "" if math.isinf(highest) else f" and at most {highest}"
+            raise ValueError(f"`{name}` must be above 0{limit}, got {getattr(config, name)}.")
     for name in dicts:
         if not isinstance(getattr(config, name), dict | None):
             raise ValueError(f"`{name}` must be a `dict` or a JSON object, got {getattr(config, name)!r}.")
@@ -223,6 +223,98 @@ def check_texts(trainer: Any) -> None:
     """Raises `ValueError` where `SFTTrainer` found images in the training dataset."""
     if trainer._is_vision_dataset:
         raise ValueError("`train_dataset` has images, which this trainer does not support: use a dataset of texts.")
+
+
+def check_rows(train_dataset: Any) -> None:
+    """Raises `ValueError` for a training dataset without rows."""
+    if hasattr(train_dataset, "__len__") and not len(train_dataset):
+        raise ValueError("`train_dataset` has no rows; pass at least one.")
+
+
+def padding_token_of(tokenizer: Any) -> int:
+    """The padding token, or the end token in its place; raises `ValueError` where there is neither."""
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return token_id
+    raise ValueError("`processing_class` has neither a padding nor an end token: set `processing_class.pad_token`.")
+
+
+def check_mask_token(mask_token_id: int | None, num_embeddings: int, collator: Any) -> int:
+    """
+    The id of the mask token, checked.
+
+    Args:
+        mask_token_id (`int`, *optional*): The id.
+        num_embeddings (`int`): Embeddings of the model.
+        collator ([`DataCollatorForDiffusionLM`]): Has the tokens that pad and end a response.
+
+    Raises:
+        `ValueError`: Where there is none, the model does not know it, or it has another meaning.
+    """
+    if mask_token_id is None:
+        raise ValueError(
+            "There is no mask token: add one with `tokenizer.add_special_tokens({'mask_token': '<|mask|>'})` and "
+            "`model.resize_token_embeddings(len(tokenizer))`, or pass the id of a token that your data never holds as "
+            "`mask_token_id`."
+        )
+    if not 0 <= mask_token_id < num_embeddings:
+        raise ValueError(
+            f"`mask_token_id` is {mask_token_id}, but the model has {num_embeddings} embeddings: call "
+            "`model.resize_token_embeddings(len(tokenizer))` first."
+        )
+    for is_supervised, token_id, role in (
+        (True, collator.block_pad_token_id, "also ends a response"),
+        (collator.supervise_padding, collator.pad_token_id, "also pads, which `supervise_padding` teaches"),
+    ):
+        if is_supervised and mask_token_id == token_id:
+            raise ValueError(
+                f"`mask_token_id` is {mask_token_id}, which {role}: pass a token that your data never holds."
+            )
+    return mask_token_id
+
+
+def check_pair(model: Any, draft_class: Any, target: Any, args: Any) -> None:
+    """Raises `ValueError` where the draft of EAGLE-3 is none, does not fit the target, or contradicts `args`."""
+    if not isinstance(model, draft_class):
+        raise ValueError(f"`model` must be an `{draft_class.__name__}`, or a checkpoint, got {type(model).__name__}.")
+    expected = {
+        "vocab_size": target.vocab_size,
+        "target_hidden_size": target.head.shape[1],
+        "aux_layer_ids": target.aux_layer_ids,
+    }
+    for name, value in expected.items():
+        if getattr(model.config, name) != value:
+            raise ValueError(
+                f"`model` was made for another target: its `{name}` is {getattr(model.config, name)}, the target's "
+                f"{value}. Pass the target that it belongs to, or leave `model` out."
+            )
+    asked = None if args.draft_vocab_size is None else min(args.draft_vocab_size, target.vocab_size)
+    if asked not in (None, model.config.draft_vocab_size):
+        raise ValueError(
+            f"`draft_vocab_size={args.draft_vocab_size}`, but that of `model` is {model.config.draft_vocab_size}, "
+            "which training does not change: leave out one of them."
+        )
+    if args.aux_layer_ids not in (None, target.aux_layer_ids):
+        raise ValueError(
+            f"`aux_layer_ids={args.aux_layer_ids}`, but `target_model` gives the layers {target.aux_layer_ids}: leave "
+            "`aux_layer_ids` out, or make the target (or its hidden states) for these layers."
+        )
+
+
+def check_target(target_model: Any) -> None:
+    """Raises `ValueError` where the target of EAGLE-3 is no model."""
+    if not isinstance(target_model, PreTrainedModel):
+        remedy = " Merge its adapter first: `merge_and_unload()`." if hasattr(target_model, "peft_config") else ""
+        raise ValueError(
+            f"`target_model` must be a causal LM, its name, or the folder of `precompute_hidden_states`, got "
+            f"{type(target_model).__name__}.{remedy}"
+        )
+
+
+def check_vocabulary_rows(rows: Any) -> None:
+    """Raises `ValueError` where there are no rows to choose the draft vocabulary from."""
+    if rows is None:
+        raise ValueError("`train_dataset` is needed to choose the draft vocabulary: pass it, or a `model`.")
 
 
 def check_grouped_mode(trainer: Any) -> None:
