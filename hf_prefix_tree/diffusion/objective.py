@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class ObjectiveRow:
     """A micro-batch as the model takes it, and the weights of its M predictions."""
 
-    inputs: dict[str, torch.Tensor]  # what a prepared model is called with
+    inputs: dict[str, torch.Tensor]  # the arguments of a prepared model
     targets: torch.Tensor  # [M] int64
     loss_weights: torch.Tensor  # [M] float64: the objective is sum(loss_weights * nll) / N
     bound_weights: torch.Tensor  # [M] float64: sum(bound_weights * nll) estimates an upper bound of the NLL
@@ -138,8 +138,8 @@ def noise_kind(args: DiffusionSFTConfig, is_training: bool) -> str:
 
 def bounds_nll(kind: str) -> bool:
     """
-    Whether the noised tokens' `nll / p`, in expectation over the noise, bounds the negative log-likelihood: for
-    `"blockwise"` p is not each token's own probability, and `"random"` noise has none.
+    Whether the masked tokens' `nll / p`, in expectation over the noise, bounds the negative log-likelihood: for
+    `"blockwise"` p is not the probability of the single token, and `"random"` noise has none.
     """
     return kind in ("uniform", "all_masked")
 
@@ -159,10 +159,10 @@ def draw_noise(
     Args:
         batch (`Mapping[str, torch.Tensor]`): Of [`DataCollatorForDiffusionLM`], with `sample_index`.
         args ([`DiffusionSFTConfig`]): The configuration.
-        kind (`str`): What [`noise_kind`] says.
-        salts (`tuple` of `int`): What the noise depends on besides the sample and `args.seed`: the pass over the
+        kind (`str`): See [`noise_kind`].
+        salts (`tuple` of `int`): The noise depends on them, the sample and `args.seed`: the pass over the
             dataset, or `EVALUATION` and the number of the draw.
-        mask_token_id (`int`, *optional*): The token that hides others; `None` for `"random"` noise.
+        mask_token_id (`int`, *optional*): The mask token; `None` for `"random"` noise.
         vocab_size (`int`): For `"random"` noise: how many tokens there are to draw from.
 
     Returns:

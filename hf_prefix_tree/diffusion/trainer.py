@@ -95,23 +95,23 @@ class DiffusionSFTTrainer(StepMixin, SFTTrainer):
     Supervised fine-tuning of a causal LM as a diffusion language model.
 
     A dataset row has `messages` (and `tools`), `prompt` and `completion`, or `input_ids` with `loss_mask` (or TRL's
-    `labels`, `completion_mask`, `assistant_masks`). Every assistant turn becomes a sample of its own. Nothing is
-    shifted: the model predicts a token at the token's place.
+    `labels`, `completion_mask`, `assistant_masks`). Every assistant turn becomes a sample. Nothing is shifted:
+    the model predicts a token at the position of that token.
 
     The objective is one of
 
-    - `"mdlm"` (LLaDA): full attention; noised tokens, each weighted by 1 / the probability that it was noised.
-    - `"block"`: rows `[x_t | x_0]` in which a noisy block sees itself and the clean blocks before it; all supervised
-      tokens of x_t, unweighted. One level of noise per block.
-    - `"hybrid"`: the same rows, but x_0 attends causally. `alpha` times the weighted loss of the noised tokens of x_t,
-      plus next-token prediction on x_0. One level of noise per block.
+    - `"mdlm"` (LLaDA): full attention; masked tokens, each weighted by 1 / the probability that it was masked.
+    - `"block"`: sequences `[x_t | x_0]` in which a noisy block sees itself and the clean blocks before it; all
+      supervised tokens of x_t, unweighted. One level of noise per block.
+    - `"hybrid"`: the same sequences, but x_0 attends causally. `alpha` times the weighted loss of the masked tokens of
+      x_t, plus next-token prediction on x_0. One level of noise per block.
 
     Each is divided by the supervised tokens of the whole optimizer step: all ranks, all accumulation steps. The noise
     of a sample depends on `seed`, its index in the dataset and the epoch: not on batches or ranks, or on where a run
     was resumed.
 
     Logged are `loss`, `mean_token_accuracy` (of all predictions), `nll_bound` and, for `"hybrid"`, `next_token_loss`.
-    `nll_bound` is the weighted loss of the noised tokens per supervised token, in nats: in expectation over the noise
+    `nll_bound` is the weighted loss of the masked tokens per supervised token, in nats: in expectation over the noise
     an upper bound of the negative log-likelihood. Evaluation adds `perplexity = exp(nll_bound)`, over the whole set
     and all ranks. Its noise is the same at every call; for `corruption="blockwise"`, under which there is no bound in
     training, it is `"uniform"`. `"random"` noise has neither bound nor perplexity.
@@ -125,7 +125,7 @@ class DiffusionSFTTrainer(StepMixin, SFTTrainer):
         args ([`DiffusionSFTConfig`], *optional*):
             Configuration.
         data_collator ([`DataCollatorForDiffusionLM`], *optional*):
-            Defaults to one with the numbers of `args`. On a GPU it pads rows to a multiple of 128 for FlexAttention.
+            Defaults to one with the numbers of `args`. On a GPU it pads to a multiple of 128 for FlexAttention.
         train_dataset, eval_dataset, processing_class, peft_config, callbacks, optimizers, ...:
             As for `SFTTrainer`. Refused: `compute_loss_func`, `compute_metrics`, `preprocess_logits_for_metrics`,
             `formatting_func`, vision datasets, prompt-learning PEFT. LoRA does not train the embedding of a new mask

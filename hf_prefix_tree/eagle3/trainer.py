@@ -111,9 +111,9 @@ class Eagle3Trainer(StepMixin, Trainer):
     Trains the EAGLE-3 draft head of a frozen target.
 
     A dataset row is a conversation (`messages`, with `tools`), `prompt` + `completion`, `input_ids` with `loss_mask`
-    (or TRL's `labels`, `completion_mask`, `assistant_masks`), or a packed row. Logs `accuracy/step_k`, the share of
-    slots where the draft's first choice at step k is the target's, and `tau`, the tokens that a step of the target is
-    expected to bring.
+    (or TRL's `labels`, `completion_mask`, `assistant_masks`), or a packed sequence. Logs `accuracy/step_k`, the
+    share of positions where the draft's first choice at step k is the target's, and `tau`, the tokens that a step of
+    the target is expected to bring.
 
     Args:
         model ([`Eagle3DraftModel`] or `str`, *optional*):
@@ -172,7 +172,7 @@ class Eagle3Trainer(StepMixin, Trainer):
         check_collator(data_collator, DataCollatorForEagle3, args)
         if args.device.type == "cuda" and length % BLOCK_SIZE and args.attn_backend == "auto":
             logger.warning(
-                "Rows of %d slots are no multiple of %d, which FlexAttention needs: attention is dense, its memory "
+                "%d positions are no multiple of %d, which FlexAttention needs: attention is dense, its memory "
                 "grows with the square. Change `packed_sequence_size` or `seq_length`.",
                 length,
                 BLOCK_SIZE,
@@ -277,7 +277,7 @@ class Eagle3Trainer(StepMixin, Trainer):
             return dataset
         if isinstance(dataset, Mapping):  # evaluation sets by name
             return {name: self._prepared(named, args) for name, named in dataset.items()}
-        with args.main_process_first(desc="rendering and packing documents"):  # the others read what it cached
+        with args.main_process_first(desc="rendering and packing documents"):  # the remaining ranks read its cache
             return prepare_eagle3_rows(dataset, **self._preparation)
 
     def _checking_states(self, collator: DataCollatorForEagle3, *datasets: Any) -> DataCollatorForEagle3:

@@ -1,5 +1,8 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Which engines of Accelerate and which arguments of a trainer are refused, and how the other engines are adapted."""
+"""Checks of what users pass to trainers: arguments, options, datasets and the engines of Accelerate.
+
+Beside them, two adaptations of engines that are served.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ def _refuse_functions(given: Mapping[str, Any], names: Sequence[str] = _FUNCTION
 
 def check_trainer(trainer: Any) -> None:
     """
-    Refuses what would drop the mask, or weigh ranks instead of tokens.
+    Refuses engines and functions under which the loss of a step would be another one.
 
     Args:
         trainer (`Trainer`): The trainer, initialised.
@@ -274,7 +277,7 @@ def check_mask_token(mask_token_id: int | None, num_embeddings: int, collator: A
 
 
 def check_pair(model: Any, draft_class: Any, target: Any, args: Any) -> None:
-    """Raises `ValueError` where the draft of EAGLE-3 is none, does not fit the target, or contradicts `args`."""
+    """Raises `ValueError` where the draft of EAGLE-3 does not fit the target or contradicts `args`."""
     if not isinstance(model, draft_class):
         raise ValueError(f"`model` must be an `{draft_class.__name__}`, or a checkpoint, got {type(model).__name__}.")
     expected = {
@@ -344,7 +347,7 @@ def check_tree_batch(batch: Mapping[str, Any]) -> None:
 
 
 def check_loss(trainer: Any, outputs: Any) -> torch.Tensor:
-    """The model's own loss; raises `ValueError` where there is none."""
+    """The loss of the model; raises `ValueError` where there is none."""
     loss = getattr(outputs, "loss", None)
     if loss is None:
         raise ValueError(

@@ -399,7 +399,7 @@ def step_sampler(
 
 def length_sampler(trainer: Trainer, dataset: Any, batch_size: int, ranks: int) -> StepSampler | None:
     """
-    The sampler of a training on rows with `input_ids` whose lengths matter; `None` where Trainer's own serves.
+    The sampler of a training on rows with `input_ids` whose lengths matter; `None` leaves the order to Trainer.
 
     Trainer's samplers for `BY_LENGTH` repeat rows in an uneven last step, or draw from a generator that each rank has
     for itself, so that ranks could read different orders.

@@ -7,22 +7,17 @@ of the same micro-batches. Evaluation is the same ratio over the whole set.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Sampler, SequentialSampler
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 
 from hf_prefix_tree.training.checks import check_trainer, keep_output_dtype
 from hf_prefix_tree.training.options import refuse_options
 from hf_prefix_tree.training.sampling import fill_uneven_steps, length_sampler
-
-if TYPE_CHECKING:
-    from transformers import Trainer as _Trainer
-else:
-    _Trainer = object
 
 
 class LossTerms(NamedTuple):
@@ -34,7 +29,7 @@ class LossTerms(NamedTuple):
     auxiliary: torch.Tensor | None = None  # the router's loss, of which a step takes the mean over micro-batches
 
 
-class StepMixin(_Trainer):
+class StepMixin(Trainer):  # so that it comes before Trainer whatever else a class derives from
     """
     Put it before a Trainer and implement `count_items` and `loss_terms`; metrics are optional.
 
@@ -101,7 +96,7 @@ class StepMixin(_Trainer):
         Args:
             sums (`torch.Tensor`): `LossTerms.sums` of all micro-batches of all ranks.
             counts (`torch.Tensor`): Their items and details in one vector.
-            peaks (`torch.Tensor`): The same, but of each micro-batch only the rank with most.
+            peaks (`torch.Tensor`): The same, with the largest count of all ranks instead of their sum.
         """
         return {}
 
@@ -116,7 +111,7 @@ class StepMixin(_Trainer):
 
     def step_sampler(self, dataset: Any, batch_size: int) -> Sampler | None:
         """
-        The sampler that lays out the steps of a training dataset; `None` where Trainer's own does.
+        The sampler that lays out the steps of a training dataset; `None` leaves that to Trainer.
 
         Args:
             dataset (`Dataset` or `IterableDataset`): The training dataset.
@@ -215,7 +210,7 @@ class StepMixin(_Trainer):
 
     # ---- the rows of a step ----
 
-    # In order: Trainer's own would read every row for its length under "group_by_length", also empty and packed rows.
+    # In order: under "group_by_length" Trainer's sampler would read the length of every row, which trees have not.
     _get_eval_sampler = staticmethod(SequentialSampler)
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
