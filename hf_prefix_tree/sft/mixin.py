@@ -97,14 +97,12 @@ class TreeLossMixin(StepMixin):
         self, model: torch.nn.Module, inputs: dict[str, Any], items: torch.Tensor, return_outputs: bool
     ) -> LossTerms:
         divisor = safe_divisor(items, inputs["input_ids"])
-        outputs: Any = None
         if isinstance(self, SFTTrainer):
             weighted = _WeightedLogProbs(model, divisor)
             # TRL clamps its divisor at 1, while summed weights are often smaller: divide first and hand it a 1.
             result = self.trainer_loss(weighted, inputs, return_outputs, num_items_in_batch=1)
             self._drop_empty_metrics()
-            if return_outputs:
-                outputs = result[1]
+            outputs = result[1] if return_outputs else None
             loss, loss_sum = weighted.loss, weighted.loss_sum
             auxiliary = self.router_aux_loss_coef * weighted.auxiliary if self.aux_loss_enabled else None
         else:
