@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 from typing import Any
 
 from trl import SFTConfig
 
-from hf_prefix_tree.training.options import refuse_options
+from hf_prefix_tree.training.checks import check_config
+from hf_prefix_tree.training.options import option_field
 
 OBJECTIVES = ("mdlm", "block", "hybrid")
 CORRUPTIONS = ("uniform", "blockwise", "random", "all_masked")
@@ -33,16 +35,16 @@ class DiffusionSFTConfig(SFTConfig):
         supervise_padding (`bool`, *optional*, defaults to `False`):
             See [`DataCollatorForDiffusionLM`]. The loss then depends on which samples share a batch, which pads them.
         mask_token_id (`int`, *optional*):
-            The token that hides others, which the data must not hold. Defaults to the tokenizer's `mask_token_id`.
+            The mask token, which the data must not hold. Defaults to the tokenizer's `mask_token_id`.
         corruption (`str`, *optional*, defaults to `"uniform"`):
-            Noise of a sequence or block. `"uniform"` hides each token with the same probability, `"blockwise"` an
+            Noise of a sequence or block. `"uniform"` masks each token with the same probability, `"blockwise"` an
             exact number, later ones more often, `"all_masked"` every token, for models that write a block in one step.
-            `"random"` replaces tokens by others of the vocabulary instead, for models without a mask token, which
+            `"random"` replaces tokens by random ones of the vocabulary, for models without a mask token, which
             [`diffusion_generate`] can't sample from. The last two have p = 1: no token is weighted.
         half_life (`float`, *optional*, defaults to `0.25`):
             For `"blockwise"`: share of the tokens after which the weight doubles.
         noise_eps (`float`, *optional*, defaults to `1e-3`):
-            Lowest probability of a token to be hidden.
+            Lowest probability of a token to be masked.
         alpha (`float`, *optional*, defaults to `1.0`):
             For `"hybrid"`: weight of the diffusion loss; that of next-token prediction is 1.
         eval_noise_draws (`int`, *optional*, defaults to `4`):
@@ -59,49 +61,32 @@ class DiffusionSFTConfig(SFTConfig):
 
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "chat_template_kwargs"]  # noqa: RUF012 - as in TRL
 
-    max_length: int | None = field(
-        default=None,
-        metadata={"help": "Longest sample in tokens; the rest is cut. `None` leaves samples whole."},
+    max_length: int | None = option_field(
+        None, "Longest sample in tokens; the rest is cut. `None` leaves samples whole."
     )
-    objective: str = field(default="mdlm", metadata={"help": "What is trained.", "choices": list(OBJECTIVES)})
-    block_size: int = field(default=32, metadata={"help": "Tokens of a block."})
-    response_window: bool = field(
-        default=True, metadata={"help": "Whether blocks begin where the response does, and attend to their fill."}
+    objective: str = option_field("mdlm", "The objective of training.", OBJECTIVES)
+    block_size: int = option_field(32, "Tokens of a block.")
+    response_window: bool = option_field(
+        True, "Whether blocks begin where the response does, and attend to their fill."
     )
-    supervise_padding: bool = field(default=False, metadata={"help": "Whether padding is supervised."})
-    mask_token_id: int | None = field(
-        default=None, metadata={"help": "The token that hides others. Defaults to the tokenizer's mask token."}
+    supervise_padding: bool = option_field(False, "Whether padding is supervised.")
+    mask_token_id: int | None = option_field(None, "The mask token. Defaults to the tokenizer's.")
+    corruption: str = option_field("uniform", "Noise in training.", CORRUPTIONS)
+    half_life: float = option_field(0.25, "For 'blockwise': share of the tokens after which the weight doubles.")
+    noise_eps: float = option_field(0.001, "Lowest probability of a token to be masked.")
+    alpha: float = option_field(1.0, "For 'hybrid': weight of the diffusion loss.")
+    eval_noise_draws: int = option_field(4, "Draws of noise per sample in evaluation.")
+    chat_template_kwargs: dict[str, Any] | str | None = option_field(
+        None, "Further variables for the chat template, as a JSON object."
     )
-    corruption: str = field(default="uniform", metadata={"help": "Noise in training.", "choices": list(CORRUPTIONS)})
-    half_life: float = field(
-        default=0.25, metadata={"help": "For 'blockwise': share of the tokens after which the weight doubles."}
-    )
-    noise_eps: float = field(default=1e-3, metadata={"help": "Lowest probability of a token to be hidden."})
-    alpha: float = field(default=1.0, metadata={"help": "For 'hybrid': weight of the diffusion loss."})
-    eval_noise_draws: int = field(default=4, metadata={"help": "Draws of noise per sample in evaluation."})
-    chat_template_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Further variables for the chat template, as a JSON object."}
-    )
-    attn_backend: str = field(
-        default="auto", metadata={"help": "Attention of the model.", "choices": ["auto", "flex", "sdpa"]}
-    )
+    attn_backend: str = option_field("auto", "Attention of the model.", ["auto", "flex", "sdpa"])
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_options(self)
-        for name in ("objective", "corruption", "attn_backend"):
-            choices = self.__dataclass_fields__[name].metadata["choices"]
-            if getattr(self, name) not in choices:
-                raise ValueError(f"`{name}` must be one of {choices}, got {getattr(self, name)!r}.")
-        for name in ("block_size", "eval_noise_draws"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
-        if not 0 < self.noise_eps <= 1:
-            raise ValueError(f"`noise_eps` must be above 0 and at most 1, got {self.noise_eps}.")
-        for name in ("half_life", "alpha"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"`{name}` must be above 0, got {getattr(self, name)}.")
-        if self.chat_template_kwargs is not None and not isinstance(self.chat_template_kwargs, dict):
-            raise ValueError(
-                f"`chat_template_kwargs` must be a `dict` or a JSON object, got {self.chat_template_kwargs!r}."
-            )
+        check_config(
+            self,
+            choices=("objective", "corruption", "attn_backend"),
+            at_least={"block_size": 1, "eval_noise_draws": 1},
+            above_zero={"noise_eps": 1, "half_life": math.inf, "alpha": math.inf},
+            dicts=("chat_template_kwargs",),
+        )

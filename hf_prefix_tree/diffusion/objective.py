@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import TrainerCallback
 
 from hf_prefix_tree.diffusion.collator import SAMPLE_INDEX
 from hf_prefix_tree.diffusion.loss import block_diffusion_terms, hybrid_terms, mdlm_terms, next_token_terms, noisy_half
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 class ObjectiveRow:
     """A micro-batch as the model takes it, and the weights of its M predictions."""
 
-    inputs: dict[str, torch.Tensor]  # what a prepared model is called with
+    inputs: dict[str, torch.Tensor]  # the arguments of a prepared model
     targets: torch.Tensor  # [M] int64
     loss_weights: torch.Tensor  # [M] float64: the objective is sum(loss_weights * nll) / N
     bound_weights: torch.Tensor  # [M] float64: sum(bound_weights * nll) estimates an upper bound of the NLL
@@ -139,8 +138,8 @@ def noise_kind(args: DiffusionSFTConfig, is_training: bool) -> str:
 
 def bounds_nll(kind: str) -> bool:
     """
-    Whether the noised tokens' `nll / p`, in expectation over the noise, bounds the negative log-likelihood: for
-    `"blockwise"` p is not each token's own probability, and `"random"` noise has none.
+    Whether the masked tokens' `nll / p`, in expectation over the noise, bounds the negative log-likelihood: for
+    `"blockwise"` p is not the probability of the single token, and `"random"` noise has none.
     """
     return kind in ("uniform", "all_masked")
 
@@ -160,10 +159,10 @@ def draw_noise(
     Args:
         batch (`Mapping[str, torch.Tensor]`): Of [`DataCollatorForDiffusionLM`], with `sample_index`.
         args ([`DiffusionSFTConfig`]): The configuration.
-        kind (`str`): What [`noise_kind`] says.
-        salts (`tuple` of `int`): What the noise depends on besides the sample and `args.seed`: the pass over the
+        kind (`str`): See [`noise_kind`].
+        salts (`tuple` of `int`): The noise depends on them, the sample and `args.seed`: the pass over the
             dataset, or `EVALUATION` and the number of the draw.
-        mask_token_id (`int`, *optional*): The token that hides others; `None` for `"random"` noise.
+        mask_token_id (`int`, *optional*): The mask token; `None` for `"random"` noise.
         vocab_size (`int`): For `"random"` noise: how many tokens there are to draw from.
 
     Returns:
@@ -191,19 +190,3 @@ def draw_noise(
         options["half_life"] = args.half_life
         return corrupt_blockwise(ids, supervised, mask_token_id=mask_token_id, **options)
     return corrupt_uniform(ids, supervised, mask_token_id=mask_token_id, **options)
-
-
-class PassCounter(TrainerCallback):
-    """
-    Counts the passes over the dataset. `state.epoch` would do, but for a stream without a length it still names the
-    last pass when the next one begins, and a resumed training begins in the middle of one.
-    """
-
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.epoch = -1
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.epoch = max(int(state.epoch or 0), self.epoch + 1)

@@ -8,9 +8,7 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import SequentialSampler
 from transformers import default_data_collator
-from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 from trl.trainer.utils import global_then_local_main_first
 
@@ -20,8 +18,6 @@ from hf_prefix_tree.diffusion.data import COLUMNS, WithEmptyRows, prepare_diffus
 from hf_prefix_tree.diffusion.model import prepare_diffusion_model
 from hf_prefix_tree.diffusion.objective import (
     EVALUATION,
-    ObjectiveRow,
-    PassCounter,
     bounds_nll,
     draw_noise,
     noise_kind,
@@ -30,9 +26,16 @@ from hf_prefix_tree.diffusion.objective import (
 )
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
 from hf_prefix_tree.modeling.loss import safe_divisor, weighted_mean
-from hf_prefix_tree.sft.mixin import without_empty_mask
-from hf_prefix_tree.training.checks import check_arguments, keep_output_dtype, refuse_engines
-from hf_prefix_tree.training.sampling import fill_uneven_steps, length_sampler
+from hf_prefix_tree.training.checks import (
+    check_arguments,
+    check_collator,
+    check_mask_token,
+    check_texts,
+    padding_token_of,
+    refuse_tensor_parallelism,
+)
+from hf_prefix_tree.training.sampling import PassCounter
+from hf_prefix_tree.training.step import LossTerms, StepMixin, without_empty_mask
 
 
 class Sums(NamedTuple):
@@ -45,57 +48,28 @@ class Sums(NamedTuple):
     predicted: torch.Tensor
     supervised: torch.Tensor
 
+    def training_metrics(self, objective: str, has_bound: bool) -> dict[str, float]:
+        """
+        The metrics of a logging window besides its loss.
 
-def micro_batch_sums(
-    row: ObjectiveRow, nll: torch.Tensor, is_top1: torch.Tensor, supervised: torch.Tensor
-) -> torch.Tensor:
-    """
-    The [`Sums`] of a micro-batch as one tensor, so that they can be added up and gathered.
+        Args:
+            objective (`str`): `"mdlm"`, `"block"` or `"hybrid"`.
+            has_bound (`bool`): Whether the noise bounds the negative log-likelihood, see [`bounds_nll`].
+        """
+        metrics = {"mean_token_accuracy": _ratio(self.correct, self.predicted)}
+        if has_bound:
+            metrics["nll_bound"] = _ratio(self.bound, self.supervised)
+        if objective == "hybrid":
+            metrics["next_token_loss"] = _ratio(self.next_token, self.supervised)
+        return metrics
 
-    Args:
-        row ([`ObjectiveRow`]): The micro-batch.
-        nll (`torch.Tensor` of shape `(M,)`, float64): Of its predictions, detached.
-        is_top1 (`torch.Tensor` of shape `(M,)`, bool): Which of them are right.
-        supervised (`torch.Tensor`): Scalar: its supervised tokens.
-
-    Returns:
-        `torch.Tensor` of shape `(6,)`, float64.
-    """
-    sums = Sums(
-        loss=(nll * row.loss_weights).sum(),
-        bound=(nll * row.bound_weights).sum(),
-        next_token=nll[row.is_next_token].sum(),
-        correct=is_top1.sum(),
-        predicted=nll.new_tensor(len(nll)),
-        supervised=supervised,
-    )
-    return torch.stack([value.double() for value in sums])
-
-
-def training_metrics(sums: Sums, objective: str, has_bound: bool) -> dict[str, float]:
-    """
-    What a window of training logs besides its loss.
-
-    Args:
-        sums ([`Sums`]): Of all micro-batches of the window, on all ranks.
-        objective (`str`): `"mdlm"`, `"block"` or `"hybrid"`.
-        has_bound (`bool`): Whether the noise bounds the negative log-likelihood, see [`bounds_nll`].
-    """
-    metrics = {"mean_token_accuracy": _ratio(sums.correct, sums.predicted)}
-    if has_bound:
-        metrics["nll_bound"] = _ratio(sums.bound, sums.supervised)
-    if objective == "hybrid":
-        metrics["next_token_loss"] = _ratio(sums.next_token, sums.supervised)
-    return metrics
-
-
-def evaluation_metrics(sums: Sums, objective: str, has_bound: bool) -> dict[str, float]:
-    """The same for a whole evaluation, with its loss and perplexity: NaN where it has no supervised token."""
-    metrics = {"loss": _ratio(sums.loss, sums.supervised), **training_metrics(sums, objective, has_bound)}
-    if has_bound:
-        metrics["perplexity"] = math.exp(min(metrics["nll_bound"], 700.0))  # 700: the largest that has one
-    # a mean of nothing: 0 would be the best there is, and an error would end the training that evaluates
-    return metrics if sums.supervised else dict.fromkeys(metrics, math.nan)
+    def evaluation_metrics(self, objective: str, has_bound: bool) -> dict[str, float]:
+        """The same for a whole evaluation, with its loss and perplexity: NaN where it has no supervised token."""
+        metrics = {"loss": _ratio(self.loss, self.supervised), **self.training_metrics(objective, has_bound)}
+        if has_bound:
+            metrics["perplexity"] = math.exp(min(metrics["nll_bound"], 700.0))  # 700: the largest that has one
+        # a mean of nothing: 0 would be the best there is, and an error would end the training that evaluates
+        return metrics if self.supervised else dict.fromkeys(metrics, math.nan)
 
 
 def _ratio(total: torch.Tensor, count: torch.Tensor) -> float:
@@ -106,7 +80,7 @@ def default_collator(args: DiffusionSFTConfig, tokenizer: Any) -> DataCollatorFo
     """The collator with the numbers of `args`; on a GPU it pads to whole blocks of FlexAttention."""
     on_gpu = args.device.type == "cuda" and args.attn_backend != "sdpa"
     return DataCollatorForDiffusionLM(
-        pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        pad_token_id=padding_token_of(tokenizer),
         block_size=args.block_size,
         pad_seq_len_divisible=args.pad_to_multiple_of or (BLOCK_SIZE if on_gpu else None),
         max_seq_len=args.max_length,
@@ -116,75 +90,28 @@ def default_collator(args: DiffusionSFTConfig, tokenizer: Any) -> DataCollatorFo
     )
 
 
-def check_collator(collator: object, args: DiffusionSFTConfig) -> None:
-    """Raises `ValueError` for a collator that is none, or that has other blocks than `args`."""
-    if not isinstance(collator, DataCollatorForDiffusionLM) or not collator.keeps_sample_index:
-        raise ValueError(f"`data_collator` must be a `DataCollatorForDiffusionLM`, got `{type(collator).__name__}`.")
-    for name in ("block_size", "response_window"):
-        if getattr(collator, name) != getattr(args, name):
-            raise ValueError(
-                f"`data_collator` has `{name}={getattr(collator, name)}` and `args` has {getattr(args, name)}: pass "
-                "the same, or blocks of the noise and the mask would not be those of the fill."
-            )
-
-
-def find_mask_token_id(
-    args: DiffusionSFTConfig, tokenizer: Any, model: Any, collator: DataCollatorForDiffusionLM
-) -> int | None:
-    """
-    The id that hides others; raises `ValueError` where there is none, or it has another meaning. `None` for
-    `corruption="random"`, which hides nothing.
-    """
-    if args.corruption == "random":
-        return None
-    mask_token_id = args.mask_token_id
-    if mask_token_id is None:
-        mask_token_id = getattr(tokenizer, "mask_token_id", None)
-    if mask_token_id is None:
-        raise ValueError(
-            "There is no mask token: add one with `tokenizer.add_special_tokens({'mask_token': '<|mask|>'})` and "
-            "`model.resize_token_embeddings(len(tokenizer))`, or pass the id of a token that your data never holds as "
-            "`mask_token_id`."
-        )
-    size = model.get_input_embeddings().num_embeddings
-    if not 0 <= mask_token_id < size:
-        raise ValueError(
-            f"`mask_token_id` is {mask_token_id}, but the model has {size} embeddings: call "
-            "`model.resize_token_embeddings(len(tokenizer))` first."
-        )
-    for supervised, token_id, what in (
-        (True, collator.block_pad_token_id, "also ends a response"),
-        (collator.supervise_padding, collator.pad_token_id, "also pads, which `supervise_padding` teaches"),
-    ):
-        if supervised and mask_token_id == token_id:
-            raise ValueError(
-                f"`mask_token_id` is {mask_token_id}, which {what}: pass a token that your data never holds."
-            )
-    return mask_token_id
-
-
-class DiffusionSFTTrainer(SFTTrainer):
+class DiffusionSFTTrainer(StepMixin, SFTTrainer):
     """
     Supervised fine-tuning of a causal LM as a diffusion language model.
 
     A dataset row has `messages` (and `tools`), `prompt` and `completion`, or `input_ids` with `loss_mask` (or TRL's
-    `labels`, `completion_mask`, `assistant_masks`). Every assistant turn becomes a sample of its own. Nothing is
-    shifted: the model predicts a token at the token's place.
+    `labels`, `completion_mask`, `assistant_masks`). Every assistant turn becomes a sample. Nothing is shifted:
+    the model predicts a token at the position of that token.
 
     The objective is one of
 
-    - `"mdlm"` (LLaDA): full attention; noised tokens, each weighted by 1 / the probability that it was noised.
-    - `"block"`: rows `[x_t | x_0]` in which a noisy block sees itself and the clean blocks before it; all supervised
-      tokens of x_t, unweighted. One level of noise per block.
-    - `"hybrid"`: the same rows, but x_0 attends causally. `alpha` times the weighted loss of the noised tokens of x_t,
-      plus next-token prediction on x_0. One level of noise per block.
+    - `"mdlm"` (LLaDA): full attention; masked tokens, each weighted by 1 / the probability that it was masked.
+    - `"block"`: sequences `[x_t | x_0]` in which a noisy block sees itself and the clean blocks before it; all
+      supervised tokens of x_t, unweighted. One level of noise per block.
+    - `"hybrid"`: the same sequences, but x_0 attends causally. `alpha` times the weighted loss of the masked tokens of
+      x_t, plus next-token prediction on x_0. One level of noise per block.
 
     Each is divided by the supervised tokens of the whole optimizer step: all ranks, all accumulation steps. The noise
     of a sample depends on `seed`, its index in the dataset and the epoch: not on batches or ranks, or on where a run
     was resumed.
 
     Logged are `loss`, `mean_token_accuracy` (of all predictions), `nll_bound` and, for `"hybrid"`, `next_token_loss`.
-    `nll_bound` is the weighted loss of the noised tokens per supervised token, in nats: in expectation over the noise
+    `nll_bound` is the weighted loss of the masked tokens per supervised token, in nats: in expectation over the noise
     an upper bound of the negative log-likelihood. Evaluation adds `perplexity = exp(nll_bound)`, over the whole set
     and all ranks. Its noise is the same at every call; for `corruption="blockwise"`, under which there is no bound in
     training, it is `"uniform"`. `"random"` noise has neither bound nor perplexity.
@@ -198,7 +125,7 @@ class DiffusionSFTTrainer(SFTTrainer):
         args ([`DiffusionSFTConfig`], *optional*):
             Configuration.
         data_collator ([`DataCollatorForDiffusionLM`], *optional*):
-            Defaults to one with the numbers of `args`. On a GPU it pads rows to a multiple of 128 for FlexAttention.
+            Defaults to one with the numbers of `args`. On a GPU it pads to a multiple of 128 for FlexAttention.
         train_dataset, eval_dataset, processing_class, peft_config, callbacks, optimizers, ...:
             As for `SFTTrainer`. Refused: `compute_loss_func`, `compute_metrics`, `preprocess_logits_for_metrics`,
             `formatting_func`, vision datasets, prompt-learning PEFT. LoRA does not train the embedding of a new mask
@@ -222,7 +149,6 @@ class DiffusionSFTTrainer(SFTTrainer):
 
     _signature_columns: list[str] | None
     data_collator: Any
-    current_gradient_accumulation_steps: int
     _tag_names = ["trl", "sft", "diffusion-lm"]  # noqa: RUF012 - as in TRL
     _name = "Diffusion SFT"
 
@@ -236,16 +162,14 @@ class DiffusionSFTTrainer(SFTTrainer):
         processing_class: Any = None,
         **kwargs: Any,
     ) -> None:
-        reason = "the loss and its metrics are those of the objective"
-        args = check_arguments(args, DiffusionSFTConfig, model, "DiffusionSFT", kwargs, reason)
+        args = check_arguments(args, DiffusionSFTConfig, model, "DiffusionSFT", kwargs)
         if data_collator is not None:
-            check_collator(data_collator, args)
+            check_collator(data_collator, DataCollatorForDiffusionLM, args, ("block_size", "response_window"))
         # where samples are cut; `SFTTrainer` prepares datasets while it initialises
         self._cap = (
             ("max_length", args.max_length) if data_collator is None else ("max_seq_len", data_collator.max_seq_len)
         )
         self._prepared: weakref.WeakSet = weakref.WeakSet()
-        self._sums: dict[str, torch.Tensor] = {}
         self._draw = 0
         super().__init__(
             model=model,
@@ -256,22 +180,20 @@ class DiffusionSFTTrainer(SFTTrainer):
             processing_class=processing_class,
             **kwargs,
         )
-        if self._is_vision_dataset:
-            raise ValueError("`train_dataset` has images, which are not supported: use a dataset of texts.")
-        refuse_engines(self.accelerator)
-        keep_output_dtype(self.accelerator)
-        if self.get_tp_size() > 1:
-            raise ValueError(f"Tensor parallelism ({self.get_tp_size()} devices) is not supported. Use DDP or FSDP2.")
+        check_texts(self)
+        refuse_tensor_parallelism(self)
         if data_collator is None:
             self.data_collator = default_collator(args, self._tokenizer)
-        self.mask_token_id = find_mask_token_id(args, self._tokenizer, self.model, self.data_collator)
-        self._vocab_size = min(len(self._tokenizer), self.model.get_input_embeddings().num_embeddings)
+        num_embeddings = self.model.get_input_embeddings().num_embeddings
+        self.mask_token_id: int | None = None
+        if args.corruption != "random":  # which replaces tokens instead of masking them
+            named = getattr(self._tokenizer, "mask_token_id", None)
+            mask_token_id = named if args.mask_token_id is None else args.mask_token_id
+            self.mask_token_id = check_mask_token(mask_token_id, num_embeddings, self.data_collator)
+        self._vocab_size = min(len(self._tokenizer), num_embeddings)
         self._passes = PassCounter()
         self.add_callback(self._passes)
         prepare_diffusion_model(self.model, attn_backend=args.attn_backend)
-        # Says that the loss is normalised by `num_items_in_batch`, so that Trainer does not divide it by the
-        # accumulation steps. (Trainer's `loss_is_scaled_for_ga` says the same, but not before transformers 5.19.)
-        self.model_accepts_loss_kwargs = True
 
     # ---- data ----
 
@@ -298,45 +220,17 @@ class DiffusionSFTTrainer(SFTTrainer):
         if self._signature_columns is None:
             self._signature_columns = list(COLUMNS)
 
-    _get_eval_sampler = staticmethod(SequentialSampler)  # in order, whatever training does
+    def loader_collator(self, is_training: bool) -> WithEmptyRows:
+        return WithEmptyRows(self.data_collator)
 
-    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
-        ranks = 1 if self.accelerator.split_batches else self.args.world_size
-        is_training = kwargs.get("is_training", False)
-        sampler = length_sampler(self, dataset, batch_size, ranks) if is_training else None
-        if sampler is not None:
-            kwargs["sampler_fn"] = lambda _: sampler
-        dataset = fill_uneven_steps(
-            self, dataset, ranks * batch_size, is_training=is_training, description=description, sampler=sampler
-        )
-        collator = self.data_collator
-        self.data_collator = WithEmptyRows(collator)
-        try:
-            return super()._get_dataloader(dataset, description, batch_size, **kwargs)
-        finally:
-            self.data_collator = collator
+    # ---- the loss and its metrics ----
 
-    # ---- one optimizer step ----
+    def count_items(self, batch: dict[str, Any]) -> torch.Tensor:
+        return supervised_tokens(batch).sum()
 
-    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        # The last window of an earlier training may have been too short to be logged, and that of an attempt that ran
-        # out of memory was not (`auto_find_batch_size`).
-        self._sums.clear()
-        return super()._inner_training_loop(*args, **kwargs)
-
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
-        if not batch_samples:
-            return None
-        count = torch.stack([supervised_tokens(batch).sum() for batch in batch_samples]).sum().to(device)
-        return self.accelerator.gather(count[None]).sum()
-
-    def compute_loss(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+    def loss_terms(
+        self, model: torch.nn.Module, inputs: dict[str, Any], items: torch.Tensor, return_outputs: bool
+    ) -> LossTerms:
         args, is_training = self.args, self.model.training
         noised = draw_noise(
             inputs,
@@ -347,12 +241,7 @@ class DiffusionSFTTrainer(SFTTrainer):
             vocab_size=self._vocab_size,
         )
         row = objective_row(
-            inputs,
-            noised,
-            args.objective,
-            args.block_size,
-            response_window=args.response_window,
-            alpha=args.alpha,
+            inputs, noised, args.objective, args.block_size, response_window=args.response_window, alpha=args.alpha
         )
         model_inputs, is_empty = without_empty_mask(row.inputs)
         if self.aux_loss_enabled:
@@ -361,19 +250,18 @@ class DiffusionSFTTrainer(SFTTrainer):
         # TRL's fused head scores the predictions: log-probs of shape `(1, M)`
         outputs = model(**model_inputs, labels=labels, shift_labels=labels, fused_lm_head=True)
         nll = -outputs.log_probs[0].double()
-        supervised = supervised_tokens(inputs).sum()
-        sums = micro_batch_sums(row, nll.detach(), outputs.is_top1[0], supervised)
-        self._add("train" if is_training else "eval", sums)
-        count, ranks, steps = supervised, 1, 1
-        if is_training and num_items_in_batch is not None:
-            count, steps = num_items_in_batch, self.current_gradient_accumulation_steps
-            ranks = self.accelerator.num_processes  # DDP and FSDP average over them
-        loss = weighted_mean(nll, row.loss_weights, count) * ranks
-        if self.aux_loss_enabled:
-            loss = loss + self.router_aux_loss_coef * outputs.aux_loss * ~is_empty / steps
-        return (loss, outputs) if return_outputs else loss
-
-    # ---- evaluation and reports ----
+        values = nll.detach()
+        sums = Sums(
+            loss=(values * row.loss_weights).sum(),
+            bound=(values * row.bound_weights).sum(),
+            next_token=values[row.is_next_token].sum(),
+            correct=outputs.is_top1[0].sum(),
+            predicted=values.new_tensor(len(values)),
+            supervised=self.count_items(inputs),
+        )
+        loss = weighted_mean(nll, row.loss_weights, items)
+        auxiliary = self.router_aux_loss_coef * outputs.aux_loss * ~is_empty if self.aux_loss_enabled else None
+        return LossTerms(loss, torch.stack([value.double() for value in sums]), outputs, auxiliary)
 
     def prediction_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
@@ -388,26 +276,8 @@ class DiffusionSFTTrainer(SFTTrainer):
                 losses.append(loss)
         return torch.stack(losses).mean(), None, None
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
-        self._sums.pop("eval", None)
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        sums = self._gathered("eval")
-        if sums is not None:
-            metrics = evaluation_metrics(sums, self.args.objective, bounds_nll(noise_kind(self.args, False)))
-            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
-        return output
+    def evaluation_metrics(self, sums: torch.Tensor) -> dict[str, float]:
+        return Sums(*sums).evaluation_metrics(self.args.objective, bounds_nll(noise_kind(self.args, False)))
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        # only a window's end logs "loss", on every rank; evaluations and users log too
-        sums = self._gathered("train") if self.model.training and "loss" in logs else None
-        if sums is not None:
-            logs |= training_metrics(sums, self.args.objective, bounds_nll(noise_kind(self.args, True)))
-        super().log(logs, *args, **kwargs)
-
-    def _add(self, kind: str, values: torch.Tensor) -> None:
-        self._sums[kind] = self._sums.get(kind, 0) + values
-
-    def _gathered(self, kind: str) -> Sums | None:
-        """What was added up since last time, over all ranks; every rank must call it."""
-        values = self._sums.pop(kind, None)
-        return None if values is None else Sums(*self.accelerator.gather(values[None]).sum(dim=0))
+    def window_metrics(self, sums: torch.Tensor, *_: Any) -> dict[str, float]:
+        return Sums(*sums).training_metrics(self.args.objective, bounds_nll(noise_kind(self.args, True)))

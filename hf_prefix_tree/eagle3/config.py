@@ -7,13 +7,14 @@ A draft has the shape of a Llama layer for any target, which is what engines ser
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig, PretrainedConfig, TrainingArguments
 
-from hf_prefix_tree.training.options import refuse_options
+from hf_prefix_tree.training.checks import check_config
+from hf_prefix_tree.training.options import option_field
 
 
 @dataclass
@@ -33,9 +34,9 @@ class Eagle3Config(TrainingArguments):
         step_decay (`float`, *optional*, defaults to `0.8`):
             Weight of a step in the loss, relative to the one before.
         seq_length (`int`, *optional*, defaults to `2048`):
-            Longest document in tokens, where rows are padded.
+            Longest document in tokens, and the length that documents are padded to.
         packed_sequence_size (`int`, *optional*, defaults to `0`):
-            Slots of a packed row. `0` pads instead. FlexAttention needs a multiple of 128.
+            Positions of a packed sequence. `0` pads instead. FlexAttention needs a multiple of 128.
         packing_strategy (`str`, *optional*, defaults to `"best_fit"`):
             `"best_fit"` or `"next_fit"`, see [`pack_eagle3_dataset`].
         supervise_reasoning (`bool`, *optional*, defaults to `True`):
@@ -55,47 +56,34 @@ class Eagle3Config(TrainingArguments):
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "target_model_init_kwargs"]  # noqa: RUF012 - as in Transformers
 
-    logging_steps: float = field(default=10, metadata={"help": "Log every X updates steps."})
-    learning_rate: float = field(default=1e-4, metadata={"help": "The initial learning rate."})
-    draft_vocab_size: int | None = field(default=None, metadata={"help": "Size of the draft vocabulary."})
-    selected_token_ids_path: str | None = field(
-        default=None, metadata={"help": "File that keeps the draft vocabulary between runs."}
+    logging_steps: float = option_field(10, "Log every X updates steps.")
+    learning_rate: float = option_field(0.0001, "The initial learning rate.")
+    draft_vocab_size: int | None = option_field(None, "Size of the draft vocabulary.")
+    selected_token_ids_path: str | None = option_field(None, "File that keeps the draft vocabulary between runs.")
+    aux_layer_ids: list[int] | None = option_field(
+        None, "The three target layers whose outputs are fused, counted from 0."
     )
-    aux_layer_ids: list[int] | None = field(
-        default=None, metadata={"help": "The three target layers whose outputs are fused, counted from 0."}
-    )
-    ttt_steps: int = field(default=7, metadata={"help": "Steps that the draft is unrolled for in training."})
-    step_decay: float = field(default=0.8, metadata={"help": "Weight of a step, relative to the one before."})
-    seq_length: int = field(default=2048, metadata={"help": "Longest document in tokens, where rows are padded."})
-    packed_sequence_size: int = field(default=0, metadata={"help": "Slots of a packed row; 0 pads instead."})
-    packing_strategy: str = field(
-        default="best_fit", metadata={"help": "How rows are packed.", "choices": ["best_fit", "next_fit"]}
-    )
-    supervise_reasoning: bool = field(default=True, metadata={"help": "Whether reasoning is supervised."})
-    reasoning_end: str = field(default="</think>", metadata={"help": "Text that ends the reasoning of a turn."})
-    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that render and pack."})
-    attn_backend: str = field(
-        default="auto",
-        metadata={"help": "Attention of target and draft.", "choices": ["auto", "flex", "sdpa"]},
-    )
-    target_model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Arguments for loading the target by its name."}
+    ttt_steps: int = option_field(7, "Steps that the draft is unrolled for in training.")
+    step_decay: float = option_field(0.8, "Weight of a step, relative to the one before.")
+    seq_length: int = option_field(2048, "Longest document in tokens, and the length that documents are padded to.")
+    packed_sequence_size: int = option_field(0, "Positions of a packed sequence; 0 pads instead.")
+    packing_strategy: str = option_field("best_fit", "How documents are packed.", ["best_fit", "next_fit"])
+    supervise_reasoning: bool = option_field(True, "Whether reasoning is supervised.")
+    reasoning_end: str = option_field("</think>", "Text that ends the reasoning of a turn.")
+    dataset_num_proc: int | None = option_field(None, "Processes that render and pack.")
+    attn_backend: str = option_field("auto", "Attention of target and draft.", ["auto", "flex", "sdpa"])
+    target_model_init_kwargs: dict[str, Any] | str | None = option_field(
+        None, "Arguments for loading the target by its name."
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_options(self)
-        for name in ("ttt_steps", "seq_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
-        if self.packed_sequence_size < 0:
-            raise ValueError(f"`packed_sequence_size` must be at least 0 (0 pads), got {self.packed_sequence_size}.")
-        if not 0 < self.step_decay <= 1:
-            raise ValueError(f"`step_decay` must be above 0 and at most 1, got {self.step_decay}.")
-        for name in ("packing_strategy", "attn_backend"):
-            choices = self.__dataclass_fields__[name].metadata["choices"]
-            if getattr(self, name) not in choices:
-                raise ValueError(f"`{name}` must be one of {choices}, got {getattr(self, name)!r}.")
+        check_config(
+            self,
+            choices=("packing_strategy", "attn_backend"),
+            at_least={"ttt_steps": 1, "seq_length": 1, "packed_sequence_size": 0},
+            above_zero={"step_decay": 1},
+        )
 
 
 @strict
@@ -103,7 +91,7 @@ class Eagle3DraftConfig(LlamaConfig):
     """
     Configuration of [`Eagle3DraftModel`]: that of a one-layer Llama, with these parameters on top.
 
-    `vocab_size` is the target's. The draft's RoPE is its own: `from_target` takes the target's base frequency and no
+    `vocab_size` is the target's. The draft has its own RoPE: `from_target` takes the target's base frequency and no
     scaling.
 
     Args:
@@ -198,7 +186,7 @@ class Eagle3DraftConfig(LlamaConfig):
 
 def default_aux_layer_ids(num_layers: int) -> list[int]:
     """
-    The target layers that engines read if nothing else is said: the outputs of layers 1, n/2 - 1 and n - 4.
+    The target layers that engines read by default: the outputs of layers 1, n/2 - 1 and n - 4.
 
     Args:
         num_layers (`int`): Layers of the target.

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset, Features, List, Value, load_dataset
 from datasets import IterableDataset as StreamedDataset
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from hf_prefix_tree.data.counts import TRUNCATION, kept_of, log_losses, truncation_of, without_unsupervised
 from hf_prefix_tree.data.messages import REASONING_KEYS
@@ -40,7 +40,7 @@ from hf_prefix_tree.eagle3.collator import (
     as_document,
     eagle3_row,
 )
-from hf_prefix_tree.training.sampling import PaddedDataset, PaddedStream
+from hf_prefix_tree.training.sampling import PaddedStream, rank_loader
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -345,9 +345,7 @@ def build_eagle3_dataloader(
     if isinstance(rows, StreamedDataset):
         rows = rows.shuffle(seed=seed) if shuffle else rows
         return DataLoader(RankRows(rows, rank, ranks, batch_size) if ranks > 1 else rows, **settings)
-    padded = PaddedDataset(rows, ranks * batch_size if ranks > 1 else 1)
-    sampler: DistributedSampler = DistributedSampler(padded, num_replicas=ranks, rank=rank, shuffle=shuffle, seed=seed)
-    return DataLoader(padded, sampler=sampler, **settings)
+    return rank_loader(rows, rank, ranks, shuffle=shuffle, seed=seed, **settings)
 
 
 def prepare_eagle3_rows(

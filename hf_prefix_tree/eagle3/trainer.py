@@ -11,21 +11,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, set_seed
-from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
+from transformers.trainer_utils import PredictionOutput
 
 from hf_prefix_tree.data.rows import columns_of
 from hf_prefix_tree.eagle3.collator import HIDDEN_STATES, PACKED_COLUMNS, DataCollatorForEagle3
 from hf_prefix_tree.eagle3.config import Eagle3Config, Eagle3DraftConfig
 from hf_prefix_tree.eagle3.data import SampleOptions, padding_token, prepare_eagle3_rows
-from hf_prefix_tree.eagle3.loss import StepSums, supervised_positions, weighted_steps
+from hf_prefix_tree.eagle3.loss import StepSums, weighted_steps
 from hf_prefix_tree.eagle3.model import Eagle3DraftModel
 from hf_prefix_tree.eagle3.target import STATES, TARGET_FILE, Eagle3Target
 from hf_prefix_tree.eagle3.vocabulary import load_or_build_token_mapping, t2d_from_ids
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
-from hf_prefix_tree.training.checks import keep_output_dtype, refuse_engines
-from hf_prefix_tree.training.sampling import PaddedDataset, fill_uneven_steps, length_sampler
+from hf_prefix_tree.training.checks import (
+    check_arguments,
+    check_collator,
+    check_pair,
+    check_target,
+    check_vocabulary_rows,
+)
+from hf_prefix_tree.training.sampling import rank_loader
+from hf_prefix_tree.training.step import LossTerms, StepMixin
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +46,7 @@ def resolve_target(target_model: Any, args: Eagle3Config, model: Any) -> Eagle3T
             return Eagle3Target.from_precomputed(target_model)
         settings = {"dtype": "auto", **(args.target_model_init_kwargs or {})}  # type: ignore[dict-item]
         target_model = AutoModelForCausalLM.from_pretrained(target_model, **settings)
-    if not isinstance(target_model, PreTrainedModel):
-        remedy = " Merge its adapter first: `merge_and_unload()`." if hasattr(target_model, "peft_config") else ""
-        raise ValueError(
-            f"`target_model` must be a causal LM, its name, or the folder of `precompute_hidden_states`, got "
-            f"{type(target_model).__name__}.{remedy}"
-        )
+    check_target(target_model)
     layer_ids = args.aux_layer_ids
     if layer_ids is None and isinstance(model, Eagle3DraftModel):
         layer_ids = model.config.aux_layer_ids
@@ -63,8 +65,7 @@ def new_draft(
     set_seed(args.seed)  # as `Trainer` does, too late for the draft
     draft = Eagle3DraftModel(config)
     if config.draft_vocab_size < config.vocab_size:
-        if rows is None:
-            raise ValueError("`train_dataset` is needed to choose the draft vocabulary: pass it, or a `model`.")
+        check_vocabulary_rows(rows)
         ids, _ = load_or_build_token_mapping(
             _counting_loader(rows, args, collator),
             target_vocab_size=config.vocab_size,
@@ -87,40 +88,15 @@ def _counting_loader(rows: Any, args: Eagle3Config, collator: DataCollatorForEag
         from datasets.distributed import split_dataset_by_node
 
         return DataLoader(split_dataset_by_node(rows, rank=rank, world_size=ranks), collate_fn=collator)
-    sampler: DistributedSampler = DistributedSampler(
-        PaddedDataset(rows, ranks), num_replicas=ranks, rank=rank, shuffle=False
+    return rank_loader(rows, rank, ranks, batch_size=1, collate_fn=collator)
+
+
+def warn_of_other_embedding(model: Any, target: Eagle3Target) -> None:
+    """Warns where engines would put another embedding in the place of the one that the draft is trained with."""
+    drafts, targets = (
+        weight[:: max(1, len(weight) // 1024)] for weight in (model.embed_tokens.weight, target.embedding)
     )
-    return DataLoader(sampler.dataset, batch_size=1, sampler=sampler, collate_fn=collator)
-
-
-def check_pair(model: Any, target: Eagle3Target, args: Eagle3Config) -> None:
-    """Raises `ValueError` where the draft is none, or that of another target, or not what `args` ask for."""
-    if not isinstance(model, Eagle3DraftModel):
-        raise ValueError(f"`model` must be an `Eagle3DraftModel` or a checkpoint of one, got {type(model).__name__}.")
-    expected = {
-        "vocab_size": target.vocab_size,
-        "target_hidden_size": target.head.shape[1],
-        "aux_layer_ids": target.aux_layer_ids,
-    }
-    for name, value in expected.items():
-        if getattr(model.config, name) != value:
-            raise ValueError(
-                f"`model` was made for another target: its `{name}` is {getattr(model.config, name)}, the target's "
-                f"{value}. Pass the target that it belongs to, or leave `model` out."
-            )
-    asked = None if args.draft_vocab_size is None else min(args.draft_vocab_size, target.vocab_size)
-    if asked not in (None, model.config.draft_vocab_size):
-        raise ValueError(
-            f"`draft_vocab_size={args.draft_vocab_size}`, but that of `model` is {model.config.draft_vocab_size}, "
-            "which training does not change: leave out one of them."
-        )
-    if args.aux_layer_ids not in (None, target.aux_layer_ids):
-        raise ValueError(
-            f"`aux_layer_ids={args.aux_layer_ids}`, but `target_model` gives the layers {target.aux_layer_ids}: leave "
-            "`aux_layer_ids` out, or make the target (or its hidden states) for these layers."
-        )
-    own, theirs = (weight[:: max(1, len(weight) // 1024)] for weight in (model.embed_tokens.weight, target.embedding))
-    if own.shape == theirs.shape and not torch.equal(own, theirs.to(own)):
+    if drafts.shape == targets.shape and not torch.equal(drafts, targets.to(drafts)):
         logger.warning(
             "The embedding of `model` is not the target's, and it is frozen: engines will put the target's in its "
             "place. Call `model.init_from_target(target.get_input_embeddings().weight)` before training."
@@ -130,14 +106,14 @@ def check_pair(model: Any, target: Eagle3Target, args: Eagle3Config) -> None:
 _BATCH = (*PACKED_COLUMNS, STATES[0], STATES[2])  # what the draft's forward takes
 
 
-class Eagle3Trainer(Trainer):
+class Eagle3Trainer(StepMixin, Trainer):
     """
     Trains the EAGLE-3 draft head of a frozen target.
 
     A dataset row is a conversation (`messages`, with `tools`), `prompt` + `completion`, `input_ids` with `loss_mask`
-    (or TRL's `labels`, `completion_mask`, `assistant_masks`), or a packed row. Logs `accuracy/step_k`, the share of
-    slots where the draft's first choice at step k is the target's, and `tau`, the tokens that a step of the target is
-    expected to bring.
+    (or TRL's `labels`, `completion_mask`, `assistant_masks`), or a packed sequence. Logs `accuracy/step_k`, the
+    share of positions where the draft's first choice at step k is the target's, and `tau`, the tokens that a step of
+    the target is expected to bring.
 
     Args:
         model ([`Eagle3DraftModel`] or `str`, *optional*):
@@ -177,7 +153,6 @@ class Eagle3Trainer(Trainer):
 
     _signature_columns: list[str] | None
     data_collator: Any
-    loss_is_scaled_for_ga = True
 
     def __init__(
         self,
@@ -190,24 +165,14 @@ class Eagle3Trainer(Trainer):
         processing_class: Any = None,
         **kwargs: Any,
     ) -> None:
-        args = Eagle3Config("eagle3-draft") if args is None else args
-        if not isinstance(args, Eagle3Config):
-            raise ValueError(f"`args` must be an `Eagle3Config`, got `{type(args).__name__}`.")
-        for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "model_init"):
-            if kwargs.get(name) is not None:
-                raise ValueError(f"`{name}` is not supported: the loss and its metrics are the draft's own.")
-        if args.n_gpu > 1:
-            raise ValueError("`nn.DataParallel` is not supported: start one process per GPU with `accelerate launch`.")
-        if data_collator is None:
-            data_collator = DataCollatorForEagle3(
-                padding_token(processing_class), length=args.packed_sequence_size or args.seq_length
-            )
-        elif not isinstance(data_collator, DataCollatorForEagle3):
-            raise ValueError(f"`data_collator` must be a `DataCollatorForEagle3`, got {type(data_collator).__name__}.")
+        args = check_arguments(args, Eagle3Config, "eagle3", "draft", kwargs)
         length = args.packed_sequence_size or args.seq_length
+        if data_collator is None:
+            data_collator = DataCollatorForEagle3(padding_token(processing_class), length=length)
+        check_collator(data_collator, DataCollatorForEagle3, args)
         if args.device.type == "cuda" and length % BLOCK_SIZE and args.attn_backend == "auto":
             logger.warning(
-                "Rows of %d slots are no multiple of %d, which FlexAttention needs: attention is dense, its memory "
+                "%d positions are no multiple of %d, which FlexAttention needs: attention is dense, its memory "
                 "grows with the square. Change `packed_sequence_size` or `seq_length`.",
                 length,
                 BLOCK_SIZE,
@@ -227,10 +192,10 @@ class Eagle3Trainer(Trainer):
             model = new_draft(self.target, args, train_dataset, data_collator, processing_class)
         elif isinstance(model, str):
             model = Eagle3DraftModel.from_pretrained(model)
-        check_pair(model, self.target, args)
+        check_pair(model, Eagle3DraftModel, self.target, args)
+        warn_of_other_embedding(model, self.target)
         assert isinstance(model, Eagle3DraftModel)
         model.attn_backend = args.attn_backend
-        self._sums: dict[str, StepSums] = {}
         super().__init__(
             model=model,
             args=args,
@@ -240,47 +205,27 @@ class Eagle3Trainer(Trainer):
             processing_class=processing_class,
             **kwargs,
         )
-        refuse_engines(self.accelerator)
-        keep_output_dtype(self.accelerator)
-        # As `loss_is_scaled_for_ga`, which transformers knows from 5.19 on.
-        self.model_accepts_loss_kwargs = True
 
-    # ---- one optimizer step ----
+    # ---- the loss and its metrics ----
 
-    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        # The last window of an earlier training may have been too short to be logged, and that of an attempt that ran
-        # out of memory was not (`auto_find_batch_size`).
-        self._sums.clear()
-        return super()._inner_training_loop(*args, **kwargs)
-
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
-        """Runs the target on the step's micro-batches; the valid slots of each draft step, over all ranks: `(K,)`."""
-        if not batch_samples:
-            return None
-        for batch in batch_samples:
-            self._add_states(batch)
-        counts = torch.stack([self._valid_slots(batch) for batch in batch_samples]).sum(dim=0)
-        return self.accelerator.gather(counts[None]).sum(dim=0) // self.get_tp_size()
+    def count_items(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Runs the target on the micro-batch; the valid positions of each draft step, `(K,)`."""
+        self._add_states(batch)
+        draft = self._draft()
+        in_vocabulary = t2d_from_ids(draft.draft_ids.to(batch["input_ids"].device), draft.config.vocab_size)
+        allowed = batch["loss_mask"] * in_vocabulary[batch["target_ids"]]
+        return torch.stack(
+            [supervised_slots(allowed, batch["doc_remaining"], k).sum() for k in range(self.args.ttt_steps)]
+        )
 
     def _add_states(self, batch: dict[str, Any]) -> None:
         batch.update(self._prepare_input(dict(batch)))
         if STATES[0] not in batch:
             batch.update(self.target.states(batch))
 
-    def _valid_slots(self, batch: dict[str, Any]) -> torch.Tensor:
-        draft = self._draft()
-        in_vocabulary = t2d_from_ids(draft.draft_ids.to(batch["input_ids"].device), draft.config.vocab_size)
-        allowed = batch["loss_mask"] * in_vocabulary[batch["target_ids"]]
-        steps = range(self.args.ttt_steps)
-        return torch.stack([supervised_positions(allowed, batch["doc_remaining"], k).sum() for k in steps])
-
-    def compute_loss(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+    def loss_terms(
+        self, model: torch.nn.Module, inputs: dict[str, Any], items: torch.Tensor, return_outputs: bool
+    ) -> LossTerms:
         if STATES[0] not in inputs:
             self._add_states(inputs)
         ids = self._draft().draft_ids.to(self.target.head.device)
@@ -289,23 +234,23 @@ class Eagle3Trainer(Trainer):
             target_logits=self.target.draft_logits(inputs["last_hidden_states"], ids),
             ttt_steps=self.args.ttt_steps,
             step_decay=self.args.step_decay,
-            num_items_in_batch=num_items_in_batch if self.model.training else None,
+            num_items_in_batch=items.long(),  # mixed precision casts float tensors on their way to the model
         )
-        sums = StepSums(*(value.detach() for value in outputs.sums))
-        kind = "train" if self.model.training else "eval"
-        self._sums[kind] = StepSums(*map(torch.add, self._sums[kind], sums)) if kind in self._sums else sums
-        loss = outputs.loss
-        if self.model.training:
-            loss = loss * self._averaging_ranks()  # DDP and FSDP average over ranks
-        return (loss, outputs) if return_outputs else loss
+        return LossTerms(outputs.loss, torch.stack([value.detach().double() for value in outputs.sums]), outputs)
 
-    def _averaging_ranks(self) -> int:
-        return self.accelerator.num_processes // self.get_tp_size()
+    def evaluation_metrics(self, sums: torch.Tensor) -> dict[str, float]:
+        steps = StepSums(*sums)
+        metrics = {"loss": weighted_steps(steps.loss, steps.valid, self.args.step_decay).item(), **steps.metrics()}
+        # a mean of nothing: 0 would be the best there is, and an error would end the training that evaluates
+        return metrics if steps.supervised.any() else dict.fromkeys(metrics, math.nan)
+
+    def window_metrics(self, sums: torch.Tensor, *_: Any) -> dict[str, float]:
+        return StepSums(*sums).metrics()
 
     def _draft(self) -> Eagle3DraftModel:
         return self.accelerator.unwrap_model(self.model)
 
-    # ---- evaluation and reports ----
+    # ---- evaluation ----
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         eval_dataset = self._prepared(eval_dataset, self.args)
@@ -325,45 +270,21 @@ class Eagle3Trainer(Trainer):
         assert isinstance(loss, torch.Tensor)
         return loss.detach(), None, None
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
-        self._sums.pop("eval", None)
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        sums = self._gathered("eval")
-        if sums is not None:
-            metrics = {"loss": weighted_steps(sums.loss, sums.valid, self.args.step_decay).item(), **sums.metrics()}
-            if not sums.supervised.any():  # means of nothing, and an error would end the training that evaluates
-                metrics = dict.fromkeys(metrics, math.nan)
-            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
-        return output
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        sums = self._gathered("train") if self.model.training and "loss" in logs else None
-        if sums is not None:
-            logs |= sums.metrics()
-        super().log(logs, *args, **kwargs)
-
-    def _gathered(self, kind: str) -> StepSums | None:
-        """What was added up since last time, over all ranks; every rank must call it."""
-        sums = self._sums.pop(kind, None)
-        if sums is None:
-            return None
-        return StepSums(*(self.accelerator.gather(value[None]).sum(dim=0) for value in sums))
-
     # ---- data ----
 
     def _prepared(self, dataset: Any, args: Eagle3Config) -> Any:
         if dataset is None or isinstance(dataset, str):  # the name of an evaluation set, which is prepared
             return dataset
         if isinstance(dataset, Mapping):  # evaluation sets by name
-            return {name: self._prepared(own, args) for name, own in dataset.items()}
-        with args.main_process_first(desc="rendering and packing documents"):  # the others read what it cached
+            return {name: self._prepared(named, args) for name, named in dataset.items()}
+        with args.main_process_first(desc="rendering and packing documents"):  # the remaining ranks read its cache
             return prepare_eagle3_rows(dataset, **self._preparation)
 
     def _checking_states(self, collator: DataCollatorForEagle3, *datasets: Any) -> DataCollatorForEagle3:
         """A collator that refuses hidden states of another target, if one of the datasets has hidden states."""
-        sets = [own for each in datasets for own in (each.values() if isinstance(each, Mapping) else [each])]
-        sets = [own for own in sets if own is not None and not isinstance(own, str)]
-        if self.target.model is not None and not any(HIDDEN_STATES in columns_of(own) for own in sets):
+        sets = [one for given in datasets for one in (given.values() if isinstance(given, Mapping) else [given])]
+        sets = [one for one in sets if one is not None and not isinstance(one, str)]
+        if self.target.model is not None and not any(HIDDEN_STATES in columns_of(one) for one in sets):
             return collator
         collator = copy(collator)
         collator.target_fingerprint = self.target.fingerprint
@@ -372,17 +293,3 @@ class Eagle3Trainer(Trainer):
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
             self._signature_columns = [*PACKED_COLUMNS, HIDDEN_STATES]
-
-    _get_eval_sampler = staticmethod(SequentialSampler)  # in order, whatever training does
-
-    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
-        """Accelerate fills an uneven last step with repeats, which would count twice: fill it with empty rows."""
-        ranks = 1 if self.accelerator.split_batches else self._averaging_ranks()
-        is_training = kwargs.get("is_training", False)
-        sampler = length_sampler(self, dataset, batch_size, ranks) if is_training else None
-        if sampler is not None:
-            kwargs["sampler_fn"] = lambda _: sampler
-        dataset = fill_uneven_steps(
-            self, dataset, ranks * batch_size, is_training=is_training, description=description, sampler=sampler
-        )
-        return super()._get_dataloader(dataset, description, batch_size, **kwargs)

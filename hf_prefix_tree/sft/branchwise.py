@@ -1,8 +1,8 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """The grouped baseline: the loss and gradients of a tree, computed branch by branch.
 
-Each branch is a row of its own, with backward before the next one's forward, so memory is one branch's. The weights
-are those of the tree, handed to its branches, so the divisor and the step's metrics stay the same.
+Each branch is a sequence by itself, with backward before the next one's forward, so memory is that of one branch. The
+weights are those of the tree, handed to its branches, so the divisor and the step's metrics stay the same.
 
 Cost: every branch's tokens, a shared prefix once per branch.
 """
@@ -34,13 +34,13 @@ def branch_shares(tree: PrefixTree) -> list[npt.NDArray[np.float64]]:
         `list` of float64 `[L]`, one per branch: its own weights over K (weighting `"tree"`), as they are (`"branch"`),
         or over its supervised tokens (`"branch_mean"`); for `"once"` a token's weight goes to the first branch there.
     """
-    own = [branch.weights for branch in tree.branches()]
+    of_branches = [branch.weights for branch in tree.branches()]
     if tree.weighting == "tree":
-        return [weights / tree.num_branches for weights in own]
+        return [weights / tree.num_branches for weights in of_branches]
     if tree.weighting == "branch_mean":
-        return [weights / max(int(np.count_nonzero(weights)), 1) for weights in own]
+        return [weights / max(int(np.count_nonzero(weights)), 1) for weights in of_branches]
     if tree.weighting == "branch":
-        return own
+        return of_branches
     left = tree.weights.copy()
     shares = []
     for path in tree.paths():
@@ -52,13 +52,13 @@ def branch_shares(tree: PrefixTree) -> list[npt.NDArray[np.float64]]:
 @dataclass
 class BranchCollator:
     """
-    Every branch of the trees as a row of its own, padded by itself, rows one after another in one batch.
+    Every branch of the trees as a sequence by itself, padded by itself, one after the other in one batch.
 
     `branch_lengths` (int64 `[1, number of rows]`) says where they end; [`branch_batches`] takes them apart. Indices in
     `prefix_tree` count from each row's start. `tree_stats` are those of the trees.
 
     Args:
-        collator ([`DataCollatorForPrefixTree`]): What reads the features.
+        collator ([`DataCollatorForPrefixTree`]): Reads the features.
     """
 
     collator: DataCollatorForPrefixTree

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,16 +16,13 @@ from hf_prefix_tree.training.sampling import PADDING_FEATURE
 from hf_prefix_tree.tree.folding import as_list, check_weighting
 from hf_prefix_tree.tree.prefix_tree import PrefixTree, fold
 
-if TYPE_CHECKING:
-    pass
-
 
 class RowCounts:
     """
     Tokens, supervised tokens and visible pairs of dataset rows; a function for `Dataset.map(batched=True)`.
 
     Args:
-        collator ([`DataCollatorForPrefixTree`]): What reads the rows.
+        collator ([`DataCollatorForPrefixTree`]): Reads the rows.
     """
 
     def __init__(self, collator: DataCollatorForPrefixTree) -> None:
@@ -39,7 +36,7 @@ class RowCounts:
         """The counts of one row."""
         stats = [tree.stats() for tree in self.collator.trees([row])]
         names = ("tree_tokens", "supervised_tokens", "tree_pairs")
-        return [sum(getattr(own, name) for own in stats) for name in names]
+        return [sum(getattr(of_tree, name) for of_tree in stats) for name in names]
 
 
 # The keys of each form of a feature.
@@ -49,7 +46,7 @@ _FORMS = (("trees",), ("node_parents",), ("branches",), ("prompt_ids", "completi
 @dataclass
 class DataCollatorForPrefixTree:
     """
-    Data collator for prefix trees: all features of a batch become one row, padded to a multiple of 128 tokens.
+    Data collator for prefix trees: all features of a batch become one packed sequence of a multiple of 128 tokens.
 
     A feature is one tree or several, given as
 
@@ -67,7 +64,7 @@ class DataCollatorForPrefixTree:
         weighting (`str`, *optional*, defaults to `"tree"`):
             How raw features are weighted, see [`fold`]. Trees keep the weighting that they were folded with.
         pad_to_multiple_of (`int`, *optional*, defaults to `128`):
-            Rows are padded to a multiple of it. FlexAttention needs a multiple of 128.
+            Packed sequences are padded to a multiple of it. FlexAttention needs a multiple of 128.
 
     Raises:
         `ValueError`: For an argument of another kind, and when called with a feature of another form, or of two.
@@ -125,13 +122,11 @@ def _is_padding(feature: object) -> bool:
 
 def _trees(feature: object, weighting: str) -> list[PrefixTree]:
     if isinstance(feature, Mapping):
-        # Arrow fills the columns of other forms with nulls
+        # Arrow fills the columns of the remaining forms with nulls
         feature = {name: value for name, value in feature.items() if value is not None}
-        found = [
-            " and ".join(f"`{name}`" for name in form) for form in _FORMS if all(name in feature for name in form)
-        ]
-        if len(found) > 1:
-            raise ValueError(f"A feature has {' as well as '.join(found)}: keep one of them.")
+        forms = [" and ".join(f"`{name}`" for name in form) for form in _FORMS if feature.keys() >= {*form}]
+        if len(forms) > 1:
+            raise ValueError(f"A feature has {' as well as '.join(forms)}: keep one of them.")
         if "trees" in feature:
             trees = as_list(feature["trees"], "trees")
             return [tree if isinstance(tree, PrefixTree) else PrefixTree.from_dict(tree) for tree in trees]
@@ -154,11 +149,11 @@ def _as_tree(feature: object, weighting: str) -> PrefixTree:
             return fold([as_branch(branch, index) for index, branch in enumerate(branches)], weighting)
         if "prompt_ids" in feature and "completions" in feature:
             return fold(rollout_branches(feature["prompt_ids"], feature["completions"]), weighting)
-        found = f"the keys {sorted(feature)}"
+        given = f"the keys {sorted(feature)}"
     else:
-        found = type(feature).__name__
+        given = type(feature).__name__
     raise ValueError(
-        f"`features` must be trees, `branches`, or `prompt_ids` with `completions`, got {found}. Turn conversations "
+        f"`features` must be trees, `branches`, or `prompt_ids` with `completions`, got {given}. Turn conversations "
         "into trees with `hf_prefix_tree.prepare_trees`, or let `TreeSFTTrainer` do it. If these were trees, Trainer "
         "dropped their columns: set `remove_unused_columns=False`."
     )

@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
-import numpy as np
 from trl import SFTConfig
 
-from hf_prefix_tree.training.options import refuse_options
+from hf_prefix_tree.data.prepare import PREPARATION_CHOICES, check_preparation
+from hf_prefix_tree.training.checks import check_config, check_tree_config
+from hf_prefix_tree.training.options import option_field
 
-# Options of our own that have `choices`.
-CHOICES = ("weighting", "reasoning", "overlong", "on_error", "overflow", "selection_metric", "mode", "attn_backend")
-
-# What `dataset_kwargs={"skip_prepare_dataset": True}` leaves without effect.
+# Options without effect under `dataset_kwargs={"skip_prepare_dataset": True}`.
 PREPARATION = (
     *("reasoning", "chat_template_kwargs", "empty_thinking_in_prompt", "column_names", "group_by", "max_length"),
     *("overlong", "on_error", "max_packed_tokens", "overflow", "pack_trees", "selection_metric"),
@@ -49,19 +48,19 @@ class TreeSFTConfig(SFTConfig):
         overlong (`str`, *optional*, defaults to `"truncate"`):
             What happens to a branch longer than `max_length`: `"truncate"`, `"drop"` or `"raise"`.
         on_error (`str`, *optional*, defaults to `"raise"`):
-            What happens to a row that cannot be rendered: `"raise"` or `"skip"` (counted and logged).
+            What happens to a dataset row that cannot be rendered: `"raise"` or `"skip"` (counted and logged).
         max_packed_tokens (`int`, *optional*):
-            Most tokens of a row. Small trees are packed together up to it; `overflow` says what happens to a larger
-            one. At least `max_length`. A row is then a batch by itself: batch sizes must be 1, unless
-            `pack_trees=False`.
+            Most tokens of a packed sequence. Small trees are packed together up to it; `overflow` says what happens to
+            a larger one. At least `max_length`. A packed sequence is then a batch by itself: batch sizes must be 1,
+            unless `pack_trees=False`.
         overflow (`str`, *optional*, defaults to `"split"`):
-            What happens to a tree of more than `max_packed_tokens` tokens: `"split"` into rows of one optimizer step
-            that have the whole tree's gradient together, `"drop"` or `"raise"`.
+            What happens to a tree of more than `max_packed_tokens` tokens: `"split"` into dataset rows of one
+            optimizer step that have the whole tree's gradient together, `"drop"` or `"raise"`.
         pack_trees (`bool`, *optional*, defaults to `True`):
-            Whether several trees share a row under `max_packed_tokens`. With `False` a row is one tree, or one part of
-            a split tree, and `per_device_train_batch_size` counts those.
+            Whether several trees share a packed sequence under `max_packed_tokens`. With `False` a dataset row is one
+            tree, or one part of a split tree, and `per_device_train_batch_size` counts those.
         selection_metric (`str`, *optional*):
-            What ranks the trees that `max_examples` chooses from: `"branching_score"`, `"token_ratio"`,
+            Ranks the trees that `max_examples` chooses from: `"branching_score"`, `"token_ratio"`,
             `"pair_ratio"` or `"num_turns"`. See [`prepare_trees`].
         selection_num_proc (`int`, *optional*):
             Number of processes that compute `selection_metric`.
@@ -77,142 +76,74 @@ class TreeSFTConfig(SFTConfig):
             FSDP2; refused with DeepSpeed.
 
     > [!NOTE]
-    > These parameters have other defaults than in `SFTConfig`: `max_length` is `None` instead of `1024`, which would
+    > The defaults of these parameters differ from `SFTConfig`: `max_length` is `None` instead of `1024`, which would
     > cut most agent dialogues before their first supervised token. `per_device_train_batch_size` and
-    > `per_device_eval_batch_size` are `1` instead of `8`, as trees are large and those of a batch share one row.
+    > `per_device_eval_batch_size` are `1` instead of `8`, as trees are large and those of a batch share one packed
+    > sequence.
     >
-    > With several processes the rows of a step are dealt so that these wait little for each other (`tree/imbalance` in
-    > the logs). As they meet at every micro-batch, that needs several rows in each: `per_device_train_batch_size` of 4
-    > with fewer `gradient_accumulation_steps` (and `pack_trees=False` with `max_packed_tokens`).
+    > With several processes the rows of a step are assigned so that these wait little for each other (`tree/imbalance`
+    > in the logs). As they meet at every micro-batch, that needs several rows in each: a larger
+    > `per_device_train_batch_size` with fewer `gradient_accumulation_steps` (and `pack_trees=False` with
+    > `max_packed_tokens`).
     > `train_sampling_strategy="group_by_length"` helps, too: the rows of a step then cost alike.
     """
 
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "chat_template_kwargs", "column_names"]  # noqa: RUF012
 
-    per_device_train_batch_size: int = field(
-        default=1, metadata={"help": "Trees, or packed rows, of a micro-batch on each device. They become one row."}
+    per_device_train_batch_size: int = option_field(
+        1, "Dataset rows of a micro-batch on each device. They share one packed sequence."
     )
-    per_device_eval_batch_size: int = field(
-        default=1, metadata={"help": "The same for evaluation, where it changes no result."}
-    )
+    per_device_eval_batch_size: int = option_field(1, "The same for evaluation, where it changes no result.")
 
-    max_length: int | None = field(
-        default=None,
-        metadata={"help": "Longest branch in tokens; see `overlong`. `None` leaves branches whole."},
+    max_length: int | None = option_field(
+        None, "Longest branch in tokens; see `overlong`. `None` leaves branches whole."
     )
-    weighting: str = field(
-        default="tree",
-        metadata={
-            "help": "Weight of a branch: 'tree' 1/K, 'branch' 1, 'branch_mean' 1 / its supervised tokens; 'once' "
-            "counts every unique supervised token once.",
-            "choices": ["tree", "branch", "branch_mean", "once"],
-        },
+    weighting: str = option_field(
+        "tree",
+        "Weight of a branch: 'tree' 1/K, 'branch' 1, 'branch_mean' 1 / its supervised tokens; 'once': 1 per token.",
+        PREPARATION_CHOICES["weighting"],
     )
-    reasoning: str = field(
-        default="per_turn",
-        metadata={
-            "help": "How conversations become branches.",
-            "choices": ["per_turn", "side_leaf", "think_split", "keep"],
-        },
+    reasoning: str = option_field("per_turn", "How conversations become branches.", PREPARATION_CHOICES["reasoning"])
+    chat_template_kwargs: dict[str, Any] | str | None = option_field(
+        None, "Further variables for the chat template, as a JSON object."
     )
-    chat_template_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Further variables for the chat template, as a JSON object."}
+    empty_thinking_in_prompt: bool = option_field(
+        True, "Whether an empty reasoning block that the template adds is part of the prompt."
     )
-    empty_thinking_in_prompt: bool = field(
-        default=True,
-        metadata={"help": "Whether an empty reasoning block that the template adds is part of the prompt."},
+    column_names: dict[str, str] | str | None = option_field(
+        None, "Columns of the datasets that have another name than here, as a JSON object."
     )
-    column_names: dict[str, str] | str | None = field(
-        default=None,
-        metadata={"help": "Columns of the datasets that have another name than here, as a JSON object."},
+    group_by: str | None = option_field(None, "Column whose equal values make one tree out of several rows.")
+    overlong: str = option_field(
+        "truncate", "What happens to a branch longer than `max_length`.", PREPARATION_CHOICES["overlong"]
     )
-    group_by: str | None = field(
-        default=None, metadata={"help": "Column whose equal values make one tree out of several rows."}
+    on_error: str = option_field(
+        "raise", "What happens to a dataset row that cannot be rendered.", PREPARATION_CHOICES["on_error"]
     )
-    overlong: str = field(
-        default="truncate",
-        metadata={
-            "help": "What happens to a branch longer than `max_length`.",
-            "choices": ["truncate", "drop", "raise"],
-        },
+    max_packed_tokens: int | None = option_field(
+        None, "Most tokens of a packed sequence; see `overflow` and `pack_trees`. `None` sets no limit."
     )
-    on_error: str = field(
-        default="raise",
-        metadata={"help": "What happens to a row that cannot be rendered.", "choices": ["raise", "skip"]},
+    overflow: str = option_field(
+        "split", "What happens to a tree of more than `max_packed_tokens` tokens.", PREPARATION_CHOICES["overflow"]
     )
-    max_packed_tokens: int | None = field(
-        default=None, metadata={"help": "Most tokens of a row; see `overflow` and `pack_trees`. `None` sets no limit."}
+    pack_trees: bool = option_field(True, "Whether several trees share a packed sequence under `max_packed_tokens`.")
+    selection_metric: str | None = option_field(
+        None, "Ranks the trees that `max_examples` chooses from.", PREPARATION_CHOICES["selection_metric"]
     )
-    overflow: str = field(
-        default="split",
-        metadata={
-            "help": "What happens to a tree of more than `max_packed_tokens` tokens.",
-            "choices": ["split", "drop", "raise"],
-        },
+    selection_num_proc: int | None = option_field(None, "Number of processes that compute `selection_metric`.")
+    max_examples: int | None = option_field(None, "Number of trees to train on. `None` keeps all.")
+    mode: str = option_field(
+        "tree",
+        "'tree' computes every token of a tree once; 'grouped' the same branch by branch, as a baseline.",
+        ["tree", "grouped"],
     )
-    pack_trees: bool = field(
-        default=True, metadata={"help": "Whether several trees share a row under `max_packed_tokens`."}
-    )
-    selection_metric: str | None = field(
-        default=None,
-        metadata={
-            "help": "What ranks the trees that `max_examples` chooses from.",
-            "choices": ["branching_score", "token_ratio", "pair_ratio", "num_turns"],
-        },
-    )
-    selection_num_proc: int | None = field(
-        default=None, metadata={"help": "Number of processes that compute `selection_metric`."}
-    )
-    max_examples: int | None = field(default=None, metadata={"help": "Number of trees to train on. `None` keeps all."})
-    mode: str = field(
-        default="tree",
-        metadata={
-            "help": "'tree' computes every token of a tree once; 'grouped' the same branch by branch, as a baseline.",
-            "choices": ["tree", "grouped"],
-        },
-    )
-    attn_backend: str = field(
-        default="auto",
-        metadata={"help": "Attention of the tree path.", "choices": ["auto", "flex", "flash", "sdpa"]},
-    )
-    compile_layers: bool = field(
-        default=False, metadata={"help": "Whether each decoder layer is compiled, with the tree attention inside."}
+    attn_backend: str = option_field("auto", "Attention of the tree path.", ["auto", "flex", "flash", "sdpa"])
+    compile_layers: bool = option_field(
+        False, "Whether each decoder layer is compiled, with the tree attention inside."
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_options(self)
-        for name in CHOICES:
-            choices = self.__dataclass_fields__[name].metadata["choices"]
-            if getattr(self, name) not in choices and not (name == "selection_metric" and not self.selection_metric):
-                raise ValueError(f"`{name}` must be one of {choices}, got {getattr(self, name)!r}.")
-        for name in ("max_packed_tokens", "selection_num_proc", "max_examples", "max_length"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, (int, np.integer)) or value < 1):
-                raise ValueError(
-                    f"`{name}` must be at least 1, got {value!r}: pass an int, or leave it out for no limit."
-                )
-        if self.max_packed_tokens is not None and (self.max_length or 0) > self.max_packed_tokens:
-            raise ValueError(
-                f"`max_length={self.max_length}` is above `max_packed_tokens={self.max_packed_tokens}`: a branch must "
-                "fit into a row. Lower `max_length` or raise `max_packed_tokens`."
-            )
-        if self.max_packed_tokens is not None and self.pack_trees:
-            for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-                if getattr(self, name) > 1:
-                    raise ValueError(
-                        f"`{name}={getattr(self, name)}` would put several rows of `max_packed_tokens="
-                        f"{self.max_packed_tokens}` into one. Set `{name}=1`: a packed row is a batch by itself."
-                    )
-        for name in ("chat_template_kwargs", "column_names"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, dict):
-                raise ValueError(f"`{name}` must be a `dict` or a JSON object, got {value!r}.")
-        if (self.dataset_kwargs or {}).get("skip_prepare_dataset"):
-            ignored = [n for n in PREPARATION if getattr(self, n) != self.__dataclass_fields__[n].default]
-            if ignored:
-                options = ", ".join(f"`{name}={getattr(self, name)!r}`" for name in ignored)
-                raise ValueError(
-                    f"{options}: without effect under `dataset_kwargs={{'skip_prepare_dataset': True}}`. Leave out "
-                    "these options, or `skip_prepare_dataset`: trees are taken as they are without it."
-                )
+        check_config(self, choices=("mode", "attn_backend"), dicts=("chat_template_kwargs", "column_names"))
+        check_tree_config(self, PREPARATION)
+        check_preparation(**{name: getattr(self, name) for name in signature(check_preparation).parameters})

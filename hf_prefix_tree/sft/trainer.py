@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerBase
 from trl import SFTTrainer
 from trl.trainer.utils import global_then_local_main_first
 
@@ -24,12 +23,34 @@ from hf_prefix_tree.data.packed import check_weightings
 from hf_prefix_tree.data.prepare import prepare_trees
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
 from hf_prefix_tree.sft.branchwise import BranchCollator, branch_batches
-from hf_prefix_tree.sft.card import add_section, tree_section
 from hf_prefix_tree.sft.collator import DataCollatorForPrefixTree
-from hf_prefix_tree.sft.config import TreeSFTConfig
+from hf_prefix_tree.sft.config import PREPARATION, TreeSFTConfig
 from hf_prefix_tree.sft.mixin import TreeLossMixin
-from hf_prefix_tree.training.checks import check_arguments
+from hf_prefix_tree.training.checks import (
+    check_arguments,
+    check_collator,
+    check_grouped_mode,
+    check_rows,
+    check_texts,
+    padding_token_of,
+)
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
+from hf_prefix_tree.version import __version__
+
+_CARD_SECTION = """
+### Prefix trees
+
+Sequences that share prefixes were folded into trees, and each shared token computed once, with
+[hf_prefix_tree](https://github.com/hf-prefix-tree/hf_prefix_tree) {version}.
+
+| | |
+|---|---|
+| weighting | `{weighting}` |
+| branches trained on | {branches:,.0f} |
+| tokens of the branches | {branch_tokens:,.0f} |
+| tokens computed | {tree_tokens:,.0f} |
+| token ratio | {ratio:.2f} |
+"""
 
 
 class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
@@ -93,26 +114,13 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
         processing_class: Any = None,
         **kwargs: Any,
     ) -> None:
-        reason = "on prefix trees it would see rows, not branches"
-        args = check_arguments(args, TreeSFTConfig, model, "TreeSFT", kwargs, reason)
+        args = check_arguments(args, TreeSFTConfig, model, "TreeSFT", kwargs)
         if data_collator is None:
             multiple = args.pad_to_multiple_of or BLOCK_SIZE
             # TRL settles which token pads while it initialises; it is set below
             data_collator = DataCollatorForPrefixTree(-1, weighting=args.weighting, pad_to_multiple_of=multiple)
-        elif not isinstance(data_collator, DataCollatorForPrefixTree):
-            raise ValueError(
-                f"`data_collator` must be a `DataCollatorForPrefixTree`, got `{type(data_collator).__name__}`."
-            )
-        else:
-            for name in ("weighting", "pad_to_multiple_of"):
-                own, given = getattr(data_collator, name), getattr(args, name)
-                if given and own != given:
-                    raise ValueError(
-                        f"`{name}={given!r}` in `args`, but {own!r} in `data_collator`: give both the same, or leave "
-                        "`data_collator` out."
-                    )
-        if hasattr(train_dataset, "__len__") and not len(train_dataset):
-            raise ValueError("`train_dataset` has no rows; pass at least one.")
+        check_collator(data_collator, DataCollatorForPrefixTree, args, ("weighting", "pad_to_multiple_of"))
+        check_rows(train_dataset)
         # `SFTTrainer` prepares the training dataset first; the same object may be an evaluation dataset as well
         self._to_select_from: Any = train_dataset
         self._prepared: weakref.WeakSet = weakref.WeakSet()
@@ -125,44 +133,22 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
             processing_class=processing_class,
             **kwargs,
         )
-        if self._is_vision_dataset:
-            raise ValueError("`train_dataset` has images, which prefix trees do not hold yet. Use `SFTTrainer`.")
+        check_texts(self)
         if data_collator.pad_token_id < 0:
-            data_collator.pad_token_id = _pad_token_id(self._tokenizer)
+            data_collator.pad_token_id = padding_token_of(self._tokenizer)
 
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: TreeSFTConfig, packing: bool, formatting_func: Any, name: str
     ) -> Any:
         if dataset in self._prepared:  # `evaluate` calls itself for each dataset of a `dict`
             return dataset
-        options: dict[str, Any] = {
-            "chat_template_kwargs": args.chat_template_kwargs,
-            "column_names": args.column_names,
-        }
+        options = {name: getattr(args, name) for name in ("weighting", *PREPARATION) if name != "shuffle_dataset"}
         if dataset is self._to_select_from:
             self._to_select_from = None
-            options |= {
-                "selection_metric": args.selection_metric,
-                "selection_num_proc": args.selection_num_proc,
-                "max_examples": args.max_examples,
-            }
+        else:
+            options |= {"selection_metric": None, "selection_num_proc": None, "max_examples": None}
         with global_then_local_main_first(), _naming(name):
-            dataset = prepare_trees(
-                dataset,
-                self._tokenizer,
-                reasoning=args.reasoning,
-                weighting=args.weighting,
-                group_by=args.group_by,
-                empty_thinking_in_prompt=args.empty_thinking_in_prompt,
-                max_length=args.max_length,
-                overlong=args.overlong,
-                on_error=args.on_error,
-                num_proc=args.dataset_num_proc,
-                max_packed_tokens=args.max_packed_tokens,
-                overflow=args.overflow,
-                pack_trees=args.pack_trees,
-                **options,
-            )
+            dataset = prepare_trees(dataset, self._tokenizer, num_proc=args.dataset_num_proc, **options)
         if args.shuffle_dataset:
             dataset = dataset.shuffle(seed=args.seed)
         self._prepared.add(dataset)
@@ -180,26 +166,21 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
             columns = dataset.column_names or list(next(iter(dataset), {}))
             for column in {"trees", "weighting"}.intersection(columns):
                 dataset = check_weightings(dataset, column, self.args.weighting)
-        collator = self.data_collator
-        if self.args.mode == "grouped" and kwargs.get("is_training", False):
-            if self.is_deepspeed_enabled:
-                raise ValueError(
-                    "`mode='grouped'` does several backwards in a micro-batch, and DeepSpeed may step after each. Use "
-                    "DDP or FSDP, or `mode='tree'`."
-                )
-            self.data_collator = BranchCollator(collator)
-        try:
-            return super()._get_dataloader(dataset, *args, **kwargs)
-        finally:
-            self.data_collator = collator
+        return super()._get_dataloader(dataset, *args, **kwargs)
+
+    def loader_collator(self, is_training: bool) -> Any:
+        if not is_training or self.args.mode != "grouped":
+            return self.data_collator
+        check_grouped_mode(self)
+        return BranchCollator(self.data_collator)
 
     def training_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
     ) -> torch.Tensor:
         if "branch_lengths" not in inputs:
             return super().training_step(model, inputs, num_items_in_batch)
-        own = torch.tensor([inputs["branch_lengths"].numel()], device=self.args.device)
-        rows = branch_batches(inputs, number=self.accelerator.gather(own).max().item())
+        number = torch.tensor([inputs["branch_lengths"].numel()], device=self.args.device)
+        rows = branch_batches(inputs, number=self.accelerator.gather(number).max().item())
         steps = self.current_gradient_accumulation_steps
         self.current_gradient_accumulation_steps = steps * len(rows)  # a router's auxiliary loss is a mean over them
         losses = []
@@ -214,14 +195,13 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)
-        section = tree_section(self.state.log_history, self.args.weighting)
-        if section and self.is_world_process_zero():
-            add_section(Path(self.args.output_dir, "README.md"), section)
+        if self.is_world_process_zero():
+            add_tree_section(Path(self.args.output_dir, "README.md"), self.state.log_history, self.args.weighting)
 
 
 @contextmanager
 def _naming(dataset: str) -> Iterator[None]:
-    """What is wrong with a dataset for evaluation says that it is that one."""
+    """Names an evaluation dataset in the errors of its preparation."""
     try:
         yield
     except ValueError as error:
@@ -230,8 +210,21 @@ def _naming(dataset: str) -> Iterator[None]:
         raise ValueError(f"Dataset {dataset!r}: {error}") from error
 
 
-def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token_id is not None:
-            return token_id
-    raise ValueError("`processing_class` has neither a padding nor an end token: set `processing_class.pad_token`.")
+def add_tree_section(card: Path, log_history: Sequence[Mapping[str, Any]], weighting: str) -> None:
+    """Adds to TRL's model card, before the versions, how the trees were weighted and what folding saved."""
+    windows = [entry for entry in log_history if "tree/tokens" in entry]
+    tree_tokens = sum(entry["tree/tokens"] for entry in windows)
+    if not tree_tokens:  # nothing was trained
+        return
+    branches = sum(entry["tree/branches"] for entry in windows)
+    branch_tokens = sum(entry["tree/tokens"] * entry["tree/token_ratio"] for entry in windows)
+    section = _CARD_SECTION.format(
+        version=__version__,
+        weighting=weighting,
+        branches=branches,
+        branch_tokens=branch_tokens,
+        tree_tokens=tree_tokens,
+        ratio=branch_tokens / tree_tokens,
+    )
+    before, heading, after = card.read_text().partition("\n### Framework versions")
+    card.write_text(before.rstrip() + "\n" + section + heading + after)

@@ -1,18 +1,25 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Which engines of Accelerate and which arguments of a trainer are refused, and how the other engines are adapted."""
+"""Checks of what users pass to trainers: arguments, options, datasets and the engines of Accelerate.
+
+Beside them, two adaptations of engines that are served.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any, TypeVar
 
 import torch
 from packaging.version import Version
+from transformers import PreTrainedModel
 
+from hf_prefix_tree.training.options import refuse_options
 from hf_prefix_tree.version import TESTED
 
 
@@ -64,6 +71,36 @@ def keep_output_dtype(accelerator: Any) -> None:
         plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
 
 
+_FUNCTIONS = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
+
+
+def _refuse_functions(given: Mapping[str, Any], names: Sequence[str] = _FUNCTIONS) -> None:
+    for name in names:
+        if given.get(name) is not None:
+            raise ValueError(f"`{name}` is not supported: it expects rows or logits of another layout. Leave it out.")
+
+
+def check_trainer(trainer: Any) -> None:
+    """
+    Refuses engines and functions under which the loss of a step would be another one.
+
+    Args:
+        trainer (`Trainer`): The trainer, initialised.
+
+    Raises:
+        `ValueError`: As [`refuse_engines`], under `nn.DataParallel`, and for functions that would see other logits.
+    """
+    refuse_engines(trainer.accelerator)
+    if getattr(trainer.args, "compile_layers", False) and trainer.is_deepspeed_enabled:
+        raise ValueError(
+            "`compile_layers=True` cannot be used together with DeepSpeed, which hooks the modules inside each layer. "
+            "Use FSDP2, or leave it at `False`."
+        )
+    if trainer.args.n_gpu > 1:
+        raise ValueError("`nn.DataParallel` is not supported: start one process per GPU with `accelerate launch`.")
+    _refuse_functions(vars(trainer))
+
+
 @contextmanager
 def earlier_gradients_aside(model: torch.nn.Module) -> Iterator[None]:
     """
@@ -88,36 +125,302 @@ def earlier_gradients_aside(model: torch.nn.Module) -> Iterator[None]:
 
 Config = TypeVar("Config")
 
-# They would see the rows and logits of another layout than their authors had in mind.
-_REFUSED = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "formatting_func")
-
 
 def check_arguments(
-    args: Config | None, config_class: type[Config], model: Any, purpose: str, others: Mapping[str, Any], reason: str
+    args: Config | None, config_class: type[Config], model: Any, purpose: str, given: Mapping[str, Any]
 ) -> Config:
     """
     The configuration of a trainer, checked.
 
     Args:
-        args (`config_class`, *optional*): What the user passed.
+        args (`config_class`, *optional*): The user's.
         config_class (`type`): The configuration that it must be.
         model (`str` or `PreTrainedModel`): Names the output folder where `args` is `None`.
         purpose (`str`): The end of that name.
-        others (`Mapping`): The trainer's other keyword arguments.
-        reason (`str`): Why those that would see rows or logits are refused.
+        given (`Mapping`): Further keyword arguments of the trainer.
 
     Raises:
         `ValueError`: For a configuration of another class, and refused arguments.
     """
-    for name in _REFUSED:
-        if others.get(name) is not None:
-            raise ValueError(f"`{name}` is not supported: {reason}.")
+    _refuse_functions(given, (*_FUNCTIONS, "formatting_func", "model_init"))
     if args is None:
         name = model if isinstance(model, str) else model.config._name_or_path
         return config_class(f"{name.split('/')[-1] or type(model).__name__}-{purpose}")  # type: ignore[call-arg]
     if not isinstance(args, config_class):
         raise ValueError(f"`args` must be a `{config_class.__name__}`, got `{type(args).__name__}`.")
     return args
+
+
+def check_config(
+    config: Any,
+    *,
+    choices: Sequence[str] = (),
+    at_least: Mapping[str, int] | None = None,
+    above_zero: Mapping[str, float] | None = None,
+    dicts: Sequence[str] = (),
+) -> None:
+    """
+    Checks the options that a configuration adds to those of Transformers and TRL, and refuses some of theirs.
+
+    Args:
+        config (`TrainingArguments`): The configuration.
+        choices (sequence of `str`): Options whose field lists `choices`.
+        at_least (`Mapping`): The lowest values of numbers.
+        above_zero (`Mapping`): The highest values of numbers that are above 0.
+        dicts (sequence of `str`): Options that are `None`, a `dict` or JSON.
+
+    Raises:
+        `ValueError`: Names the option and its value.
+    """
+    refuse_options(config)
+    for name in choices:
+        allowed = config.__dataclass_fields__[name].metadata["choices"]
+        if getattr(config, name) not in allowed:
+            raise ValueError(f"`{name}` must be one of {allowed}, got {getattr(config, name)!r}.")
+    for name, lowest in (at_least or {}).items():
+        if getattr(config, name) < lowest:
+            raise ValueError(f"`{name}` must be at least {lowest}, got {getattr(config, name)}.")
+    for name, highest in (above_zero or {}).items():
+        if not 0 < getattr(config, name) <= highest:
+            limit = "" if math.isinf(highest) else f" and at most {highest}"
+            raise ValueError(f"`{name}` must be above 0{limit}, got {getattr(config, name)}.")
+    for name in dicts:
+        if not isinstance(getattr(config, name), dict | None):
+            raise ValueError(f"`{name}` must be a `dict` or a JSON object, got {getattr(config, name)!r}.")
+
+
+def check_tree_config(config: Any, preparation: Sequence[str]) -> None:
+    """Raises `ValueError` for packed sequences in larger batches, and for options of a preparation that is skipped."""
+    if config.max_packed_tokens is not None and config.pack_trees:
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+            if getattr(config, name) > 1:
+                raise ValueError(
+                    f"`{name}={getattr(config, name)}` would concatenate sequences of `max_packed_tokens="
+                    f"{config.max_packed_tokens}`. Set `{name}=1`: a packed sequence is a batch by itself."
+                )
+    if not (config.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        return
+    defaults = {name: config.__dataclass_fields__[name].default for name in preparation}
+    ignored = [f"`{n}={getattr(config, n)!r}`" for n, default in defaults.items() if getattr(config, n) != default]
+    if ignored:
+        raise ValueError(
+            f"{', '.join(ignored)}: without effect under `dataset_kwargs={{'skip_prepare_dataset': True}}`. Leave out "
+            "these options, or `skip_prepare_dataset`: trees are taken as they are without it."
+        )
+
+
+def check_collator(collator: Any, collator_class: type, args: Any, names: Sequence[str] = ()) -> None:
+    """Raises `ValueError` for a collator of another class, or of other values of the options `names` than `args`."""
+    if not isinstance(collator, collator_class) or not getattr(collator, "keeps_sample_index", True):
+        raise ValueError(f"`data_collator` must be a `{collator_class.__name__}`, got `{type(collator).__name__}`.")
+    for name in names:
+        value, expected = getattr(collator, name), getattr(args, name)
+        if expected is not None and value != expected:
+            raise ValueError(
+                f"`data_collator` has `{name}={value!r}` and `args` has {expected!r}: pass the same, or leave "
+                "`data_collator` out."
+            )
+
+
+def check_texts(trainer: Any) -> None:
+    """Raises `ValueError` where `SFTTrainer` found images in the training dataset."""
+    if trainer._is_vision_dataset:
+        raise ValueError("`train_dataset` has images, which this trainer does not support: use a dataset of texts.")
+
+
+def check_rows(train_dataset: Any) -> None:
+    """Raises `ValueError` for a training dataset without rows."""
+    if hasattr(train_dataset, "__len__") and not len(train_dataset):
+        raise ValueError("`train_dataset` has no rows; pass at least one.")
+
+
+def padding_token_of(tokenizer: Any) -> int:
+    """The padding token, or the end token in its place; raises `ValueError` where there is neither."""
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return token_id
+    raise ValueError("`processing_class` has neither a padding nor an end token: set `processing_class.pad_token`.")
+
+
+def check_mask_token(mask_token_id: int | None, num_embeddings: int, collator: Any) -> int:
+    """
+    The id of the mask token, checked.
+
+    Args:
+        mask_token_id (`int`, *optional*): The id.
+        num_embeddings (`int`): Embeddings of the model.
+        collator ([`DataCollatorForDiffusionLM`]): Has the tokens that pad and end a response.
+
+    Raises:
+        `ValueError`: Where there is none, the model does not know it, or it has another meaning.
+    """
+    if mask_token_id is None:
+        raise ValueError(
+            "There is no mask token: add one with `tokenizer.add_special_tokens({'mask_token': '<|mask|>'})` and "
+            "`model.resize_token_embeddings(len(tokenizer))`, or pass the id of a token that your data never holds as "
+            "`mask_token_id`."
+        )
+    if not 0 <= mask_token_id < num_embeddings:
+        raise ValueError(
+            f"`mask_token_id` is {mask_token_id}, but the model has {num_embeddings} embeddings: call "
+            "`model.resize_token_embeddings(len(tokenizer))` first."
+        )
+    for is_supervised, token_id, role in (
+        (True, collator.block_pad_token_id, "also ends a response"),
+        (collator.supervise_padding, collator.pad_token_id, "also pads, which `supervise_padding` teaches"),
+    ):
+        if is_supervised and mask_token_id == token_id:
+            raise ValueError(
+                f"`mask_token_id` is {mask_token_id}, which {role}: pass a token that your data never holds."
+            )
+    return mask_token_id
+
+
+def check_pair(model: Any, draft_class: Any, target: Any, args: Any) -> None:
+    """Raises `ValueError` where the draft of EAGLE-3 does not fit the target or contradicts `args`."""
+    if not isinstance(model, draft_class):
+        raise ValueError(f"`model` must be an `{draft_class.__name__}`, or a checkpoint, got {type(model).__name__}.")
+    expected = {
+        "vocab_size": target.vocab_size,
+        "target_hidden_size": target.head.shape[1],
+        "aux_layer_ids": target.aux_layer_ids,
+    }
+    for name, value in expected.items():
+        if getattr(model.config, name) != value:
+            raise ValueError(
+                f"`model` was made for another target: its `{name}` is {getattr(model.config, name)}, the target's "
+                f"{value}. Pass the target that it belongs to, or leave `model` out."
+            )
+    asked = None if args.draft_vocab_size is None else min(args.draft_vocab_size, target.vocab_size)
+    if asked not in (None, model.config.draft_vocab_size):
+        raise ValueError(
+            f"`draft_vocab_size={args.draft_vocab_size}`, but that of `model` is {model.config.draft_vocab_size}, "
+            "which training does not change: leave out one of them."
+        )
+    if args.aux_layer_ids not in (None, target.aux_layer_ids):
+        raise ValueError(
+            f"`aux_layer_ids={args.aux_layer_ids}`, but `target_model` gives the layers {target.aux_layer_ids}: leave "
+            "`aux_layer_ids` out, or make the target (or its hidden states) for these layers."
+        )
+
+
+def check_target(target_model: Any) -> None:
+    """Raises `ValueError` where the target of EAGLE-3 is no model."""
+    if not isinstance(target_model, PreTrainedModel):
+        remedy = " Merge its adapter first: `merge_and_unload()`." if hasattr(target_model, "peft_config") else ""
+        raise ValueError(
+            f"`target_model` must be a causal LM, its name, or the folder of `precompute_hidden_states`, got "
+            f"{type(target_model).__name__}.{remedy}"
+        )
+
+
+def check_vocabulary_rows(rows: Any) -> None:
+    """Raises `ValueError` where there are no rows to choose the draft vocabulary from."""
+    if rows is None:
+        raise ValueError("`train_dataset` is needed to choose the draft vocabulary: pass it, or a `model`.")
+
+
+def check_grouped_mode(trainer: Any) -> None:
+    """Raises `ValueError` where several backwards of a micro-batch could mean several optimizer steps."""
+    if trainer.is_deepspeed_enabled:
+        raise ValueError(
+            "`mode='grouped'` does several backwards in a micro-batch, and DeepSpeed may step after each. Use DDP or "
+            "FSDP, or `mode='tree'`."
+        )
+
+
+def refuse_tensor_parallelism(trainer: Any) -> None:
+    """Raises `ValueError` under tensor parallelism."""
+    if trainer.get_tp_size() > 1:
+        raise ValueError(
+            f"Tensor parallelism ({trainer.get_tp_size()} devices) is not supported: use DDP or FSDP2 instead."
+        )
+
+
+def check_tree_batch(batch: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for a batch that holds no trees."""
+    if "tree_stats" not in batch:
+        raise ValueError(
+            f"A batch has no `tree_stats`, only {sorted(batch)}: pass "
+            "`data_collator=DataCollatorForPrefixTree(pad_token_id)`."
+        )
+
+
+def check_loss(trainer: Any, outputs: Any) -> torch.Tensor:
+    """The loss of the model; raises `ValueError` where there is none."""
+    loss = getattr(outputs, "loss", None)
+    if loss is None:
+        raise ValueError(
+            f"{type(trainer).__name__} or its model computes the loss by itself, so it cannot be weighted: put "
+            "`TreeLossMixin` before `transformers.Trainer` or TRL's `SFTTrainer`."
+        )
+    return loss
+
+
+def check_split_stream(args: Any) -> None:
+    """Raises `ValueError` where a stream of packed rows may hold split trees."""
+    if getattr(args, "overflow", "split") == "split":
+        raise ValueError(
+            "`train_dataset` is a stream with `tree_ids`, and nothing keeps the parts of a split tree of a stream in "
+            "one optimizer step. Set `overflow='drop'` or `'raise'`, or load the dataset whole."
+        )
+
+
+def check_split_strategy(strategy: str, allowed: Sequence[str]) -> None:
+    """Raises `ValueError` for a `train_sampling_strategy` that knows nothing of split trees."""
+    if strategy not in allowed:
+        raise ValueError(
+            f"`train_sampling_strategy={strategy!r}` would tear the parts of split trees apart. Set it to one of "
+            f"{allowed}."
+        )
+
+
+def split_tree_ids(tree_ids: Sequence[Sequence[int]], num_parts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """
+    The ids of split trees alone, checked: all parts of each are there.
+
+    Args:
+        tree_ids (sequence of sequences of `int`): The ids of each row's trees.
+        num_parts (sequence of sequences of `int`): For each of them, the parts that its tree has in all rows.
+
+    Returns:
+        `list` of `list` of `int`: for each row, the ids of those with several parts.
+
+    Raises:
+        `ValueError`: If a tree's parts are not all there. (A dataset may hold a tree several times.)
+
+    Example:
+
+    ```python
+    >>> split_tree_ids([[7, 8], [9], [8]], [[1, 2], [1], [2]])
+    [[8], [], [8]]
+
+    ```
+    """
+    split = [
+        [(tree_id, parts) for tree_id, parts in zip(ids, numbers, strict=True) if parts > 1]
+        for ids, numbers in zip(tree_ids, num_parts, strict=True)
+    ]
+    counts = Counter(key for row in split for key in row)
+    torn = [(tree_id, parts, count) for (tree_id, parts), count in counts.items() if count % parts]
+    if torn:
+        tree_id, parts, count = torn[0]
+        raise ValueError(
+            f"`train_dataset`: rows with parts of a split tree are missing: tree {tree_id} has {parts} parts, of "
+            f"which {count} are there; {len(torn)} trees are like that. Select before the trees are packed "
+            "(`max_examples`), or keep all rows that have a `tree_ids` entry in common."
+        )
+    return [[tree_id for tree_id, _ in row] for row in split]
+
+
+def check_unit_sizes(largest: int, block_size: int) -> None:
+    """Raises `ValueError` where rows that belong together do not fit into one optimizer step."""
+    if largest > block_size:
+        raise ValueError(
+            f"{largest} rows hold parts of the same split trees and must be in one optimizer step, which has "
+            f"{block_size} (`gradient_accumulation_steps` x processes x `per_device_train_batch_size`). Raise "
+            "`gradient_accumulation_steps`, or raise `max_packed_tokens`, so that trees have fewer parts."
+        )
 
 
 def _warn_of_newer_versions() -> None:

@@ -9,22 +9,23 @@ proportion of the model's sizes. Ranks meet at every micro-batch, so a step take
 round; this sum is kept low.
 
 Cost: one pass over the dataset before the first step, O(n log n) an epoch for n rows. Of a stream every process reads
-all rows and keeps its own.
+all rows and keeps its share.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from transformers import TrainerCallback
 
 from hf_prefix_tree.modeling.flops import cost_per_count
+from hf_prefix_tree.training.checks import check_unit_sizes
 from hf_prefix_tree.tree.packing import pack_rows
 
 if TYPE_CHECKING:
@@ -114,14 +115,14 @@ def fill_uneven_steps(
     sampler: Sampler | None = None,
 ) -> Any:
     """
-    What a trainer's `_get_dataloader` reads instead of `dataset`, so that no row is counted twice or in another epoch.
+    The dataset for a trainer's `_get_dataloader`, of which no row is counted twice or in another epoch.
 
     Args:
         trainer (`Trainer`): The trainer.
         dataset (`Dataset` or `IterableDataset`): Its training or evaluation dataset.
         rows (`int`): Rows that all ranks take in a round.
         is_training (`bool`), description (`str`): As `_get_dataloader` gets them.
-        sampler ([`StepSampler`], *optional*): What lays out the steps, if not Trainer's sampler.
+        sampler ([`StepSampler`], *optional*): Lays out the steps, if not Trainer's sampler.
     """
     if sampler is not None:  # it fills every step; the dataset is as long, or Accelerate would cut the last metrics
         return padded(trainer, dataset, len(sampler), description)  # type: ignore[arg-type]
@@ -147,7 +148,7 @@ def row_costs(
 
     Args:
         dataset (`Dataset`): Of `datasets`, which keeps the counts in its cache, or of torch.
-        counts ([`RowCounts`]): What counts a row.
+        counts ([`RowCounts`]): Counts a row.
         config (`PretrainedConfig`): The model's.
         num_proc (`int`, *optional*): Processes that count the rows of a `datasets.Dataset`.
 
@@ -156,10 +157,10 @@ def row_costs(
     """
     if hasattr(dataset, "map"):
         options = {"batched": True, "batch_size": 64, "num_proc": num_proc, "desc": "Counting tokens and pairs"}
-        found = dataset.with_format(None).map(counts, remove_columns=dataset.column_names, **options)["counts"]
+        values = dataset.with_format(None).map(counts, remove_columns=dataset.column_names, **options)["counts"]
     else:
-        found = [counts.of(dataset[index]) for index in range(len(dataset))]
-    return np.array(list(found), dtype=np.float64) @ cost_per_count(config)
+        values = [counts.of(dataset[index]) for index in range(len(dataset))]
+    return np.array(list(values), dtype=np.float64) @ cost_per_count(config)
 
 
 def assign_rows(costs: npt.NDArray[np.float64], ranks: int, batch_size: int) -> npt.NDArray[np.int64]:
@@ -168,7 +169,7 @@ def assign_rows(costs: npt.NDArray[np.float64], ranks: int, batch_size: int) -> 
 
     Each row, the heaviest first, goes to the batch with the least work that has room. Batches that cost alike make a
     round, in which rows are exchanged with the heaviest batch as long as that helps; and a round's heaviest batch goes
-    to the rank with the least work so far. Batches of one row are dealt as well as they can be.
+    to the rank with the least work so far. Batches of one row are assigned optimally.
 
     Args:
         costs (float64 `[n]`): Cost of each row; n is a multiple of `ranks * batch_size`.
@@ -197,48 +198,48 @@ def assign_rows(costs: npt.NDArray[np.float64], ranks: int, batch_size: int) -> 
     order: list[int] = []
     of_ranks = np.zeros(ranks)
     for start in range(0, len(batches), ranks):
-        own = batches[start : start + ranks]
-        of_batches = _even_out(costs, own)
+        in_round = batches[start : start + ranks]
+        of_batches = _even_out(costs, in_round)
         places = np.empty(ranks, dtype=np.int64)
         places[np.argsort(of_ranks, kind="stable")] = np.argsort(-of_batches, kind="stable")
         of_ranks += of_batches[places]
-        order += [row for place in places for row in own[place]]
+        order += [row for place in places for row in in_round[place]]
     return np.array(order, dtype=np.int64)
 
 
-def _even_out(costs: npt.NDArray[np.float64], own: list[list[int]]) -> npt.NDArray[np.float64]:
-    """Exchanges rows of the heaviest batch with others' as long as that helps; returns the work of each batch."""
-    work = np.array([costs[rows].sum() for rows in own])
-    while (swap := _best_swap(costs, own, work)) is not None:
-        most, i, other, j = swap
-        change = costs[own[most][i]] - costs[own[other][j]]
-        own[most][i], own[other][j] = own[other][j], own[most][i]
-        work[most] -= change
-        work[other] += change
+def _even_out(costs: npt.NDArray[np.float64], batches: list[list[int]]) -> npt.NDArray[np.float64]:
+    """Exchanges rows of the heaviest batch with lighter ones as long as that helps; returns the work of each batch."""
+    work = np.array([costs[rows].sum() for rows in batches])
+    while (swap := _best_swap(costs, batches, work)) is not None:
+        heavy, i, light, j = swap
+        change = costs[batches[heavy][i]] - costs[batches[light][j]]
+        batches[heavy][i], batches[light][j] = batches[light][j], batches[heavy][i]
+        work[heavy] -= change
+        work[light] += change
     return work
 
 
 def _best_swap(
-    costs: npt.NDArray[np.float64], own: list[list[int]], work: npt.NDArray[np.float64]
+    costs: npt.NDArray[np.float64], batches: list[list[int]], work: npt.NDArray[np.float64]
 ) -> tuple[int, int, int, int] | None:
-    """The exchange of two rows that relieves the heaviest batch most, without loading another one as much."""
-    most = int(work.argmax())
-    best, found = work[most] * (1 - 1e-6), None
-    for other, rows in enumerate(own):
-        if other == most:
+    """The exchange of two rows that relieves the heaviest batch most, without loading the second one as much."""
+    heavy = int(work.argmax())
+    lowest, swap = work[heavy] * (1 - 1e-6), None
+    for light, rows in enumerate(batches):
+        if light == heavy:
             continue
-        change = costs[own[most]][:, None] - costs[rows][None]
-        heavier = np.maximum(work[most] - change, work[other] + change)
+        change = costs[batches[heavy]][:, None] - costs[rows][None]
+        heavier = np.maximum(work[heavy] - change, work[light] + change)
         i, j = np.unravel_index(heavier.argmin(), heavier.shape)
-        if heavier[i, j] < best:
-            best, found = heavier[i, j], (most, int(i), other, int(j))
-    return found
+        if heavier[i, j] < lowest:
+            lowest, swap = heavier[i, j], (heavy, int(i), light, int(j))
+    return swap
 
 
 # Values of `train_sampling_strategy` for which Trainer needs the length of every row.
 BY_LENGTH = ("group_by_length", "batch_rebalance")
 STRATEGIES = ("random", "sequential", *BY_LENGTH)  # those laid out here
-_WINDOW = 50  # most steps whose rows are sorted by cost together, as many as Transformers takes for `group_by_length`
+_WINDOW = 50  # steps whose rows are sorted by cost together, at most; as in Transformers' `group_by_length`
 
 
 def linked_rows(tree_ids: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -270,63 +271,25 @@ def linked_rows(tree_ids: Sequence[Sequence[int]]) -> list[list[int]]:
     first: dict[int, int] = {}
     for row, ids in enumerate(tree_ids):
         for tree_id in ids:
-            one, other = sorted((root(first.setdefault(tree_id, row)), root(row)))
-            parents[other] = one
+            upper, lower = sorted((root(first.setdefault(tree_id, row)), root(row)))
+            parents[lower] = upper
     units: dict[int, list[int]] = {}
     for row in range(len(tree_ids)):
         units.setdefault(root(row), []).append(row)
     return list(units.values())
 
 
-def split_tree_ids(tree_ids: Sequence[Sequence[int]], num_parts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """
-    The ids of split trees alone, checked: all parts of each are there.
-
-    Args:
-        tree_ids (sequence of sequences of `int`): The ids of each row's trees.
-        num_parts (sequence of sequences of `int`): For each of them, the parts that its tree has in all rows.
-
-    Returns:
-        `list` of `list` of `int`: for each row, the ids of those with several parts.
-
-    Raises:
-        `ValueError`: If a tree's parts are not all there. (A dataset may hold a tree several times.)
-
-    Example:
-
-    ```python
-    >>> split_tree_ids([[7, 8], [9], [8]], [[1, 2], [1], [2]])
-    [[8], [], [8]]
-
-    ```
-    """
-    split = [
-        [(tree_id, parts) for tree_id, parts in zip(ids, numbers, strict=True) if parts > 1]
-        for ids, numbers in zip(tree_ids, num_parts, strict=True)
-    ]
-    found = Counter(key for row in split for key in row)
-    torn = [(tree_id, parts, count) for (tree_id, parts), count in found.items() if count % parts]
-    if torn:
-        tree_id, parts, count = torn[0]
-        raise ValueError(
-            f"`train_dataset`: rows with parts of a split tree are missing: tree {tree_id} has {parts} parts, of "
-            f"which {count} are there; {len(torn)} trees are like that. Select before the trees are packed "
-            "(`max_examples`), or keep all rows that have a `tree_ids` entry in common."
-        )
-    return [[tree_id for tree_id, _ in row] for row in split]
-
-
 class StepSampler(Sampler[int]):
     """
     Yields blocks of indices, one block per optimizer step, and never cuts a unit in two.
 
-    What a block has room for and no unit fills are indices one past the rows, which stand for empty rows. Which sizes
-    go together is settled once, by best fit, so every epoch has the same number of steps; which units those are and
-    where the blocks come is drawn anew each epoch. Steps do not depend on the number of ranks, given their rows.
+    Room that no unit fills is filled with the index one past the rows, which stands for an empty row. Best fit decides
+    once which sizes go together, so every epoch has as many steps; the units and the order of the blocks are drawn
+    anew each epoch. Steps do not depend on the number of ranks, given their rows.
 
     Args:
         units (`list` of `list` of `int`):
-            What [`linked_rows`] returned.
+            Rows that belong together, see [`linked_rows`].
         block_size (`int`):
             Rows of one optimizer step: `gradient_accumulation_steps` x processes x `per_device_train_batch_size`.
         strategy (`str`):
@@ -338,7 +301,7 @@ class StepSampler(Sampler[int]):
             Returns the optimizer steps done so far, which tell the epoch, after a resumption too: Accelerate's
             `set_epoch` doesn't reach a sampler behind skipped batches on several processes.
         costs (float64 `[number of rows]`, *optional*):
-            Cost of each row. With them, the rows of a step are dealt to the ranks by [`assign_rows`].
+            Cost of each row. With them, the rows of a step are assigned to ranks by [`assign_rows`].
         ranks, batch_size (`int`, *optional*, defaults to 1):
             Ranks that read different rows, and rows of a batch.
 
@@ -359,12 +322,7 @@ class StepSampler(Sampler[int]):
         batch_size: int = 1,
     ) -> None:
         sizes = np.array([len(unit) for unit in units])
-        if sizes.max() > block_size:
-            raise ValueError(
-                f"{sizes.max()} rows hold parts of the same split trees and must be in one optimizer step, which has "
-                f"{block_size} (`gradient_accumulation_steps` x processes x `per_device_train_batch_size`). Raise "
-                "`gradient_accumulation_steps`, or raise `max_packed_tokens`, so that trees have fewer parts."
-            )
+        check_unit_sizes(sizes.max(), block_size)
         self.units, self.block_size, self.strategy, self.seed = units, block_size, strategy, seed
         self.global_step, self.ranks, self.batch_size = global_step, ranks, batch_size
         self.padding_index = int(sizes.sum())
@@ -404,39 +362,70 @@ class StepSampler(Sampler[int]):
         if self.strategy != "group_by_length" or self.unit_costs is None:
             return units
         window = min(_WINDOW, max(2, len(self.blocks) // 4)) * self.block_size
-        cuts = [units[start : start + window] for start in range(0, len(units), window)]
-        return np.concatenate([cut[np.argsort(-self.unit_costs[cut], kind="stable")] for cut in cuts])
+        windows = [units[start : start + window] for start in range(0, len(units), window)]
+        return np.concatenate([part[np.argsort(-self.unit_costs[part], kind="stable")] for part in windows])
 
 
-def length_sampler(trainer: Trainer, dataset: Any, batch_size: int, ranks: int) -> StepSampler | None:
-    """
-    The sampler of a training on rows with `input_ids` whose lengths matter; `None` where Trainer's own serves.
+def rank_loader(
+    rows: Any, rank: int, ranks: int, batch_size: int, *, shuffle: bool = False, seed: int = 0, **settings: Any
+) -> DataLoader:
+    """A loader of one rank's part of the rows, in as many batches as the other ranks have: empty rows fill it up."""
+    padded = PaddedDataset(rows, ranks * batch_size if ranks > 1 else 1)
+    sampler: Sampler = DistributedSampler(padded, num_replicas=ranks, rank=rank, shuffle=shuffle, seed=seed)
+    return DataLoader(padded, batch_size=batch_size, sampler=sampler, **settings)
 
-    Trainer's samplers for `BY_LENGTH` repeat rows in an uneven last step, or draw from a generator that each rank has
-    for itself, so that ranks could read different orders.
 
-    Args:
-        trainer (`Trainer`): The trainer.
-        dataset (`Dataset` or list of `dict`): Its training dataset.
-        batch_size (`int`): Rows of a batch.
-        ranks (`int`): Ranks that read different rows.
-    """
+def is_stream(dataset: Any) -> bool:
+    """Whether a dataset has no rows to choose from."""
+    return not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset)
+
+
+def step_sampler(
+    trainer: Trainer, units: list[list[int]], costs: npt.NDArray[np.float64] | None, batch_size: int, ranks: int
+) -> StepSampler:
+    """A [`StepSampler`] with the options of the trainer."""
     args = trainer.args
-    is_stream = not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset)
-    if is_stream or args.train_sampling_strategy not in BY_LENGTH or args.dataloader_drop_last:
-        return None
-    rows = dataset["input_ids"] if hasattr(dataset, "column_names") else (row["input_ids"] for row in dataset)
-    lengths = np.array([len(ids) for ids in rows], dtype=np.float64)
     return StepSampler(
-        [[row] for row in range(len(lengths))],
+        units,
         args.gradient_accumulation_steps * ranks * batch_size,
         strategy=args.train_sampling_strategy,
         seed=args.seed if args.data_seed is None else args.data_seed,
         global_step=lambda: trainer.state.global_step,
-        costs=lengths,
+        costs=costs,
         ranks=ranks,
         batch_size=batch_size,
     )
+
+
+def length_sampler(trainer: Trainer, dataset: Any, batch_size: int, ranks: int) -> StepSampler | None:
+    """
+    The sampler of a training on rows with `input_ids` whose lengths matter; `None` leaves the order to Trainer.
+
+    Trainer's samplers for `BY_LENGTH` repeat rows in an uneven last step, or draw from a generator that each rank has
+    for itself, so that ranks could read different orders.
+    """
+    args = trainer.args
+    if is_stream(dataset) or args.train_sampling_strategy not in BY_LENGTH or args.dataloader_drop_last:
+        return None
+    rows = dataset["input_ids"] if hasattr(dataset, "column_names") else (row["input_ids"] for row in dataset)
+    lengths = np.array([len(ids) for ids in rows], dtype=np.float64)
+    return step_sampler(trainer, [[row] for row in range(len(lengths))], lengths, batch_size, ranks)
+
+
+class PassCounter(TrainerCallback):
+    """
+    Counts the passes over the dataset. `state.epoch` would do, but for a stream without a length it still names the
+    last pass when the next one begins, and a resumed training begins in the middle of one.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.epoch = -1
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.epoch = max(int(state.epoch or 0), self.epoch + 1)
 
 
 def _in_order(sizes: list[int], block_size: int) -> list[list[int]]:
@@ -451,5 +440,5 @@ def _in_order(sizes: list[int], block_size: int) -> list[list[int]]:
     return blocks
 
 
-# What fills an uneven last step of distributed training: a row without tokens weighs nothing.
+# Fills an uneven last step: a row without tokens weighs nothing.
 PADDING_FEATURE: dict[str, list[int]] = {"input_ids": []}

@@ -462,7 +462,7 @@ def test_flex_trains_as_the_dense_mask(objective, bf16, tmp_path):
 
 def test_fsdp2_is_told_to_round_no_log_prob(tmp_path, monkeypatch):
     """What that does to a model is tested in tests/trainers/test_engines.py."""
-    from hf_prefix_tree.diffusion import trainer as module
+    from hf_prefix_tree.training import step as module
 
     told = []
     monkeypatch.setattr(module, "keep_output_dtype", told.append)

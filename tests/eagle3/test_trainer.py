@@ -360,7 +360,7 @@ def test_sums_of_a_window_that_was_not_logged_are_forgotten(tmp_path):
     trainer = trainer_of(tmp_path, rows, draft=small_draft(), max_steps=2, logging_steps=2, learning_rate=0.0)
     trainer.train()
     (first,) = logs_of(trainer)
-    trainer._sums["train"] = StepSums(*(torch.full((3,), 99) for _ in StepSums._fields))
+    trainer._sums["train"] = torch.full((len(StepSums._fields), 3), 99.0, dtype=torch.float64)
     trainer.train()
     assert logs_of(trainer)[-1]["tau"] == pytest.approx(first["tau"])
 
@@ -442,7 +442,7 @@ def test_two_processes_equal_one(tmp_path):
 
 def test_fsdp2_is_told_to_round_no_loss(tmp_path, monkeypatch):
     """What that does to a model is tested in tests/trainers/test_engines.py."""
-    from hf_prefix_tree.eagle3 import trainer as module
+    from hf_prefix_tree.training import step as module
 
     told = []
     monkeypatch.setattr(module, "keep_output_dtype", told.append)

@@ -195,9 +195,10 @@ class _PlainTrainer(TreeLossMixin, Trainer):
         super().__init__(*args, **kwargs)
         self.dtypes = []
 
-    def record(self, loss_sum, inputs):
-        self.dtypes.append(str(loss_sum.dtype))
-        super().record(loss_sum, inputs)
+    def trainer_loss(self, *args, **kwargs):
+        result = super().trainer_loss(*args, **kwargs)
+        self.dtypes.append(str(result[0].dtype))
+        return result
 
 
 def plain_trainer(folder, trainer_class=_PlainTrainer, **options):

@@ -15,14 +15,14 @@ from transformers import Qwen3Config
 from hf_prefix_tree import DataCollatorForPrefixTree, prepare_trees
 from hf_prefix_tree.modeling.flops import cost_per_count
 from hf_prefix_tree.sft.collator import RowCounts
-from hf_prefix_tree.training import sampling as balance
+from hf_prefix_tree.training import checks, sampling
+from hf_prefix_tree.training.checks import split_tree_ids
 from hf_prefix_tree.training.sampling import (
     STRATEGIES,
     StepSampler,
     assign_rows,
     linked_rows,
     row_costs,
-    split_tree_ids,
 )
 from tests.support.engine_runs import train_saving, uneven_rows
 from tests.support.ranks import run_ranks
@@ -35,7 +35,7 @@ QWEN3_06B = Qwen3Config(
 
 
 def test_examples_in_docstrings():
-    assert doctest.testmod(balance).failed == 0
+    assert doctest.testmod(sampling).failed == 0 and doctest.testmod(checks).failed == 0
 
 
 def test_counts_of_rows():

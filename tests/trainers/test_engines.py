@@ -16,7 +16,7 @@ import torch
 from peft import PeftModel
 
 from hf_prefix_tree import TreeSFTTrainer
-from hf_prefix_tree.training.checks import earlier_gradients_aside, refuse_engines
+from hf_prefix_tree.training.checks import check_trainer, earlier_gradients_aside, refuse_engines
 from tests.support.engine_runs import (
     FSDP2,
     check,
@@ -213,10 +213,10 @@ def test_compiled_layers_are_refused_with_deepspeed(tmp_path):
 def test_compiled_layers_are_refused_where_deepspeed_is_not_installed(tmp_path):
     trainer = small_trainer(tmp_path)
     trainer.args.compile_layers = True  # from here on: nothing needs to be compiled to be refused
-    trainer._refuse_engines()
+    check_trainer(trainer)
     trainer.is_deepspeed_enabled = True
     with pytest.raises(ValueError, match="`compile_layers=True`"):
-        trainer._refuse_engines()
+        check_trainer(trainer)
 
 
 def test_data_parallel_is_refused(tmp_path):

@@ -15,7 +15,7 @@ from hf_prefix_tree.data.baselines import per_branch
 from hf_prefix_tree.modeling.batch import gather_supervised, summed_weights
 from hf_prefix_tree.modeling.double import keep_double
 from hf_prefix_tree.sft.branchwise import BranchCollator, branch_batches, branch_shares
-from hf_prefix_tree.sft.mixin import without_empty_mask
+from hf_prefix_tree.training.step import without_empty_mask
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from hf_prefix_tree.tree.splitting import split_tree
 from tests.support import models
@@ -243,7 +243,7 @@ def test_limits(tmp_path):
     for name in ("max_packed_tokens", "selection_num_proc", "max_examples"):
         with pytest.raises(ValueError, match=f"`{name}`.*0"):
             config(tmp_path, **{name: 0})
-    with pytest.raises(ValueError, match=r"`max_length=9`.*`max_packed_tokens=8`"):
+    with pytest.raises(ValueError, match=r"`max_length`.*9.*`max_packed_tokens`.*8"):
         config(tmp_path, max_length=9, max_packed_tokens=8)
     assert config(tmp_path, max_length=8, max_packed_tokens=8).max_packed_tokens == 8
     made = TreeSFTConfig("x", use_cpu=True, bf16=False)

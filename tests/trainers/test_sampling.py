@@ -13,7 +13,8 @@ from torch.utils.data import SequentialSampler
 
 from hf_prefix_tree import TreeSFTTrainer
 from hf_prefix_tree.training import sampling
-from hf_prefix_tree.training.sampling import StepSampler, linked_rows, split_tree_ids
+from hf_prefix_tree.training.checks import split_tree_ids
+from hf_prefix_tree.training.sampling import StepSampler, linked_rows
 from tests.support.job_runs import job_rows, run_job, run_jobs
 from tests.support.trainer_runs import config, distance, make_model, make_trees, tokenizer, weights
 
@@ -29,7 +30,7 @@ def blocks(made):
 
 
 def test_example_in_docstring():
-    assert doctest.testmod(sampling) == (0, 3)
+    assert doctest.testmod(sampling) == (0, 2)
 
 
 def test_linked_rows():

@@ -68,4 +68,4 @@ def test_what_drop_last_leaves_undealt_is_said(tmp_path, caplog):
         plain_trainer(tmp_path, **options).get_train_dataloader()
         assert "dataloader_drop_last" not in caplog.text
         plain_trainer(tmp_path, **options, train_sampling_strategy="group_by_length").get_train_dataloader()
-    assert "`dataloader_drop_last=True`: rows are neither dealt to ranks nor sorted by what they cost" in caplog.text
+    assert "`dataloader_drop_last=True`" in caplog.text

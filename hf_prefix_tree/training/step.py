@@ -1,0 +1,256 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""[`StepMixin`]: one optimizer step, exactly normalised, for any method.
+
+The loss of a step is a ratio: terms summed over the micro-batches of all ranks and accumulation steps, over the items
+of the same micro-batches. Evaluation is the same ratio over the whole set.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import Sampler, SequentialSampler
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
+from trl import SFTTrainer
+
+from hf_prefix_tree.training.checks import check_trainer, keep_output_dtype
+from hf_prefix_tree.training.options import refuse_options
+from hf_prefix_tree.training.sampling import fill_uneven_steps, length_sampler
+
+
+class LossTerms(NamedTuple):
+    """A micro-batch's part of the loss."""
+
+    loss: torch.Tensor  # scalar, divided by the items of the step
+    sums: torch.Tensor  # float64, detached: added up for the metrics of a window or an evaluation
+    outputs: Any
+    auxiliary: torch.Tensor | None = None  # the router's loss, of which a step takes the mean over micro-batches
+
+
+class StepMixin(Trainer):  # so that it comes before Trainer whatever else a class derives from
+    """
+    Put it before a Trainer and implement `count_items` and `loss_terms`; metrics are optional.
+
+    Sums are gathered over all ranks (several ranks may hold copies of one batch), cleared when training starts, and
+    batches that evaluation counts stay out of the logging window. Metrics are logged with `loss`, so every rank must
+    log that one; anything else may be logged by any rank. Uneven last steps are filled with empty rows.
+    """
+
+    data_collator: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+        self._counted: dict[str, torch.Tensor] = {}  # of the step whose batches were fetched last
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, TrainingArguments):
+                refuse_options(value)  # before a trainer reads them
+        super().__init__(*args, **kwargs)
+        check_trainer(self)
+        keep_output_dtype(self.accelerator)
+        # Says that the loss is normalised by `num_items_in_batch`, so that Trainer does not divide it by the
+        # accumulation steps. (Trainer's `loss_is_scaled_for_ga` says the same, but not before transformers 5.19.)
+        self.model_accepts_loss_kwargs = True
+
+    # ---- supplied by a method ----
+
+    def count_items(self, batch: dict[str, Any]) -> torch.Tensor:
+        """
+        The items of a micro-batch, by which its loss is divided: a scalar, or a vector for several ratios.
+
+        Args:
+            batch (`dict`): The micro-batch.
+        """
+        raise NotImplementedError
+
+    def count_details(self, batch: dict[str, Any]) -> torch.Tensor | None:
+        """
+        Counts of a micro-batch that only metrics need, a vector.
+
+        Args:
+            batch (`dict`): The micro-batch.
+        """
+        return None
+
+    def loss_terms(
+        self, model: torch.nn.Module, inputs: dict[str, Any], items: torch.Tensor, return_outputs: bool
+    ) -> LossTerms:
+        """
+        The loss of a micro-batch.
+
+        Args:
+            model (`torch.nn.Module`): The wrapped model.
+            inputs (`dict`): The micro-batch.
+            items (`torch.Tensor`): The float64 items of the whole step; in evaluation those of the micro-batch.
+            return_outputs (`bool`): Whether the caller reads `outputs`.
+        """
+        raise NotImplementedError
+
+    def window_metrics(
+        self, sums: torch.Tensor, counts: torch.Tensor | None, peaks: torch.Tensor | None
+    ) -> dict[str, float]:
+        """
+        The metrics of a logging window besides its loss.
+
+        Args:
+            sums (`torch.Tensor`): `LossTerms.sums` of all micro-batches of all ranks.
+            counts (`torch.Tensor`): Their items and details in one vector.
+            peaks (`torch.Tensor`): The same, with the largest count of all ranks instead of their sum.
+        """
+        return {}
+
+    def evaluation_metrics(self, sums: torch.Tensor) -> dict[str, float]:
+        """
+        The metrics of an evaluation, `loss` among them.
+
+        Args:
+            sums (`torch.Tensor`): `LossTerms.sums` of the whole set.
+        """
+        raise NotImplementedError
+
+    def step_sampler(self, dataset: Any, batch_size: int) -> Sampler | None:
+        """
+        The sampler that lays out the steps of a training dataset; `None` leaves that to Trainer.
+
+        Args:
+            dataset (`Dataset` or `IterableDataset`): The training dataset.
+            batch_size (`int`): Rows of a micro-batch.
+        """
+        return length_sampler(self, dataset, batch_size, self._reading_ranks())
+
+    def loader_collator(self, is_training: bool) -> Any:
+        """
+        The collator of a dataloader.
+
+        Args:
+            is_training (`bool`): Whether it is the training dataset's.
+        """
+        return self.data_collator
+
+    # ---- one optimizer step ----
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        # The last window of an earlier training may have been too short to be logged, and that of an attempt that ran
+        # out of memory was not (`auto_find_batch_size`).
+        self._sums.clear()
+        if isinstance(self, SFTTrainer):
+            self._metrics["train"].clear()
+        return super()._inner_training_loop(*args, **kwargs)
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
+        if not batch_samples:
+            return None
+        counts = []
+        for batch in batch_samples:
+            details, items = self.count_details(batch), self.count_items(batch)
+            parts = [items.reshape(-1)] if details is None else [items.reshape(-1), details]
+            counts.append(torch.cat([part.double().to(device) for part in parts]))
+        by_rank = self.accelerator.gather(torch.stack(counts)[None])  # [rank, micro-batch, count]
+        total = by_rank.sum(dim=1).sum(dim=0) / self._copies()
+        self._counted = {"counts": total, "peaks": by_rank.amax(dim=0).sum(dim=0)}
+        return total[: items.numel()].reshape(items.shape)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        # Added here and not where they are counted, since Trainer's `prediction_step` counts evaluation batches, too.
+        self._counted = {}
+        result = super().get_batch_samples(*args, **kwargs)
+        for name, value in self._counted.items():
+            self._add(name, value)
+        return result
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        is_training = self.model.training
+        if num_items_in_batch is None or not is_training:
+            num_items_in_batch = self.count_items(inputs)
+        terms = self.loss_terms(model, inputs, num_items_in_batch.double(), return_outputs)
+        self._add("train" if is_training else "eval", terms.sums)
+        loss = terms.loss
+        if is_training:
+            loss = loss * (self.accelerator.num_processes // self.get_tp_size())  # DDP and FSDP average over them
+        if terms.auxiliary is not None:
+            loss = loss + terms.auxiliary / (self.current_gradient_accumulation_steps if is_training else 1)
+        return (loss, terms.outputs) if return_outputs else loss
+
+    def trainer_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """`compute_loss` of the Trainer that the mixin is put before."""
+        return super().compute_loss(*args, **kwargs)
+
+    # ---- evaluation and reports ----
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+        self._sums.pop("eval", None)
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        sums = self._gathered("eval")
+        if sums is not None:
+            metrics = self.evaluation_metrics(sums)
+            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
+        return output
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        # only a window's end logs "loss", on every rank; evaluations and users log too, the latter on one rank perhaps
+        sums = self._gathered("train") if self.model.training and "loss" in logs else None
+        if sums is not None:
+            logs |= self.window_metrics(sums, self._sums.pop("counts", None), self._sums.pop("peaks", None))
+        super().log(logs, *args, **kwargs)
+
+    def _add(self, name: str, value: torch.Tensor) -> None:
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def _gathered(self, name: str) -> torch.Tensor | None:
+        """The sum over all ranks of what was added under `name`, which is cleared; every rank must call it."""
+        value = self._sums.pop(name, None)
+        return None if value is None else self.accelerator.gather(value[None]).sum(dim=0) / self._copies()
+
+    # ---- the rows of a step ----
+
+    # In order: under "group_by_length" Trainer's sampler would read the length of every row, which trees have not.
+    _get_eval_sampler = staticmethod(SequentialSampler)
+
+    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
+        """Accelerate fills an uneven last step with repeated rows, which count twice: fill it with empty ones."""
+        is_training = kwargs.get("is_training", False)
+        sampler = self.step_sampler(dataset, batch_size) if is_training else None
+        if sampler is not None:
+            kwargs["sampler_fn"] = lambda _: sampler
+        rows = self._reading_ranks() * batch_size
+        dataset = fill_uneven_steps(
+            self, dataset, rows, is_training=is_training, description=description, sampler=sampler
+        )
+        collator, self.data_collator = self.data_collator, self.loader_collator(is_training)
+        try:
+            return super()._get_dataloader(dataset, description, batch_size, **kwargs)
+        finally:
+            self.data_collator = collator
+
+    def _reading_ranks(self) -> int:
+        """Ranks that take `batch_size` rows of every round; with `split_batches` all of them do together."""
+        return 1 if self.accelerator.split_batches else self.args.world_size // self._copies()
+
+    def _copies(self) -> int:
+        """Ranks that hold the same batch."""
+        return self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+
+
+def without_empty_mask(inputs: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
+    """
+    A router's auxiliary loss divides by the tokens of the attention mask. An empty row has none, so that it would be
+    NaN: such a row passes as one of real tokens instead.
+
+    Args:
+        inputs (`dict`): The micro-batch.
+
+    Returns:
+        `tuple`: the micro-batch, and a bool scalar that says whether it was empty and the loss must be taken off.
+    """
+    mask = inputs.get("attention_mask")
+    if mask is None:
+        return inputs, torch.zeros((), dtype=torch.bool, device=inputs["input_ids"].device)
+    is_empty = ~mask.any()
+    return {**inputs, "attention_mask": mask | is_empty}, is_empty
