@@ -13,7 +13,7 @@ import torch
 
 from hf_prefix_tree.diffusion.config import OBJECTIVES
 from hf_prefix_tree.diffusion.model import prepared_for_diffusion
-from hf_prefix_tree.modeling.attention.spans import spans
+from hf_prefix_tree.modeling.attention.masks.spans import spans
 from hf_prefix_tree.modeling.checks import base_causal_lm
 
 

@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_prefix_tree.modeling.attention.kernels import one_graph_for_all_lengths
 from hf_prefix_tree.modeling.checks import backbone_of
-from hf_prefix_tree.modeling.context import TreeContext, active_context
+from hf_prefix_tree.modeling.context import TreeContext, active_tree
 from hf_prefix_tree.modeling.recurrent.hooks import has_convolution
 
 BACKEND = "inductor"
@@ -75,7 +75,7 @@ class CompiledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(kwargs.get("prefix_tree"), TreeContext):
-            if active_context() is not None:
+            if active_tree() is not None:
                 raise ValueError(
                     f"`compile_layers=True`: the call did not hand the tree to {type(self.layer).__name__}, and a "
                     "compiled layer cannot look for it. Leave it at `False`."

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from packaging.version import Version
 
-from hf_prefix_tree.modeling.attention.flash import attend_flash
+from hf_prefix_tree.modeling.attention.flash import FLASH_KINDS, attend_flash
 from hf_prefix_tree.modeling.attention.kernels import attend_flex
-from hf_prefix_tree.modeling.attention.mask import TreeBlockMask, mask_kind
+from hf_prefix_tree.modeling.attention.masks.causal import TreeBlockMask
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
 
 logger = logging.getLogger(__name__)
@@ -56,8 +56,7 @@ class AttentionCall(NamedTuple):
     value_dim: int
     softcap: bool = False
     sinks: bool = False
-    window: int | None = None
-    chunk: int | None = None
+    mask_kind: str = "causal"
 
     @classmethod
     def of(cls, config: Any, device: torch.device, dtype: torch.dtype, length: int, **kwargs: Any) -> AttentionCall:
@@ -69,7 +68,7 @@ class AttentionCall(NamedTuple):
             device (`torch.device`): Where it runs.
             dtype (`torch.dtype`): What attention runs in.
             length (`int`): Tokens of a row.
-            kwargs: `sinks`, `window` and `chunk`.
+            kwargs: `sinks` and `mask_kind`.
         """
         heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
         if not (isinstance(heads, int) and isinstance(kv_heads, int | None)):
@@ -104,10 +103,10 @@ def choose_backend(
     The backend of a call, logged with the reason whenever either is new.
 
     `"auto"` takes FLASH where it is installed in a version that is known to be right, on a Hopper GPU, in half
-    precision, for heads of 64 or 128 without softcap, sinks, windows and chunks, on rows of at least 40 blocks that
-    are mostly full, and agrees with Triton, forward and backward, at these head sizes; FlexAttention's Triton kernels
-    elsewhere on a GPU; SDPA where FlexAttention cannot train. The first row of a length between two powers of two
-    decides for all of these lengths, so that the device is waited for once.
+    precision, for heads of 64 or 128 without softcap and sinks, under the plain tree mask, on packed sequences of at
+    least 40 blocks that are mostly full, and agrees with Triton, forward and backward, at these head sizes;
+    FlexAttention's Triton kernels elsewhere on a GPU; SDPA where FlexAttention cannot train. The first packed sequence
+    of a length between two powers of two decides for all of these lengths, so that the device is waited for once.
 
     Args:
         requested (`str`): `"auto"`, or the backend to use.
@@ -186,6 +185,8 @@ def _why_not_flash(call: AttentionCall) -> str | None:
         return f"head sizes {call.head_dim} and {call.value_dim} are not among those it is right for (64, 128)"
     if call.sinks:
         return "attention sinks need gradients through the log-sum-exp, which it does not have"
+    if call.mask_kind not in FLASH_KINDS:
+        return f"it has no {call.mask_kind} mask"
     if call.softcap:
         return "its gradients under a softcap are not tested"
     if call.length > 4096 * BLOCK_SIZE:
@@ -208,8 +209,7 @@ _checked: dict[tuple, str | None] = {}  # reasons by device, dtype, kind of mask
 
 
 def _not_measured(call: AttentionCall) -> str | None:
-    kind = mask_kind(call.window, call.chunk)
-    return None if kind == "plain" else f"its speed under a {kind} was not measured"
+    return None if call.mask_kind == "causal" else f"its speed under a {call.mask_kind} was not measured"
 
 
 def _too_sparse(call: AttentionCall, mask: Callable[[], TreeBlockMask]) -> str | None:
@@ -230,7 +230,7 @@ def _agrees_with_triton(call: AttentionCall, mask: Callable[[], TreeBlockMask]) 
     """`None` where it does; looked at once for each key of [`_checked`]."""
     sizes = (call.heads // call.kv_heads, call.head_dim, call.value_dim)
     is_long = call.length >= _LEAST_FLASH_BLOCKS * BLOCK_SIZE  # shorter ones may have no full block to look at
-    key = (call.device, call.dtype, mask_kind(call.window, call.chunk), is_long, *sizes)
+    key = (call.device, call.dtype, call.mask_kind, is_long, *sizes)
     if key not in _checked:
         if torch.is_inference_mode_enabled():
             return "it was not compared with Triton yet, and cannot be in inference mode"

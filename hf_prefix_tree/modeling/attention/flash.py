@@ -25,7 +25,9 @@ from typing import Any
 
 import torch
 
-from hf_prefix_tree.modeling.attention.mask import TreeBlockMask
+from hf_prefix_tree.modeling.attention.masks.causal import TreeBlockMask
+
+FLASH_KINDS = ("causal", "window", "chunk")  # of masks that are written in the language of the kernels
 
 
 def attend_flash(
@@ -184,8 +186,8 @@ def _mask(row: int, rows: Sequence[torch.Tensor], lists: Sequence[torch.Tensor],
 @functools.cache
 def _mask_mod(kind: str) -> Callable:
     """
-    Whether a pair is visible, in the language of the kernels; see [`~attention.mask.dense_mask`]. The scalars are the
-    addresses of the tree rows.
+    Whether a pair is visible, in the language of the kernels; see [`~attention.masks.causal.dense_mask`]. The
+    scalars are the addresses of the tree rows.
     """
     import cutlass
     import cutlass.cute as cute
@@ -197,7 +199,7 @@ def _mask_mod(kind: str) -> Callable:
         return found.load()
 
     @cute.jit
-    def plain(b: Any, h: Any, q: Any, k: Any, info: Any, tensors: Any, scalars: Any) -> Any:
+    def causal(b: Any, h: Any, q: Any, k: Any, info: Any, tensors: Any, scalars: Any) -> Any:
         return (k <= q) & (q < lookup(scalars[0], k[0]))
 
     @cute.jit
@@ -211,7 +213,7 @@ def _mask_mod(kind: str) -> Callable:
         same = lookup(scalars[1], q[0]) // size == lookup(scalars[1], k[0]) // size
         return (k <= q) & (q < lookup(scalars[0], k[0])) & same
 
-    chosen = {"plain": plain, "window": window, "chunk": chunk}[kind]
+    chosen = {"causal": causal, "window": window, "chunk": chunk}[kind]
     # compiled kernels are kept under it, on disk as well
     chosen.__cute_hash__ = f"hf_prefix_tree {_digest()}: {kind}"
     return chosen

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_prefix_tree.modeling.batch import DEPTH
-from hf_prefix_tree.modeling.context import active_context
+from hf_prefix_tree.modeling.context import active_tree
 
 _ALIBI_METHODS = ("build_alibi_tensor", "build_mpt_alibi_tensor")
 
@@ -55,7 +55,7 @@ def place_by_depth(model: PreTrainedModel) -> list[Handle]:
 
 def _count_from_padding(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     # RoBERTa and its kin count positions from `padding_idx + 1`, and skip tokens that are padding.
-    context = active_context()
+    context = active_tree()
     if context is None:
         return None
     names = list(inspect.signature(type(module).forward).parameters)[1:]
@@ -71,7 +71,7 @@ def _count_from_padding(module: Any, args: tuple, kwargs: dict[str, Any]) -> tup
 
 def _index_by_depth(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     # Tables of learned or sinusoidal positions take one flat list of positions: that of all rows.
-    context = active_context()
+    context = active_tree()
     if context is None:
         return None
     names = list(inspect.signature(type(module).forward).parameters)[1:]
@@ -80,7 +80,7 @@ def _index_by_depth(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[t
 
 
 def _back_to_rows(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor | None:
-    context = active_context()
+    context = active_tree()
     if context is None or context.prefix_tree.shape[0] == 1:  # one row: the shape is the model's own
         return None
     batch_size, _, length = context.prefix_tree.shape
@@ -133,7 +133,7 @@ class _AlibiByDepth:
 
 def _pick_by_depth(build: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
     line = build(*args, **kwargs)
-    context = active_context()
+    context = active_tree()
     if context is None:
         return line
     depth = context.prefix_tree[:, DEPTH].long()

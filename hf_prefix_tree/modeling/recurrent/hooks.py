@@ -22,7 +22,7 @@ import torch
 
 from hf_prefix_tree.modeling.attention.implementations import FALLBACK_HINT
 from hf_prefix_tree.modeling.attention.positions import Handle
-from hf_prefix_tree.modeling.context import TreeContext, active_context
+from hf_prefix_tree.modeling.context import TreeContext, active_tree
 from hf_prefix_tree.modeling.recurrent.convolution import convolve_on_tree
 from hf_prefix_tree.modeling.recurrent.delta_rule import delta_rule_on_tree
 from hf_prefix_tree.modeling.recurrent.mamba2 import mamba2_on_tree
@@ -166,7 +166,7 @@ def _tree_aware(replaced: _Replaced) -> Callable:
             )
         # The compiler cannot read a context variable; the self-verification ran without it. Nobody uses a function
         # that somebody wrapped and kept: newer ones call it through theirs.
-        if not torch.compiler.is_compiling() and replaced.users and active_context() is not None:
+        if not torch.compiler.is_compiling() and replaced.users and active_tree() is not None:
             raise ValueError(
                 f"`{name}` was called without the tree in a call that has one: this architecture drops the keyword "
                 f"arguments of the call. {FALLBACK_HINT}"

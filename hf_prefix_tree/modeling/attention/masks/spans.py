@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from hf_prefix_tree.modeling.attention.mask import listed_blocks
+from hf_prefix_tree.modeling.attention.masks.causal import listed_blocks
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
 
 LAYOUTS = ("full", "block_causal", "block_diffusion", "hybrid")
