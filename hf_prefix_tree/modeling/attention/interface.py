@@ -99,7 +99,7 @@ def prefix_tree_mask(
     no_flex = None
     if additive:
         no_flex = "this architecture computes its attention by itself and takes a dense mask"
-    elif _DERIVED_MASKS & set(getattr(config, "layer_types", None) or []) or not allow_is_causal_skip:
+    elif _DERIVED_MASKS & set(getattr(config, "layer_types", None) or []) or not (allow_is_causal_skip or is_overlaid):
         no_flex = "this architecture computes sparse masks from a dense one"
     length = context.prefix_tree.shape[-1]
     options = {"sinks": context.sinks, "mask_kind": kind_of(limit)[0]}
