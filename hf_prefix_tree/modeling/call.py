@@ -22,10 +22,10 @@ from hf_prefix_tree.modeling.attention.implementations import (
     set_implementations,
     with_implementation,
 )
-from hf_prefix_tree.modeling.attention.positions import Handle
 from hf_prefix_tree.modeling.call_checks import refuse_options
 from hf_prefix_tree.modeling.checks import backbone_of, base_causal_lm, check_support, refuse_adapters
 from hf_prefix_tree.modeling.context import CallContext, active_context, enter_call, leave_call, set_active_context
+from hf_prefix_tree.modeling.positions import Handle
 
 _STATE = "_hf_prefix_tree_state"
 

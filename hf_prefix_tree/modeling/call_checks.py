@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_prefix_tree.modeling.batch import DEPTH
-from hf_prefix_tree.modeling.images import IMAGE_INPUTS
+from hf_prefix_tree.modeling.positions import IMAGE_INPUTS
 
 logger = logging.getLogger(__name__)
 

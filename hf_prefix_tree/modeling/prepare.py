@@ -20,7 +20,6 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_prefix_tree.modeling.attention.backend import ATTN_BACKENDS
 from hf_prefix_tree.modeling.attention.implementations import FALLBACK_HINT, IMPLEMENTATION
-from hf_prefix_tree.modeling.attention.positions import place_by_depth
 from hf_prefix_tree.modeling.batch import (
     DEPTH,
     UNPREPARED_SENTINEL,
@@ -43,8 +42,8 @@ from hf_prefix_tree.modeling.checks import base_causal_lm, rope_limit
 from hf_prefix_tree.modeling.compilation import compile_decoder_layers
 from hf_prefix_tree.modeling.context import TreeContext, active_tree, separate_calls
 from hf_prefix_tree.modeling.fingerprint import CodeWatch
-from hf_prefix_tree.modeling.images import place_images
 from hf_prefix_tree.modeling.loss import weighted_token_loss
+from hf_prefix_tree.modeling.positions import place_by_depth, place_images
 from hf_prefix_tree.modeling.recurrent.hooks import follow_branches, followed_functions
 from hf_prefix_tree.modeling.verify import is_materialized, verify_images, verify_loss, verify_tree_forward
 from hf_prefix_tree.modeling.verify_adapters import verify_adapters

@@ -36,7 +36,7 @@ from hf_prefix_tree.modeling.attention.implementations import (
 )
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE, concatenate_trees
 from hf_prefix_tree.modeling.checks import checked_length, position_limit
-from hf_prefix_tree.modeling.images import image_model
+from hf_prefix_tree.modeling.positions import image_model
 from hf_prefix_tree.modeling.recurrent.hooks import has_convolution
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
 

@@ -21,11 +21,9 @@ from typing import Any
 import torch
 
 from hf_prefix_tree.modeling.attention.implementations import FALLBACK_HINT
-from hf_prefix_tree.modeling.attention.positions import Handle
 from hf_prefix_tree.modeling.context import TreeContext, active_tree
-from hf_prefix_tree.modeling.recurrent.convolution import convolve_on_tree
-from hf_prefix_tree.modeling.recurrent.delta_rule import delta_rule_on_tree
-from hf_prefix_tree.modeling.recurrent.mamba2 import mamba2_on_tree
+from hf_prefix_tree.modeling.positions import Handle
+from hf_prefix_tree.modeling.recurrent.layers import convolve_on_tree, delta_rule_on_tree, mamba2_on_tree
 
 
 def _not_fused(fused: Callable, context: TreeContext, *args: Any, **kwargs: Any) -> None:
