@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""How a causal LM is prepared, whatever for: [`prepare`] checks it, switches its attention and installs four hooks.
+"""How a causal LM is prepared: [`prepare`] checks it, switches its attention and installs four hooks.
 
-A [`Kind`] says what for: trees ([`~hf_prefix_tree.modeling.prepare.TREE`]) or diffusion
+A [`Kind`] is the purpose: trees ([`~hf_prefix_tree.modeling.prepare.TREE`]) or diffusion
 ([`~hf_prefix_tree.diffusion.model.DIFFUSION`]). A pre-hook on the causal LM turns the inputs of a call into its
 context; hooks on the backbone refuse a call that went around it and hand the head only the hidden states it needs. No
 forward is replaced, because TRL and Accelerate replace `forward` on top.
@@ -31,7 +31,7 @@ _STATE = "_hf_prefix_tree_state"
 
 
 class Kind(NamedTuple):
-    """What a model is prepared for."""
+    """A purpose that a model is prepared for."""
 
     name: str  # key of the tables in `checks` and `call_checks`
     implementation: str  # of attention
@@ -46,7 +46,7 @@ class Kind(NamedTuple):
 
 @dataclass
 class State:
-    """What was done to a model, so that it can be undone."""
+    """The changes that were made to a model, so that they can be undone."""
 
     kind: Kind
     attn_backend: str
@@ -67,7 +67,7 @@ def prepare(
 
     Args:
         model (`PreTrainedModel` or `PeftModel`): The model.
-        kind ([`Kind`]): What for.
+        kind ([`Kind`]): The purpose.
         attn_backend (`str`): One of the kind's.
         state_class (`type`, *optional*): A subclass of [`State`].
 
@@ -109,7 +109,7 @@ def unprepare(model: torch.nn.Module, kind: Kind) -> tuple[PreTrainedModel, Any]
 
     Args:
         model (`PreTrainedModel` or `PeftModel`): The model.
-        kind ([`Kind`]): What for.
+        kind ([`Kind`]): The purpose.
 
     Returns:
         `tuple`: the causal LM without adapters around it, and the [`State`] that it had, if any.
@@ -127,11 +127,11 @@ def unprepare(model: torch.nn.Module, kind: Kind) -> tuple[PreTrainedModel, Any]
 
 def check_options(module: PreTrainedModel, kind: Kind, kwargs: dict[str, Any]) -> None:
     """
-    Raises `ValueError` for what may have happened to the model since, and for options that have no meaning here.
+    Raises `ValueError` for changes of the model since it was prepared, and for options that have no meaning here.
 
     Args:
         module (`PreTrainedModel`): The prepared causal LM.
-        kind ([`Kind`]): What for.
+        kind ([`Kind`]): The purpose.
         kwargs (`dict[str, Any]`): Keyword arguments of the call.
     """
     if module.config._attn_implementation != kind.implementation:

@@ -66,7 +66,7 @@ def refuse_options(kind: str, kwargs: dict[str, Any]) -> None:
     Raises `ValueError` for options of a call that have no meaning on a tree, or for a diffusion language model.
 
     Args:
-        kind (`str`): What the model is prepared for, `"tree"` or `"diffusion"`.
+        kind (`str`): The purpose that the model is prepared for, `"tree"` or `"diffusion"`.
         kwargs (`dict[str, Any]`): Keyword arguments of the call.
     """
     for name, reason in _REFUSED_OPTIONS[kind].items():
@@ -179,7 +179,7 @@ def refuse_counted_items(num_items_in_batch: Any) -> None:
     in float32.
 
     Args:
-        num_items_in_batch (`Any`): What the call has under this name.
+        num_items_in_batch (`Any`): The argument of the call with this name.
     """
     if num_items_in_batch is None or isinstance(num_items_in_batch, float):
         return

@@ -176,7 +176,7 @@ def _towers(backbone: PreTrainedModel) -> tuple[str, ...]:
     """The parts of a backbone that read images or sounds, by the beginning of their modules' names."""
     text = (backbone.config, backbone.config.get_text_config())
     parts = [(name, part.config) for name, part in backbone.named_modules() if isinstance(part, PreTrainedModel)]
-    return tuple(f"{name}." for name, config in parts if not any(config is own for own in text))
+    return tuple(f"{name}." for name, config in parts if not any(config is text_config for text_config in text))
 
 
 def attention_windows(config: Any) -> list[int]:

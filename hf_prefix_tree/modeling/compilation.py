@@ -2,7 +2,7 @@
 """Regional compilation: each decoder layer becomes one graph with the tree attention inside, for all row lengths.
 
 Only calls with a tree run compiled; others (generation, evaluation of plain sequences) stay as they were. Layers of
-one kind share their graphs. What is compiled is the layer's `forward`: hooks (FSDP2's among them) and gradient
+one kind share their graphs. Only the layer's `forward` is compiled: hooks (FSDP2's among them) and gradient
 checkpointing stay outside. A layer that does not become one graph is refused, never run in pieces.
 """
 
@@ -51,14 +51,14 @@ def compile_decoder_layers(model: PreTrainedModel) -> list[CompiledForward]:
             f"`compile_layers=True`: {type(backbone).__name__} has recurrent layers, whose scans follow the branches "
             "of each row and make no graph that serves the next. Leave it at `False`."
         )
-    own = [layer for layer in layers if not isinstance(layer.__dict__.get("forward"), CompiledForward)]
-    replaced = next((layer for layer in own if "forward" in layer.__dict__), None)
+    uncompiled = [layer for layer in layers if not isinstance(layer.__dict__.get("forward"), CompiledForward)]
+    replaced = next((layer for layer in uncompiled if "forward" in layer.__dict__), None)
     if replaced is not None:
         raise ValueError(
             f"`compile_layers=True`: something has replaced the `forward` of {type(replaced).__name__} (`device_map`, "
             "offloading). Load the model without it, or leave it at `False`."
         )
-    return [CompiledForward(layer) for layer in own]
+    return [CompiledForward(layer) for layer in uncompiled]
 
 
 class CompiledForward:
@@ -89,7 +89,7 @@ class CompiledForward:
         return run(*args)
 
     def remove(self) -> None:
-        """Gives the layer its own `forward` back."""
+        """Restores the `forward` of the layer."""
         self.layer.__dict__.pop("forward", None)
 
     def __reduce__(self) -> tuple:

@@ -27,7 +27,7 @@ Mask = torch.Tensor | BlockMask
 
 class CallContext:
     """
-    What every call of a prepared model has.
+    The part of a context that every call of a prepared model has.
 
     Args:
         attn_backend (`str`): `"auto"` or the backend to use.
@@ -110,7 +110,7 @@ class TreeContext(CallContext):
         self.sinks = sinks
         self.loss_computed = False  # whether the model's `loss_function` was called, or the caller weighs log-probs
         self.attention_mask: torch.Tensor | None = None  # `(B, N)`, 0 at padding, where the call has one
-        self.segments: object = None  # the cut of the rows, once a recurrent layer made it
+        self.segments: object = None  # of the scans, once a recurrent layer made them
         self.followed: set[str] = set()  # the functions of recurrent layers that ran along the branches
         self._masks: dict[tuple[str, int | None], Mask] = {}
 

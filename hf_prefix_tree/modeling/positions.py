@@ -26,7 +26,7 @@ _ALIBI_METHODS = ("build_alibi_tensor", "build_mpt_alibi_tensor")
 
 
 class Handle(Protocol):
-    """What undoes a hook."""
+    """Undoes a hook."""
 
     def remove(self) -> None:
         """Undoes it."""
@@ -153,7 +153,7 @@ def _pick_by_depth(build: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
     return line.gather(2, depth.repeat_interleave(heads, dim=0)[:, None])
 
 
-# What a call may hold beside the batch contract, where the model takes images. The token types are computed anew.
+# Inputs beside the batch contract of a model that takes images. The token types are computed anew.
 IMAGE_INPUTS = ("pixel_values", "image_grid_thw", "mm_token_type_ids")
 
 
@@ -210,22 +210,22 @@ def place_images(
         path = np.flatnonzero(tree[row, SUBTREE_END, : leaf + 1] > leaf)
         if not is_image[row, path].any():
             continue
-        found, _ = part.get_rope_index(
+        branch_positions, _ = part.get_rope_index(
             input_ids=torch.from_numpy(ids[row, path])[None],
             mm_token_type_ids=torch.from_numpy(is_image[row, path].astype(np.int64))[None],
             image_grid_thw=grids[number[row, path][starts[row, path]]],
         )
-        found = found[:, 0].cpu().numpy()
+        branch_positions = branch_positions[:, 0].cpu().numpy()
         if positions is None:
-            positions = np.repeat(tree[None, :, DEPTH].astype(np.int64), len(found), axis=0)
+            positions = np.repeat(tree[None, :, DEPTH].astype(np.int64), len(branch_positions), axis=0)
             placed = np.zeros(ids.shape, dtype=bool)
         again = placed[row, path]
-        if (positions[:, row, path] != found)[:, again].any():
+        if (positions[:, row, path] != branch_positions)[:, again].any():
             raise ValueError(
                 f"{type(part).__name__}.get_rope_index gives a token of a shared prefix other positions in other "
                 "branches: this model's images cannot be shared. Train it on unfolded branches with a stock trainer."
             )
-        positions[:, row, path] = found
+        positions[:, row, path] = branch_positions
         placed[row, path] = True
     assert positions is not None  # there is an image, so a branch has one
     device = input_ids.device

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _TreeState(State):
-    """What `prepare_model` did to a model and knows about it."""
+    """The changes that `prepare_model` made to a model, and its knowledge about it."""
 
     previous_loss: Callable | None = None
     previous_flag: dict[str, Any] | None = None  # `accepts_loss_kwargs` of the model, where it was changed
@@ -69,7 +69,7 @@ class _TreeState(State):
     image_refusal: str | None = None
     loss_refusal: str | None = None
 
-    def __getstate__(self) -> dict[str, Any]:  # a copy has functions of its own and is checked again
+    def __getstate__(self) -> dict[str, Any]:  # a copy has other functions and is checked again
         unchecked: dict[str, Any] = {"verified": {}, "verified_on": set(), "watch": None, "kept": []}
         return {**self.__dict__, **unchecked}
 
@@ -81,21 +81,21 @@ def prepare_model(
     Makes a causal LM train on prefix trees, in place.
 
     Afterwards `model(**batch)` with a batch of [`DataCollatorForPrefixTree`] returns exact logits, and with `labels`
-    the loss `sum(w * nll) / sum(w)`; `outputs.logits` is then `[1, M, vocab]`, one row for each of the M supervised
+    the loss `sum(w * nll) / sum(w)`; `outputs.logits` is then `[1, M, vocab]`, one entry for each of the M supervised
     tokens. Without `prefix_tree` in the call the model does what it does under its default attention. Calling it again
     changes `attn_backend`, may compile and checks what was patched since, no more; [`unprepare_model`] undoes it.
 
     A stock `Trainer` then takes the mean of its micro-batches' losses (`model.accepts_loss_kwargs = False`), with
     trees and without: before it trains on anything else, call [`unprepare_model`]. A model that one of this package's
     trainers or [`fold_shared_prefixes`] prepared keeps the normalisation that it had. A `Trainer` reads it when it is
-    made, so prepare the model before: calls that count labels instead of weights are refused.
+    made, so prepare the model before. Calls that count labels instead of weights are refused.
 
     The model is checked against independent runs of the branches: at once where its weights are whole and on the
     device they train on, otherwise at the first training step. Code that is patched later (a `forward`, a hook, a
     function of the modeling file, an adapter) is checked at the next call with a tree.
 
     A batch also holds `inputs_embeds`, which a prepared model takes out. A model that was not prepared raises on it
-    ("You must specify exactly one of input_ids or inputs_embeds") instead of reading the row as one sequence.
+    ("You must specify exactly one of input_ids or inputs_embeds") instead of reading the tree as one sequence.
 
     Args:
         model (`PreTrainedModel` or `PeftModel`):
@@ -105,7 +105,7 @@ def prepare_model(
             mask; each raises where it cannot serve. `"auto"` takes FLASH where it is right and pays, FlexAttention
             wherever it can train, and the dense mask elsewhere (on CPU). The log says which and why.
         compile_layers (`bool`, *optional*, defaults to `False`):
-            Compiles each decoder layer by itself, for calls with a tree: one graph for each kind of layer and all row
+            Compiles each decoder layer by itself, for calls with a tree: one graph for each kind of layer and all
             lengths. Recurrent layers, and others that do not become one graph, are refused.
 
     Returns:
@@ -309,7 +309,7 @@ def _refuse_other_losses(module: PreTrainedModel, state: _TreeState) -> None:
 
 @torch.compiler.disable  # looks at the model's code, and runs the model where it has changed
 def _verify_call(module: PreTrainedModel, state: _TreeState) -> None:
-    """What a call of a model checks by itself, without the other ranks."""
+    """Checks the code of the model in a call, without the other ranks."""
     if _is_verified(module, state):
         return
     trains = module.training and torch.is_grad_enabled()
@@ -336,8 +336,8 @@ def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[TreeContext
         if trains and state_of(module).previous_flag is not None:
             _warn_of_training_without_trees()
         return None
-    guard = kwargs.get(UNPREPARED_SENTINEL)
-    if isinstance(guard, torch.Tensor) and not guard.is_floating_point():
+    sentinel = kwargs.get(UNPREPARED_SENTINEL)
+    if isinstance(sentinel, torch.Tensor) and not sentinel.is_floating_point():
         del kwargs[UNPREPARED_SENTINEL]
     is_weighted = bool(kwargs.pop(WEIGHTED_BY_CALLER, False))
     check_call(module, kwargs, is_weighted)

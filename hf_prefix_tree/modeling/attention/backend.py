@@ -7,8 +7,8 @@
 | `"flex"` | FlexAttention's Triton kernels with a block mask |
 | `"flash"` | the kernels of `flash-attn-4` with the same block mask: faster on Hopper, younger |
 
-What the config, the device and the installed versions say costs nothing. Two things cost a wait for the device, once:
-whether FLASH agrees with Triton on the shapes at hand, and how sparse the masks of a range of row lengths are.
+Reading the config, the device and the installed versions costs nothing. Two checks wait for the device, once: whether
+FLASH agrees with Triton on the shapes at hand, and how sparse the masks of a range of lengths are.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _CHECKED_TOKENS = 2**17  # times key-value heads: bounds the memory of the compa
 
 
 class AttentionCall(NamedTuple):
-    """What the choice of a backend depends on."""
+    """The facts that the choice of a backend depends on."""
 
     device: torch.device
     dtype: torch.dtype
-    length: int  # tokens of a row
+    length: int  # tokens of a packed sequence
     heads: int
     kv_heads: int
     head_dim: int  # of queries and keys
@@ -66,7 +66,7 @@ class AttentionCall(NamedTuple):
         Args:
             config (`PretrainedConfig`): The config of the language model.
             device (`torch.device`): Where it runs.
-            dtype (`torch.dtype`): What attention runs in.
+            dtype (`torch.dtype`): The dtype that attention runs in.
             length (`int`): Tokens of a row.
             kwargs: `sinks` and `mask_kind`.
         """
@@ -124,7 +124,7 @@ def choose_backend(
         return _log(requested, call, "sdpa", "it was asked for")
     no_flex = no_flex or why_not_flex(call.device, call.dtype, min(call.head_dim, call.value_dim), call.length)
     if requested == "auto" and call.length == BLOCK_SIZE:
-        no_flex = no_flex or "a single block needs a graph of its own and is nothing to a dense mask"
+        no_flex = no_flex or "a single block needs another graph, and a dense mask of it is small"
     if no_flex is not None:
         return _log(requested, call, "sdpa", no_flex)
     if requested == "flex":
@@ -170,7 +170,7 @@ def why_not_flex(device: torch.device, dtype: torch.dtype, head_dim: int, length
 
 
 def _why_not_flash(call: AttentionCall) -> str | None:
-    """What stands against FLASH before any number is computed."""
+    """The reason against FLASH that is known before any number is computed, if there is one."""
     version = _flash_version()
     if version is None:
         return "`flash-attn-4` is not installed"
@@ -218,9 +218,9 @@ def _too_sparse(call: AttentionCall, mask: Callable[[], TreeBlockMask]) -> str |
         return f"rows of fewer than {_LEAST_FLASH_BLOCKS} blocks are not known to gain"
     key = (call.device, blocks.bit_length())
     if key not in _sparse:
-        found = mask()
-        assert found.full_kv_num_blocks is not None
-        partial, full = (count.sum().item() for count in (found.kv_num_blocks, found.full_kv_num_blocks))
+        block_mask = mask()
+        assert block_mask.full_kv_num_blocks is not None
+        partial, full = (count.sum().item() for count in (block_mask.kv_num_blocks, block_mask.full_kv_num_blocks))
         share = partial / (partial + full)
         _sparse[key] = None if share <= _MOST_PARTIAL else f"{share:.0%} of the visible blocks are partial"
     return _sparse[key]
@@ -262,7 +262,7 @@ def _difference_to_triton(call: AttentionCall, mask: TreeBlockMask) -> str | Non
     kept = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)  # not by offloading or checkpointing
     with torch.enable_grad(), torch.autocast(call.device.type, enabled=False), kept:
         try:
-            found = run(attend_flash)
+            actual = run(attend_flash)
             if call.device.type == "cuda":
                 torch.cuda.synchronize(call.device)  # what the kernels fail with is told here
         except (torch.cuda.OutOfMemoryError, torch.AcceleratorError):
@@ -272,7 +272,7 @@ def _difference_to_triton(call: AttentionCall, mask: TreeBlockMask) -> str | Non
                 raise
             return f"it failed with {type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
         expected = run(attend_flex)
-    errors = [((x - y).float().norm() / y.float().norm()).item() for x, y in zip(found, expected, strict=True)]
+    errors = [((x - y).float().norm() / y.float().norm()).item() for x, y in zip(actual, expected, strict=True)]
     names = ("output", "query gradient", "key gradient", "value gradient")
     wrong = [f"{name} {error:.1e}" for name, error in zip(names, errors, strict=True) if not error < _TOLERANCE]
     return f"it differs from Triton by {', '.join(wrong)} (relative)" if wrong else None

@@ -27,8 +27,8 @@ def default_implementation(config_class: type) -> str:
     """`"sdpa"` where the models of this config class support it, otherwise `"eager"`."""
     if getattr(config_class, "attn_logit_softcapping", None):  # Transformers before 5.24 lets sdpa drop the softcap
         return "eager"
-    found = _model_classes(config_class)
-    return "sdpa" if any(c._supports_sdpa and _interface_in_source(c) for c in found) else "eager"
+    model_classes = _model_classes(config_class)
+    return "sdpa" if any(c._supports_sdpa and _interface_in_source(c) for c in model_classes) else "eager"
 
 
 @functools.cache
@@ -43,13 +43,13 @@ def _interface_in_source(model_class: type) -> bool:
 
 
 def _model_classes(config_class: type) -> list[type[PreTrainedModel]]:
-    found: list[type[PreTrainedModel]] = []
+    matching: list[type[PreTrainedModel]] = []
     classes: list[type[PreTrainedModel]] = [PreTrainedModel]
     for model_class in classes:
         if getattr(model_class, "config_class", None) is config_class:
-            found.append(model_class)
+            matching.append(model_class)
         classes.extend(model_class.__subclasses__())
-    return found
+    return matching
 
 
 def default_attention(module: torch.nn.Module) -> Callable:
@@ -95,7 +95,7 @@ def set_implementations(model: PreTrainedModel, wanted: dict[str, str]) -> None:
 
     Args:
         model (`PreTrainedModel`): A causal LM, not wrapped.
-        wanted (`dict[str, str]`): What [`implementations`] or [`with_implementation`] gave.
+        wanted (`dict[str, str]`): The result of [`implementations`] or [`with_implementation`].
     """
     model.set_attn_implementation(wanted)
     if model.config._attn_implementation != wanted[""]:

@@ -131,7 +131,7 @@ def prefix_tree_attention(
         query (`torch.Tensor` of shape `(B, heads, N, head_dim)`): Queries.
         key (`torch.Tensor` of shape `(B, kv_heads, N, head_dim)`): Keys.
         value (`torch.Tensor` of shape `(B, kv_heads, N, value_dim)`): Values.
-        attention_mask (`torch.Tensor` or `BlockMask`, *optional*): What [`prefix_tree_mask`] returned.
+        attention_mask (`torch.Tensor` or `BlockMask`, *optional*): The result of [`prefix_tree_mask`].
         prefix_tree ([`TreeContext`], *optional*): The call's tree; without it the model's default attention runs.
 
     Returns:
@@ -311,7 +311,7 @@ def diffusion_attention(
         query (`torch.Tensor` of shape `(B, heads, N, head_dim)`): Queries.
         key (`torch.Tensor` of shape `(B, kv_heads, N, head_dim)`): Keys.
         value (`torch.Tensor` of shape `(B, kv_heads, N, value_dim)`): Values.
-        attention_mask (`torch.Tensor` or `BlockMask`): What [`diffusion_mask`] returned.
+        attention_mask (`torch.Tensor` or `BlockMask`): The result of [`diffusion_mask`].
 
     Returns:
         `tuple`: the output `(B, N, heads, value_dim)`, and `None` for the attention weights.

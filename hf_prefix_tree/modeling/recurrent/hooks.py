@@ -142,12 +142,12 @@ def _calls(forward: Callable) -> dict[str, bool]:
         source = inspect.getsource(inspect.unwrap(forward))
     except (OSError, TypeError):  # without a source file
         return {}
-    found: dict[str, bool] = {}
+    spreads: dict[str, bool] = {}
     for node in ast.walk(ast.parse(textwrap.dedent(source))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             spread = any(keyword.arg is None for keyword in node.keywords)
-            found[node.func.id] = found.get(node.func.id, True) and spread
-    return found
+            spreads[node.func.id] = spreads.get(node.func.id, True) and spread
+    return spreads
 
 
 def _tree_aware(replaced: _Replaced) -> Callable:

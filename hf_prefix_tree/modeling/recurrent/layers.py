@@ -90,12 +90,13 @@ def _starts_of_runs(segments: Segments, taps: int) -> tuple[Int64Array, Int64Arr
     for tap in range(taps - 1, -1, -1):
         token = history[:, tap] = np.where(token < 0, -1, above[token])
     column = np.arange(taps)
-    own = np.where(column < lengths[:, None], starts[:, None] + column, -1)
-    reads = np.concatenate([history, own], axis=1).reshape(-1)
-    kept = np.flatnonzero(own.reshape(-1) >= 0)
-    # What is nothing reads some token: were it one, all gradients of zero would queue up for it.
+    run_tokens = np.where(column < lengths[:, None], starts[:, None] + column, -1)
+    reads = np.concatenate([history, run_tokens], axis=1).reshape(-1)
+    kept = np.flatnonzero(run_tokens.reshape(-1) >= 0)
+    # Missing entries read distinct dummy tokens; a single shared index would serialize the scatter-add of the
+    # backward.
     some = np.arange(len(reads)) % segments.num_tokens
-    return np.where(reads < 0, some, reads), (reads < 0).astype(np.int64), kept, own.reshape(-1)[kept]
+    return np.where(reads < 0, some, reads), (reads < 0).astype(np.int64), kept, run_tokens.reshape(-1)[kept]
 
 
 logger = logging.getLogger(__name__)
@@ -181,7 +182,7 @@ def line_kernel(name: str, device_type: str) -> Callable | None:
         return None
     module, function = name.rsplit(".", 1)
     try:
-        found = getattr(importlib.import_module(module), function)
+        scan_function = getattr(importlib.import_module(module), function)
     except ImportError:
         logger.warning(
             "flash-linear-attention is not installed: the recurrent layers scan the segments of a tree as padded "
@@ -189,7 +190,7 @@ def line_kernel(name: str, device_type: str) -> Callable | None:
         )
         return None
     logger.info("The recurrent layers scan the segments of a tree with `%s`.", name)
-    return found
+    return scan_function
 
 
 def mamba2_on_tree(
@@ -223,8 +224,8 @@ def mamba2_on_tree(
         B (`torch.Tensor` of shape `(batch, N, groups, state_dim)`), C (`torch.Tensor`, the same): Input and output
             projections of the state.
         chunk_size (`int`), D (`torch.Tensor`): As the scan takes them.
-        dt_bias, dt_softplus, dt_limit: What makes step sizes of `dt`; applied here, so that padding steps by 0.
-        z, initial_states, return_final_states: Of other uses; refused.
+        dt_bias, dt_softplus, dt_limit: They turn `dt` into step sizes; applied here, so that padding steps by 0.
+        z, initial_states, return_final_states: Of uses without a tree; refused.
 
     Returns:
         `torch.Tensor` of shape `(batch, N, heads, head_dim)`.

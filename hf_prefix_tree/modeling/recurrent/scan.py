@@ -115,7 +115,7 @@ class Segments:
         return self._schedules[key]
 
     def indices(self, name: str, build: Callable[[], tuple[Int64Array, ...]]) -> tuple[torch.Tensor, ...]:
-        """What `build` gives, as tensors on the device; built once under this name."""
+        """The arrays of `build` as tensors on the device; built once under this name."""
         if name not in self._indices:
             self._indices[name] = tuple(torch.from_numpy(values).to(self.device) for values in build())
         return self._indices[name]
@@ -140,7 +140,8 @@ class Segments:
             padding = column >= lengths[:, None]
             read = self.start[chosen][:, None] + column
             mask = torch.from_numpy(padding).to(self.device) if padding.any() else None
-            # Padding reads tokens that come next: were it one token, all gradients of zero would queue up for it.
+            # Padding reads the tokens that come next; a single shared index would serialize the scatter-add of the
+            # backward.
             inside = torch.from_numpy(np.minimum(read, self.num_tokens - 1)).to(self.device)
             batches.append(Batch(inside, mask, None))
             order.append(chosen)
@@ -149,7 +150,7 @@ class Segments:
 
 
 def segments_of(context: TreeContext) -> Segments:
-    """The segments of a call, cut at its first recurrent layer."""
+    """The segments of a call, built at its first recurrent layer."""
     if context.segments is None:
         context.segments = Segments(context)
     segments = context.segments
@@ -157,13 +158,13 @@ def segments_of(context: TreeContext) -> Segments:
     return segments
 
 
-# What a call costs, forward and backward, in tokens that it could scan instead. On a GPU a call is a millisecond or
+# The cost of a call, forward and backward, in tokens that it could scan instead. On a GPU a call is a millisecond or
 # more of launches and Python; on a CPU the tokens are what takes the time.
 CALL_TOKENS, CALL_TOKENS_CPU = 8192, 512
 
 
 class Recurrence(NamedTuple):
-    """What a kind of recurrent layer is to the tree."""
+    """The operations of a kind of recurrent layer that a scan on a tree needs."""
 
     # The segments of a batch from their states (`None`: from zero) to their outputs and the states they end in.
     scan: Callable[[Batch, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
@@ -179,7 +180,7 @@ def scan_on_tree(segments: Segments, recurrence: Recurrence) -> torch.Tensor:
     The outputs of a scan over all segments, in row order.
 
     Args:
-        segments ([`Segments`]): The cut of the rows.
+        segments ([`Segments`]): The segments of the packed sequences.
         recurrence ([`Recurrence`]): How one call scans some segments.
 
     Returns:
@@ -259,9 +260,9 @@ def _in_row_order(
 
     def places() -> tuple[Int64Array]:
         tokens = np.concatenate([schedule.tokens for schedule in schedules])
-        found = np.full(segments.num_tokens, len(tokens))
-        found[tokens[tokens >= 0]] = np.flatnonzero(tokens >= 0)
-        return (found,)
+        place_of = np.full(segments.num_tokens, len(tokens))
+        place_of[tokens[tokens >= 0]] = np.flatnonzero(tokens >= 0)
+        return (place_of,)
 
     (index,) = segments.indices(name, places)
     flat = torch.cat([output.flatten(0, 1) for output in outputs])

@@ -20,7 +20,7 @@ from hf_prefix_tree.modeling.batch import BLOCK_SIZE, DEPTH, SUBTREE_END
 
 
 class MaskKind(Protocol):
-    """What the module of a kind defines; see `masks/window.py`."""
+    """The functions that the module of a kind defines; see `masks/window.py`."""
 
     def sees(self, query_depth: torch.Tensor, key_depth: torch.Tensor, limit: Any, /) -> torch.Tensor: ...
 
@@ -144,8 +144,8 @@ def tree_block_mask(prefix_tree: torch.Tensor, **limit: int | None) -> TreeBlock
     length = prefix_tree.shape[2]
     if length % BLOCK_SIZE != 0:
         raise ValueError(
-            f"`prefix_tree` has rows of {length} tokens, but FlexAttention needs a multiple of {BLOCK_SIZE}: build "
-            f"the batch with `DataCollatorForPrefixTree(pad_to_multiple_of={BLOCK_SIZE})`."
+            f"`prefix_tree` has {length} tokens per packed sequence, FlexAttention needs multiples of {BLOCK_SIZE}: "
+            f"build the batch with `DataCollatorForPrefixTree(pad_to_multiple_of={BLOCK_SIZE})`."
         )
     subtree_end, depth = _rows(prefix_tree)
     size = block_size(length)
@@ -233,11 +233,11 @@ def _rows(prefix_tree: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def block_size(length: int) -> int:
     """
-    The block of a row: 128 tokens, doubled until a row has at most 4,096 blocks. The four lists of blocks then take at
-    most 256 MiB, where 128-token blocks of a row of a million tokens would take 1 GiB.
+    The block of a packed sequence: 128 tokens, doubled until the sequence has at most 4,096 blocks. The four lists of
+    blocks then take at most 256 MiB, where 128-token blocks of a million tokens would take 1 GiB.
 
     Args:
-        length (`int`): Tokens of the row.
+        length (`int`): Tokens of the packed sequence.
 
     Example:
 
