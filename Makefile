@@ -1,6 +1,6 @@
 # `make demo` and `make test` set up everything they need, given Python >= 3.11 and make.
-# While .venv is made, TORCH='torch==2.11.0' (any pip requirement) installs another torch, and TORCH=system uses the one
-# that your Python already has. `make clean` first to change it later.
+# When .venv is created, TORCH='torch==2.11.0' (any pip requirement) selects another torch, and TORCH=system uses the
+# torch of your Python. To change it later, run `make clean` first.
 
 .PHONY: demo test test-slow test-lowest lint docs dist test-wheel test-wheel-lowest clean
 
@@ -33,7 +33,7 @@ dist: .venv/.ready
 	rm -rf dist
 	.venv/bin/python -m build -q
 
-# The wheel in dist/, installed into a clean environment, under the tests; the package's own source is out of reach.
+# Runs the tests against the wheel in dist/, in a clean environment, without the source of the package.
 test-wheel: requirements-dev.txt
 test-wheel-lowest: requirements-dev.txt requirements-lowest.txt
 test-wheel test-wheel-lowest:

@@ -7,7 +7,7 @@
 | method | what runs |
 |---|---|
 | `flex` | the project's path: FlexAttention (Triton), heaviest child first |
-| `flash` | the same by the kernels of `flash-attn-4`, where it is installed |
+| `flash` | the same with the kernels of `flash-attn-4`, if installed |
 | `sdpa` | the project's dense mask |
 | `flex, leaf first`, `flash, leaf first` | the project's path, children in the reverse order |
 | `flex, tiles N` | tiles of N keys in the backward of keys and values; not among the defaults |
@@ -15,9 +15,9 @@
 | `gather` | keys and values copied per path from the root to a node, into varlen flash attention |
 | `causal` | no tree: plain causal attention over 8,192 tokens, cuDNN |
 
-Only visible pairs count as useful. `error` is the largest of output and gradients against the dense mask in float32
-(of float32 in float64), where the tree has at most 16,384 tokens. `auto` is what `attn_backend="auto"` takes for the
-shape, and `partial` the share of partial blocks among the visible ones.
+Only visible pairs count as useful. `error` is the largest error of output and gradients against the dense mask in
+float32 (for float32 in float64), for trees of at most 16,384 tokens. `auto` is the choice of `attn_backend="auto"` for
+the shape, and `partial` the share of partial blocks among the visible ones.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ COLUMNS = [
     "tflops",
     "failure",
 ]
-BUSY = 50  # short kernels are timed as in a training step, where the host runs ahead of the device
+BUSY = 50  # as in a training step, the host runs ahead of the device when short kernels are timed
 
 
 class StockContext(TreeContext):
@@ -114,7 +114,7 @@ def through_tiles(rows: torch.Tensor, options: dict[str, int]) -> Attend:
 
 
 def attend_of(method: str, tree: PrefixTree, device: torch.device) -> tuple[Attend, torch.Tensor, str] | None:
-    """A method's function, the rows that it attends along, and the kernel; `None` where it is not available."""
+    """A method's function, the tree tensors that it attends along, and the kernel; `None` if it is not available."""
     rows = (leaf_first_rows(tree) if "leaf first" in method else concatenate_trees([tree], 0)["prefix_tree"]).to(
         device
     )
@@ -122,7 +122,7 @@ def attend_of(method: str, tree: PrefixTree, device: torch.device) -> tuple[Atte
     if method == "gather":
         return gather_paths(tree, device, flash), rows, flash if device.type == "cuda" else "sdpa"
     if method == "sdpa" or device.type == "cpu":
-        # FlexAttention does not train on a CPU: the order of the children is still tried
+        # FlexAttention does not train on a CPU; the other order of children still runs
         available = method in ("sdpa", "flex", "flex, leaf first")
         return (through_the_project(rows, "sdpa"), rows, "dense") if available else None
     if method.startswith("flash"):
@@ -134,13 +134,13 @@ def attend_of(method: str, tree: PrefixTree, device: torch.device) -> tuple[Atte
 
 
 def values(attend: Attend, leaves: list[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
-    """The output, and the gradients of query, key and value."""
+    """The output and the gradients of query, key and value."""
     output = attend(*leaves)
     return [output, *torch.autograd.grad(output, leaves, grad[:, : output.shape[1]].to(output.dtype))]
 
 
 def largest_error(got: list[torch.Tensor], exact: list[torch.Tensor], tokens: int) -> float:
-    """Largest relative error of the output and the gradients; the padding of the row does not count."""
+    """Largest relative error of the output and the gradients, without padding."""
     dims = (1, 2, 2, 2)  # of the tokens
     return max(
         relative_error(x.narrow(d, 0, tokens), y.narrow(d, 0, tokens))
@@ -156,7 +156,7 @@ def measure_method(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Row:
-    """Times of a forward and of forward and backward over `tokens` random tokens, in a row padded to 128."""
+    """Times of a forward, and of forward and backward, over `tokens` random tokens padded to a multiple of 128."""
     generator = torch.Generator(device).manual_seed(0)
     length = -(-tokens // 128) * 128
     leaves = [  # tokens before heads, as in a model
@@ -180,7 +180,7 @@ def measure_method(
 
 
 def mask_facts(rows: torch.Tensor, heads: tuple[int, int, int], dtype: torch.dtype) -> Row:
-    """The share of partial blocks, and what `"auto"` takes where this row is the first."""
+    """The share of partial blocks, and the choice of `"auto"` if this shape is the first."""
     backends._sparse.clear()
     mask = tree_block_mask(rows)
     partial, full = (count.sum().item() for count in (mask.kv_num_blocks, mask.full_kv_num_blocks))
@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             row |= measure_method(attend, expected, tokens, heads, device, dtype)
             row["forward_tflops"] = attention_flops(pairs, heads[0], heads[2], factor=1.0) / row["forward_ms"] / 1e9
             row["tflops"] = attention_flops(pairs, heads[0], heads[2]) / row["ms"] / 1e9
-        except Exception as error:  # of any type: what a kernel cannot do is a row of the table
+        except Exception as error:  # any error: the table has a line for a kernel that cannot run
             row["failure"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         progress(rows, row)
 
@@ -228,10 +228,10 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         for shape in args.only:
             tree = build((QUICK if args.quick else SHAPES)[shape])
             for method in args.methods:
-                found = attend_of(method, tree, device) if method != "causal" else None
-                if found is None:
+                available = attend_of(method, tree, device) if method != "causal" else None
+                if available is None:
                     continue
-                attend, prefix_tree, kernel = found
+                attend, prefix_tree, kernel = available
                 expected = through_the_project(prefix_tree, "sdpa") if len(tree) <= LONGEST_CHECKED else None
                 facts = mask_facts(prefix_tree, heads, dtype)
                 add(shape, method, kernel, attend, expected, len(tree), tree.stats().tree_pairs, **facts)

@@ -3,9 +3,9 @@
 
     python -m benchmarks.call_overhead --output call.csv
 
-The calls are training calls of Qwen3-0.6B with its 28 layers. On a CPU the layers are narrow, because the checks look
-at modules and at the batch, never at weights. `loss` says who weights the tokens: the model, as under a plain
-`Trainer`, or the caller, as `TreeSFTTrainer` does. On a GPU the device is idle when a call starts.
+The calls are training calls of Qwen3-0.6B with its 28 layers. On a CPU the layers are narrow, because the checks read
+modules and the batch, never weights. `loss` tells who weights the tokens: the model, as with a plain `Trainer`, or the
+caller, as in `TreeSFTTrainer`. On a GPU the device is idle when a call starts.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""What all benchmarks share: options, timing, the matmul roof, useful FLOPs, and a table and a CSV of the results."""
+"""Common parts of all benchmarks: options, timing, the matmul roof, useful FLOPs, tables and CSV files of results."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def make_parser(
     names = list(names)
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--quick", action="store_true", help="tiny sizes, for a CPU: shows that it runs, measures nothing"
+        "--quick", action="store_true", help="tiny sizes for a CPU: a test run whose times mean nothing"
     )
     parser.add_argument("--output", type=Path, help="CSV file to write")
-    parser.add_argument("--commit", help="commit to record; asked of git by default")
+    parser.add_argument("--commit", help="commit to record (default: from git)")
     chosen = list(defaults or names)
     parser.add_argument(
         "--only", nargs="+", choices=names, default=chosen, metavar="NAME", help=f"any of: {', '.join(names)}"
@@ -54,7 +54,7 @@ def make_parser(
 
 
 def default_device(quick: bool) -> torch.device:
-    """A CUDA device, or the CPU where `quick` was asked for."""
+    """A CUDA device, or the CPU if `quick` is set."""
     if not quick and not torch.cuda.is_available():
         raise SystemExit("This benchmark needs a CUDA GPU; `--quick` shows on a CPU that it runs.")
     return torch.device("cpu" if quick else "cuda")
@@ -72,8 +72,8 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Timing:
     """
-    Runs `function` `least` to `most` times, for about `seconds`, each with a cold L2 cache on a GPU, which is kept
-    `busy` before it: 50 are some 5 ms, in which the host calls all that a short function consists of.
+    Runs `function` `least` to `most` times, for about `seconds`, each with a cold L2 cache on a GPU. Before each run
+    the GPU is kept `busy`: 50 are some 5 ms, in which the host launches all kernels of a short function.
     """
     for _ in range(warmup):
         function()
@@ -101,7 +101,7 @@ def measure_in_a_row(
 ) -> Timing:
     """
     As [`measure`], without waiting for the device between the runs, as in training: on a GPU a run lasts from the end
-    of the one before to its own.
+    of the previous run to its end.
     """
     if device.type != "cuda":
         return measure(function, device, warmup=0, seconds=seconds, least=least, most=most)
@@ -133,30 +133,30 @@ def peak_gib(function: Callable[[], Any], device: torch.device) -> float | None:
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm of what was expected; not a number passes no comparison."""
+    """Norm of the difference divided by the norm of the expected tensors; NaN passes no comparison."""
     return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def matmul_roof(device: torch.device, dtype: torch.dtype) -> float:
-    """TFLOP/s of a large square matrix product of random numbers: what no step can exceed."""
+    """TFLOP/s of a large square matrix product of random numbers, an upper bound for every step."""
     size = 8192 if device.type == "cuda" else 256
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     return 2 * size**3 / measure(lambda: left @ right, device, most=20).ms / 1e9
 
 
 def versions() -> dict[str, str]:
-    """Version of every package that matters, empty where it is not installed."""
-    found = {}
+    """Version of every relevant package, empty if it is not installed."""
+    installed = {}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = ""
-    return found
+            installed[name] = ""
+    return installed
 
 
 def environment(device: torch.device, commit: str | None = None) -> Row:
-    """The columns that say where a row was measured."""
+    """The columns that describe the machine and the versions."""
     cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if cuda else _cpu_name(),
@@ -188,7 +188,7 @@ def _git_commit() -> str:
 
 
 def progress(rows: list[Row], row: Row) -> None:
-    """Adds a row and prints it at once: a long run that breaks off leaves what it had."""
+    """Adds a row and prints it at once, so that an interrupted run leaves its results."""
     rows.append(row)
     print("  ".join(f"{name}={_text(value)}" for name, value in row.items() if value not in (None, "")), flush=True)
 
@@ -200,18 +200,18 @@ def read_csv(path: Path) -> list[Row]:
 
 
 def write_csv(path: Path, rows: list[Row]) -> None:
-    """Writes rows with all their columns. A process that dies while it writes leaves the file as it was."""
+    """Writes rows with all their columns. A process that dies while writing leaves the old file unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    own = path.with_name(f"{path.name}.{os.getpid()}")
-    with own.open("w", newline="") as file:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    with temporary.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)), restval="")
         writer.writeheader()
         writer.writerows(rows)
-    own.replace(path)
+    temporary.replace(path)
 
 
 class Results:
-    """The rows of this launch, measured `where`; the CSV file holds them after those that it had (`append`)."""
+    """The rows of this launch, measured `where`. With `append` the CSV file keeps its earlier rows before them."""
 
     def __init__(self, path: Path | None, where: Row, append: bool = False) -> None:
         self.path, self.where = path, where

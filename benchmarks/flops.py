@@ -31,7 +31,7 @@ def shape_config(shape: str) -> Qwen3Config:
 
 
 def model_config(quick: bool, model: str = "qwen3-0.6b") -> PreTrainedConfig:
-    """A model of `MODELS`, or one of its form with 2 or 4 layers. Of Qwen3.5, every 4th layer has attention."""
+    """A model of `MODELS`, or a small one of its kind with 2 or 4 layers. In Qwen3.5 every 4th layer has attention."""
     if model == "qwen3-0.6b":
         return shape_config("quick" if quick else "0.6b")
     sizes = QWEN3_5_SMALL if quick else QWEN3_5_08B

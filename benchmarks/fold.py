@@ -3,7 +3,7 @@
 
     python -m benchmarks.fold --output fold.csv
 
-`fold` is the fold alone; `fold+check` also makes each `Branch` of plain arrays, which checks and copies them.
+`fold` is the fold alone; `fold+check` also makes each `Branch` from plain arrays, which checks and copies them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_prefix_tree.tree.prefix_tree import Branch, fold
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """Binds the process to one of its cores, where the system can."""
+    """Binds the process to one core, if the system supports it."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -38,7 +38,7 @@ def one_core() -> Iterator[None]:
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     args = make_parser(__doc__, FOLD_SHAPES).parse_args(argv)
     device = torch.device("cpu")
-    # the smallest shapes stand in for the large ones
+    # the smallest shapes instead of the large ones
     shapes = dict(zip(FOLD_SHAPES, QUICK.values(), strict=False)) if args.quick else FOLD_SHAPES
     rows = []
     for name in args.only:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
                 measure(function, device, warmup=1, seconds=3, clock=process_time)
                 for function in (
                     lambda branches=branches: fold(branches),
-                    lambda arrays=arrays: fold([Branch(*own) for own in arrays]),
+                    lambda arrays=arrays: fold([Branch(*parts) for parts in arrays]),
                 )
             ]
         stats = tree.stats()

@@ -5,11 +5,11 @@
     python -m benchmarks.grpo --checkpointing off on --modes eager compiled --only 4k+16x512
 
 Both sides take the same optimizer step on one group of rollouts, from the buffered completions to the updated weights:
-scoring, loss, backward, AdamW. Generation and rewards are left out; the old log-probs are timed by themselves
-(`old_ms`). TRL cuts the group into micro-batches of `batch_size` padded rows, the most that fit an 80 GB card without
-checkpointing; all completions are of one length, so the stock side computes no padding and needs no mask. `grad_norm`
-shows that the steps are the same. Weights are float32 under bf16 autocast, as TRL trains by default. `compiled`
-compiles every decoder layer by itself. `tokens` and `forwards` are what the backbone computes in a step.
+scoring, loss, backward, AdamW. Generation and rewards are left out; the old log-probs are timed separately (`old_ms`).
+TRL cuts the group into micro-batches of `batch_size` padded sequences, the most that fit an 80 GB card without
+checkpointing. All completions have one length, so the stock side computes no padding and needs no mask. `grad_norm`
+shows that the steps are equal. Weights are float32 under bf16 autocast, as TRL trains by default. `compiled`
+compiles every decoder layer by itself. `tokens` and `forwards` count the work of the backbone in a step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ COLUMNS += ["old_ms", "peak_gib", "grad_norm", "speedup", "old_speedup", "memory
 
 
 class Group(NamedTuple):
-    """One prompt and its completions, in tokens, and TRL's micro-batches, in rows."""
+    """One prompt and its completions, in tokens, and TRL's micro-batches, in sequences."""
 
     prompt: int
     completions: int
@@ -60,7 +60,7 @@ class Group(NamedTuple):
 
     @property
     def reuse(self) -> float:
-        """Tokens of the rows for each token of the tree."""
+        """Tokens of the sequences divided by tokens of the tree."""
         return self.completions * (self.prompt + self.length) / (self.prompt + self.completions * self.length)
 
 
@@ -73,14 +73,14 @@ QUICK = {"4k+16x512": Group(64, 4, 8, 2), "1k+16x256": Group(32, 4, 8, 4), "reus
 
 
 def rollouts(group: Group, vocab_size: int) -> Any:
-    """A rollout function of TRL's that returns random tokens."""
+    """A rollout function for TRL that returns random tokens."""
 
     def generate(prompts: list[str], trainer: Any) -> dict[str, list[list[Any]]]:
         rng = np.random.default_rng(0)
         prompt = rng.integers(300, vocab_size, size=group.prompt).tolist()
-        own = rng.integers(300, vocab_size, size=(len(prompts), group.length))
-        own[:, 0] = 300 + np.arange(len(prompts))  # no two completions share a token
-        completions = own.tolist()
+        drawn = rng.integers(300, vocab_size, size=(len(prompts), group.length))
+        drawn[:, 0] = 300 + np.arange(len(prompts))  # no two completions share a token
+        completions = drawn.tolist()
         return {
             "prompt_ids": [prompt] * len(prompts),
             "completion_ids": completions,
@@ -110,7 +110,7 @@ def make_trainer(
         gradient_checkpointing=checkpointing,
         bf16=not quick,
         use_cpu=quick,
-        learning_rate=0.0,  # does all the work of a step and leaves the weights as they are
+        learning_rate=0.0,  # a full step that leaves the weights unchanged
         report_to="none",
     )
     tokenizer = train_tokenizer(["A prompt."], vocab_size=265)
@@ -170,29 +170,29 @@ def measure_update(trainer: GRPOTrainer, group: Group, seconds: float, device: t
 
 
 def add_ratios(rows: list[Row]) -> None:
-    """Speed-up and memory ratio, on the rows of trees."""
-    found = {tuple(row[name] for name in ("shape", "mode", "checkpointing", "method")): row for row in rows}
-    for key, row in found.items():
-        other = found.get((*key[:3], "stock"))
-        if row["method"] == "stock" or other is None or "ms" not in row or "ms" not in other:
+    """Adds speed-up and memory ratio to the rows of trees."""
+    by_run = {tuple(row[name] for name in ("shape", "mode", "checkpointing", "method")): row for row in rows}
+    for key, row in by_run.items():
+        stock = by_run.get((*key[:3], "stock"))
+        if row["method"] == "stock" or stock is None or "ms" not in row or "ms" not in stock:
             continue
-        row["speedup"], row["old_speedup"] = other["ms"] / row["ms"], other["old_ms"] / row["old_ms"]
+        row["speedup"], row["old_speedup"] = stock["ms"] / row["ms"], stock["old_ms"] / row["old_ms"]
         if row["peak_gib"] is not None:
-            row["memory_ratio"] = row["peak_gib"] / other["peak_gib"]
+            row["memory_ratio"] = row["peak_gib"] / stock["peak_gib"]
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser = make_parser(__doc__, SHAPES)
     parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager"])
     parser.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=["off"])
-    parser.add_argument("--batch-size", type=int, help="rows of TRL's micro-batches, instead of the shape's own")
+    parser.add_argument("--batch-size", type=int, help="sequences of TRL's micro-batches (default: by shape)")
     parser.add_argument("--seconds", type=float, default=5.0, help="time for the repeats of one measurement")
     args = parser.parse_args(argv)
     device, modes = default_device(args.quick), ["eager"] if args.quick else args.modes
     config = model_config(args.quick)
     rows: list[Row] = []
     try:
-        # beyond the limit of recompilation, layers would run eagerly in silence
+        # beyond the recompile limit, layers would silently run eagerly
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=64):
             for mode, checkpointing, name, method in product(modes, args.checkpointing, args.only, TRAINERS):
                 group = (QUICK if args.quick else SHAPES)[name]

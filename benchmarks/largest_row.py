@@ -1,15 +1,15 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""The largest packed row that a GPU trains, by model size and memory option: what to set `max_packed_tokens` to.
+"""The longest packed sequence that a GPU trains, by model size and memory option: the limit for `max_packed_tokens`.
 
     python -m benchmarks.largest_row --only 0.6b 4b 8b --output largest_row_h100.csv
 
-Options: `plain`, `checkpointing`, and on top of checkpointing `offloading` (what layers keep waits in the CPU's
-memory), `lora` and `qlora` (which needs bitsandbytes). A step is a forward and a backward of one row of caterpillars,
-with weights, gradients and AdamW's state in place, all of them in bfloat16 (`lora`, `qlora`: gradients and state of
-the adapter only, in float32). DDP with `bf16` keeps the same and a copy of the gradients;
-`examples/accelerate/fsdp2.yaml` keeps its share in float32. Rows are doubled until one does not fit; the length that
-would fill the GPU by the peaks of the last two is tried, and cut by 5 % until it fits. `peak_gib` is that of the
-largest row. The CSV file is written after every row.
+Options: `plain`, `checkpointing`, and on top of checkpointing `offloading` (saved activations move to the CPU's
+memory), `lora` and `qlora` (which needs bitsandbytes). A step is a forward and a backward of one packed sequence of
+caterpillars, with weights, gradients and AdamW's state in memory, all of them in bfloat16 (`lora`, `qlora`: gradients
+and state of the adapter only, in float32). DDP with `bf16` also keeps a copy of the gradients;
+`examples/accelerate/fsdp2.yaml` keeps its share in float32. The length is doubled until a sequence does not fit. The
+benchmark then tries the length that would fill the GPU according to the last two peaks, and reduces it by 5 % until it
+fits. `peak_gib` is the peak of the longest sequence. The CSV file is written after every row.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHORTEST = 4096  # tokens
 
 
 def make_row(tokens: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """A row of so many tokens: dialogues of about 8,000, shorter ones in what is left, and some padding."""
+    """A packed sequence of so many tokens: dialogues of about 8,000, shorter ones in the rest, and some padding."""
     trees: list[PrefixTree] = []
     left = tokens = tokens // BLOCK_SIZE * BLOCK_SIZE
     while (turns := min(20, (left - 900) // 400)) >= 1:
@@ -81,7 +81,7 @@ def make_model(shape: str, option: str, device: torch.device, dtype: torch.dtype
 
 
 def attempt(step: Callable[[int], float], tokens: int) -> float | None:
-    """Peak memory of a step in GiB, `None` where it runs out of memory."""
+    """Peak memory of a step in GiB, `None` if it runs out of memory."""
     try:
         return step(tokens)
     except torch.cuda.OutOfMemoryError:
@@ -90,13 +90,13 @@ def attempt(step: Callable[[int], float], tokens: int) -> float | None:
 
 def find_largest(step: Callable[[int], float], shortest: int, most: int, total: float) -> Row:
     """
-    The longest row, up to `most` tokens, that `step` gets through.
+    The longest packed sequence, up to `most` tokens, that `step` can run.
 
     Args:
-        step (`Callable`): Peak memory in GiB of a step on so many tokens; raises where there is too little.
-        shortest (`int`): Length that the search starts with.
-        most (`int`): Longest row to try.
-        total (`float`): GiB of the GPU.
+        step (`Callable`): Peak memory in GiB of a step on so many tokens; raises if memory is too small.
+        shortest (`int`): First length of the search.
+        most (`int`): Longest sequence to try.
+        total (`float`): Memory of the GPU in GiB.
     """
     most = most // BLOCK_SIZE * BLOCK_SIZE
     fits = tokens = min(shortest, most)
@@ -106,19 +106,19 @@ def find_largest(step: Callable[[int], float], shortest: int, most: int, total: 
         return {"failure": f"out of memory at {fits} tokens"}
     while fits < most:
         tokens = min(2 * fits, most)
-        found = attempt(step, tokens)
-        if found is None:
+        measured = attempt(step, tokens)
+        if measured is None:
             break
-        slope = (found - peak) / (tokens - fits)
-        fits, peak = tokens, found
+        slope = (measured - peak) / (tokens - fits)
+        fits, peak = tokens, measured
     tokens = int(0.95 * tokens)
     if slope > 0:
         tokens = min(tokens, fits + int((0.96 * total - peak) / slope))
     tokens = tokens // BLOCK_SIZE * BLOCK_SIZE
     while fits < tokens < most:
-        found = attempt(step, tokens)
-        if found is not None:
-            fits, peak = tokens, found
+        measured = attempt(step, tokens)
+        if measured is not None:
+            fits, peak = tokens, measured
         tokens = int(0.95 * tokens) // BLOCK_SIZE * BLOCK_SIZE
     return {"largest_row": fits, "peak_gib": peak}
 
@@ -132,16 +132,16 @@ def measure_option(shape: str, option: str, args: Any, device: torch.device) -> 
     except torch.cuda.OutOfMemoryError:
         return row | {"failure": "out of memory, the model"}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
-    # Once for each model: making it hangs hooks on the head.
+    # Once for each model: building it adds hooks to the head.
     is_offloading = option == "offloading" and device.type == "cuda"
     context = get_act_offloading_ctx_manager(model) if is_offloading else nullcontext()
 
     def step(tokens: int) -> float:
-        optimizer.zero_grad()  # what a step that ran out of memory left
+        optimizer.zero_grad()  # gradients of a step that ran out of memory
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-            # Rows of other lengths left pinned memory of other sizes. (PyTorch 2.11 has no public name for this.)
+            # Sequences of other lengths left pinned memory of other sizes. (PyTorch 2.11 has no public name for this.)
             torch._C._host_emptyCache()
         batch = make_row(tokens, device)
 
@@ -152,7 +152,7 @@ def measure_option(shape: str, option: str, args: Any, device: torch.device) -> 
             optimizer.zero_grad()
 
         if not optimizer.state:
-            run()  # makes it, and compiles kernels
+            run()  # builds it, and compiles kernels
         return peak_gib(run, device) or 0.0
 
     if device.type != "cuda":
@@ -165,7 +165,7 @@ def measure_option(shape: str, option: str, args: Any, device: torch.device) -> 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser = make_parser(__doc__, SHAPES)
     parser.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS))
-    parser.add_argument("--most", type=int, default=262_144, help="longest row to try, in tokens")
+    parser.add_argument("--most", type=int, default=262_144, help="longest packed sequence to try, in tokens")
     args = parser.parse_args(argv)
     device = default_device(args.quick)
     results = Results(args.output, environment(device, args.commit))

@@ -1,10 +1,10 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Time and memory of the block mask for rows of 8 thousand to a million tokens, against `create_block_mask`.
+"""Time and memory of the block mask for 8 thousand to a million tokens, against `create_block_mask`.
 
     python -m benchmarks.mask --output mask.csv
 
 `create_block_mask` evaluates every pair of tokens, stock with an N x N tensor in memory, compiled without one. It is
-left out beyond the row lengths where that takes tens of GiB (stock) or seconds (compiled).
+omitted for lengths at which it takes tens of GiB (stock) or seconds (compiled).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_prefix_tree.modeling.attention.masks.causal import dense_mask, tree_bloc
 from hf_prefix_tree.modeling.batch import SUBTREE_END, concatenate_trees
 
 COPIES = (1, 4, 16, 128)  # of the 8k caterpillar
-# Longest row for which each way is tried.
+# Maximum length for each way.
 METHODS = {
     "tree_block_mask": 2**21,
     "create_block_mask": 2**15 + 2**12,
@@ -31,7 +31,7 @@ METHODS = {
 
 
 def stock_block_mask(prefix_tree: torch.Tensor, compiled: bool = False) -> BlockMask:
-    """The same mask through PyTorch's own function."""
+    """The same mask through PyTorch's function."""
     end = prefix_tree[:, SUBTREE_END].contiguous()
     length = end.shape[1]
 

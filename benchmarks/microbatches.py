@@ -1,13 +1,13 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""The micro-batches of one optimizer step: trees packed into rows, or the same branches packed into rows.
+"""The micro-batches of one optimizer step: trees packed into sequences, or the same branches packed into sequences.
 
-A loss takes the model and returns what one micro-batch adds to the loss of the step, which is the same for both. It
-begins with the copy of its batch to the GPU, which waits for what runs there, as Trainer's does.
+A loss takes the model and returns the contribution of one micro-batch to the loss of the step, which is equal for
+both. It begins with copying its batch to the GPU, which waits for running kernels, as in Trainer.
 
-Recurrent layers learn where branches start as Transformers tells them, by `cu_seq_lens_q`, which starts their scan
-anew. The convolution in front of it reads over the boundary, unless `causal-conv1d` is installed: so every branch is
-followed by as many masked tokens as the convolution reads, 3 for Qwen3.5. Without a scan that takes boundaries, every
-branch is a row of its own.
+Recurrent layers get the starts of branches through `cu_seq_lens_q`, as in Transformers, and restart their scan there.
+The convolution before the scan reads across the boundary, unless `causal-conv1d` is installed. Every branch is
+therefore followed by as many masked tokens as the convolution reads, 3 for Qwen3.5. Without a scan that takes
+boundaries, every branch is a separate sequence.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Loss = Callable[[torch.nn.Module], torch.Tensor]
 
 
 def pack(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """First-fit decreasing: the indices in each bin, largest first. What exceeds the budget gets a bin of its own."""
+    """First-fit decreasing: the indices in each bin, largest first. An item above the budget gets a separate bin."""
     bins: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -49,34 +49,34 @@ def pack(sizes: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def convolution_gap(config: PreTrainedConfig) -> int:
-    """How many tokens before its own the convolution of the recurrent layers reads, 0 without such layers."""
+    """The number of previous tokens that the convolution of the recurrent layers reads, 0 without such layers."""
     hybrid = "linear_attention" in (getattr(config, "layer_types", None) or ())
     return config.linear_conv_kernel_dim - 1 if hybrid else 0
 
 
 def scan_starts_anew(config: PreTrainedConfig, device: torch.device) -> bool:
-    """Whether the gated delta rule that Transformers runs here obeys `cu_seqlens`: its fast kernels do."""
+    """Whether the gated delta rule that Transformers runs here follows `cu_seqlens`: its fast kernels do."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     heads, dims = config.linear_num_value_heads, (config.linear_key_head_dim, config.linear_value_head_dim)
     query, key, value = (torch.randn(1, 256, heads, dim, device=device, dtype=dtype) for dim in (dims[0], *dims))
     decay = torch.full((1, 256, heads), -0.01, device=device)
     beta = torch.full((1, 256, heads), 0.5, device=device, dtype=dtype)
     starts = torch.tensor([0, 100, 256], device=device)
-    other = value.clone()
-    other[:, :100] = 0.0
+    changed = value.clone()
+    changed[:, :100] = 0.0
     outputs = []
-    for values in (value, other):
+    for values in (value, changed):
         scan = functools.partial(modeling_qwen3_5.torch_chunk_gated_delta_rule, query, key, values, g=decay, beta=beta)
         try:
             with torch.no_grad():
                 outputs.append(scan(cu_seqlens=starts, use_qk_l2norm_in_kernel=True)[0][:, 100:])
-        except ValueError:  # what Transformers 5.24 says without those kernels; before, it scans on in silence
+        except ValueError:  # Transformers 5.24 raises without those kernels; earlier versions silently scan on
             return False
-    return relative_error(*outputs) < 1e-3  # a state carried over the boundary makes it 0.3
+    return relative_error(*outputs) < 1e-3  # a state carried across the boundary gives 0.3
 
 
 def _arriving(batch: dict[str, torch.Tensor], device: torch.device) -> Callable[[], dict[str, torch.Tensor]]:
-    """What copies a batch from the host's memory, pinned as by Trainer's data loader."""
+    """Returns a function that copies a batch from the host's memory, pinned as by Trainer's data loader."""
     if device.type == "cuda":
         batch = {name: value.pin_memory() for name, value in batch.items()}
     return lambda: {name: value.to(device) for name, value in batch.items()}
@@ -91,21 +91,21 @@ def _weighted_sum(log_probs: torch.Tensor, weights: torch.Tensor) -> torch.Tenso
 
 
 class FoldedStep:
-    """The micro-batches of a step on trees. The kernel is the project's choice."""
+    """The micro-batches of a step on trees, with the kernel that the project chooses."""
 
     def __init__(self, trees: list[PrefixTree], budget: int, device: torch.device) -> None:
         divisor = _divisor(trees)
         self.losses: list[Loss] = []
         self.row_tokens = 0
-        for own in pack([len(tree) for tree in trees], budget):
-            row = concatenate_trees([trees[i] for i in own], pad_token_id=0)
+        for indices in pack([len(tree) for tree in trees], budget):
+            row = concatenate_trees([trees[i] for i in indices], pad_token_id=0)
             self.row_tokens = max(self.row_tokens, row["input_ids"].shape[1])
             self.losses.append(self._loss(row, divisor, device))
             if row["input_ids"].shape[1] == self.row_tokens:
                 self.longest = row["prefix_tree"].to(device)
 
     def kernel(self, backend: str, config: PreTrainedConfig, dtype: torch.dtype) -> str:
-        """What the longest row runs under this `attn_backend`."""
+        """The kernel of the longest packed sequence under this `attn_backend`."""
         call = AttentionCall.of(config, self.longest.device, dtype, self.row_tokens)
         return choose_backend(backend, call, functools.partial(tree_block_mask, self.longest))
 
@@ -130,15 +130,15 @@ class BranchStep:
         self.rows: list[packed.Packed] = []
         self.losses: list[Loss] = []
         self.row_tokens = 0
-        for own in pack([len(branch) + gap for branch, _ in branches], budget):
-            lengths = [len(branches[i][0]) + gap for i in own]
+        for indices in pack([len(branch) + gap for branch, _ in branches], budget):
+            lengths = [len(branches[i][0]) + gap for i in indices]
             padding = -sum(lengths) % BLOCK_SIZE
             row = packed.Packed.of(lengths + [padding] * (padding > 0), device)
             ids = torch.zeros(1, sum(row.lengths), dtype=torch.int64)
             weights = torch.zeros(1, sum(row.lengths), dtype=torch.float64)
             is_real = torch.zeros(1, sum(row.lengths), dtype=torch.bool)
             start = 0
-            for length, (branch, num_branches) in zip(lengths, (branches[i] for i in own), strict=True):
+            for length, (branch, num_branches) in zip(lengths, (branches[i] for i in indices), strict=True):
                 here = (0, slice(start, start + len(branch)))
                 ids[here] = torch.tensor(branch.input_ids)
                 weights[here] = torch.tensor(branch.weights / num_branches)
@@ -182,8 +182,8 @@ class BranchStep:
         only: Sequence[str] | None = None,
     ) -> dict[str, float]:
         """
-        Milliseconds of one layer's attention over all rows, forward and backward, with every kernel installed (those
-        of `only`, where it is given); infinite for one that does not run.
+        Milliseconds of one layer's attention over all packed sequences, forward and backward, with every installed
+        kernel (or those of `only`); infinite for a kernel that does not run.
         """
         kernels = [kernel for kernel in packed.installed_kernels(device) if only is None or kernel in only]
         heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
@@ -191,26 +191,26 @@ class BranchStep:
         leaves = [[make(1, n, sum(row.lengths), config.head_dim) for n in heads] for row in self.rows]
 
         def attend() -> list[torch.Tensor]:
-            found = []
-            for row, own in zip(self.rows, leaves, strict=True):
-                output, _ = packed.packed_attention(torch.nn.Module(), *own, None, packed=row)
-                found = [output, *torch.autograd.grad(output, own, output)]
-            return found
+            tensors = []
+            for row, inputs in zip(self.rows, leaves, strict=True):
+                output, _ = packed.packed_attention(torch.nn.Module(), *inputs, None, packed=row)
+                tensors = [output, *torch.autograd.grad(output, inputs, output)]
+            return tensors
 
         times: dict[str, float] = {}
         reference: list[torch.Tensor] = []
         for kernel in kernels:
             try:
                 self.use(kernel)
-                found = attend()
+                tensors = attend()
                 times[kernel] = measure(attend, device, warmup=0, seconds=0.1).ms
-            except Exception as error:  # of any type: kernels refuse a head dimension in their own ways
+            except Exception as error:  # any error: kernels refuse a head dimension in different ways
                 times[kernel] = math.inf
                 reason = (str(error).splitlines() or [""])[0]
                 print(f"kernel {kernel} does not run here: {type(error).__name__}: {reason}", file=sys.stderr)
                 continue
-            reference = reference or found
-            error = max(relative_error(x, y) for x, y in zip(found, reference, strict=True))
+            reference = reference or tensors
+            error = max(relative_error(x, y) for x, y in zip(tensors, reference, strict=True))
             if not error < 2e-2:
                 raise RuntimeError(f"kernel {kernel} differs from the first by {error:.1e}")
         if all(map(math.isinf, times.values())):

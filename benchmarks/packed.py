@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""What folding is compared with: causal attention over branches packed in one row, by every fast kernel installed.
+"""The baseline: causal attention over branches packed into one sequence, with every installed fast kernel.
 
 | kernel | what runs |
 |---|---|
@@ -42,7 +42,7 @@ def installed_kernels(device: torch.device) -> list[str]:
 
 @dataclass
 class Packed:
-    """The branches of a row, those of one length next to each other; the padding at the end is a branch of its own."""
+    """The branches of a packed sequence, those of one length adjacent; the padding at the end counts as a branch."""
 
     lengths: list[int]
     longest: int
@@ -64,8 +64,8 @@ class Packed:
         return cls(lengths, max(lengths), starts.to(torch.int32).to(device), context)
 
 
-# PyTorch's own way to `flash-attn-4` expects the results of another build. An operator of its own keeps compiled
-# layers in one graph.
+# PyTorch's path to `flash-attn-4` expects the results of another build. A custom operator keeps compiled layers in
+# one graph.
 @torch.library.custom_op("packed_branches::fa4", mutates_args=())
 def _fa4(
     query: torch.Tensor,
@@ -197,7 +197,7 @@ def _cudnn_takes_groups(dtype: torch.dtype) -> bool:
     return True
 
 
-@torch.compiler.disable  # the calls follow the lengths of the row: a graph for each row would help nobody
+@torch.compiler.disable  # its calls depend on the branches, so each packed sequence would need its own graph
 def _by_length(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Packed, scale: float | None
 ) -> torch.Tensor:
@@ -205,8 +205,8 @@ def _by_length(
     for length, members in groupby(packed.lengths):
         count = len(list(members))
         end = start + count * length
-        own = [x[0, :, start:end].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value)]
-        outputs.append(causal(*own, scale).transpose(1, 2).flatten(0, 1))
+        inputs = [x[0, :, start:end].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value)]
+        outputs.append(causal(*inputs, scale).transpose(1, 2).flatten(0, 1))
         start = end
     return torch.cat(outputs)[None]
 
@@ -229,8 +229,8 @@ def gather_paths(tree: PrefixTree, device: torch.device, kernel: str) -> Callabl
         outputs = []
         for count, path in zip(counts[0], paths, strict=True):
             mask = torch.ones(count, len(path), dtype=torch.bool).tril(len(path) - count)
-            own = (query[:, :, path[-count:]], key[:, :, path], value[:, :, path])
-            outputs.append(torch.nn.functional.scaled_dot_product_attention(*own, mask, enable_gqa=True))
+            inputs = (query[:, :, path[-count:]], key[:, :, path], value[:, :, path])
+            outputs.append(torch.nn.functional.scaled_dot_product_attention(*inputs, mask, enable_gqa=True))
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
     return attend if device.type == "cuda" else attend_on_cpu
@@ -246,7 +246,7 @@ def packed_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function for Transformers: rows of branches, `packed` given to the model as a keyword argument."""
+    """An attention function for Transformers on packed branches; `packed` is a keyword argument of the model."""
     assert packed is not None and attention_mask is None and not kwargs.get("dropout")
     if packed.kernel == "flex":
         mask = packed.context.mask(None, flex=True)

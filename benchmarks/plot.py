@@ -4,8 +4,8 @@
     python -m benchmarks.plot benchmarks/results/step_full_h100.csv --output step_full_h100.png
 
 One bar for each shape and mode, by branch tokens over tree tokens: time of the per-branch step over that of the folded
-step. Black lines are the FLOP ratio, what the speed-up would be if time were FLOPs; the grey one is 1, no gain. Of
-several backends the fastest is shown. Needs matplotlib.
+step. Black lines are the FLOP ratio (the speed-up if time were FLOPs); the grey line is 1, no gain. Shows the fastest
+of several backends. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("results", nargs="+", type=Path, help="CSV files of `benchmarks.step`")
     parser.add_argument("--output", type=Path, required=True, help="picture to write")
     args = parser.parse_args(argv)
-    found = points(args.results)
-    if not found:
+    runs = points(args.results)
+    if not runs:
         parser.error(f"no row with a speed-up in {', '.join(map(str, args.results))}")
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shapes = {row["shape"]: row for row in found}
+    shapes = {row["shape"]: row for row in runs}
     place = {shape: at for at, shape in enumerate(shapes)}
     figure, axes = pyplot.subplots(figsize=(1.5 + 1.4 * len(shapes), 4.5), layout="constrained")
-    modes = [mode for mode in COLOURS if any(row["mode"] == mode for row in found)]
+    modes = [mode for mode in COLOURS if any(row["mode"] == mode for row in runs)]
     for at, mode in enumerate(modes):
-        own = [row for row in found if row["mode"] == mode]
-        where = [place[row["shape"]] + 1.05 * WIDTH * (at - (len(modes) - 1) / 2) for row in own]
-        heights = [float(row["speedup"]) for row in own]
+        of_mode = [row for row in runs if row["mode"] == mode]
+        where = [place[row["shape"]] + 1.05 * WIDTH * (at - (len(modes) - 1) / 2) for row in of_mode]
+        heights = [float(row["speedup"]) for row in of_mode]
         bars = axes.bar(where, heights, WIDTH, color=COLOURS[mode], label=mode)
         axes.bar_label(bars, fmt="%.1fx", fontsize=8)
     bounds = [float(row["flop_ratio"]) for row in shapes.values()]
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     labels = [f"{shape}\n{float(row['token_ratio']):.1f}" for shape, row in shapes.items()]
     axes.set_xticks(range(len(shapes)), labels, fontsize=8)
     axes.set(xlabel="branch tokens / tree tokens", ylabel="speed-up of a whole step over per-branch training")
-    axes.set_title(f"{found[0]['model']}, {found[0]['device']}", fontsize=9)
+    axes.set_title(f"{runs[0]['model']}, {runs[0]['device']}", fontsize=9)
     axes.legend(frameon=False, loc="upper left")
     axes.margins(y=0.15)
     args.output.parent.mkdir(parents=True, exist_ok=True)

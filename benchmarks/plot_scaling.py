@@ -3,9 +3,9 @@
 
     python -m benchmarks.plot_scaling benchmarks/results/scaling_[124]_h200.csv --output scaling_h200.png
 
-Branches a second (for `flat_steps`: samples) on logarithmic axes. A line for each mode, size of its steps and way of
-running that was measured on several numbers of GPUs; dotted, what it would be if it grew with them. Of launches that
-are alike in these the fastest is shown. Needs matplotlib.
+Branches per second (for `flat_steps`: samples) on logarithmic axes. One line for each mode, step size and way of
+running that was measured on several numbers of GPUs; the dotted line is perfect scaling. Shows the fastest of equal
+launches. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ COLOURS = {"tree": "#2171b5", "per_branch": "#cb181d", "flat_steps": "#fd8d3c", 
 
 
 def lines(paths: Sequence[Path], shape: str, dtype: str) -> dict[tuple[str, str], dict[int, float]]:
-    """Branches a second by number of GPUs, for each mode and what tells its runs apart."""
-    found: dict[tuple[str, str], dict[int, float]] = {}
+    """Branches per second by number of GPUs, for each mode and each setting that distinguishes its runs."""
+    by_run: dict[tuple[str, str], dict[int, float]] = {}
     for path in paths:
         for row in read_csv(path):
             if row["shape"] != shape or row["dtype"] != dtype or not row["ms_per_branch"]:
@@ -36,10 +36,10 @@ def lines(paths: Sequence[Path], shape: str, dtype: str) -> dict[tuple[str, str]
             how = "compiled" if row["compiled"] == "True" else "eager"
             how += ", checkpointing" if row.get("checkpointing") == "True" else ""
             way = f"{rows} a step, {row['rows_per_micro_batch']} a micro-batch, {how}"
-            points = found.setdefault((row["mode"], way), {})
+            points = by_run.setdefault((row["mode"], way), {})
             gpus = int(row["gpus"])
             points[gpus] = max(points.get(gpus, 0.0), 1e3 / float(row["ms_per_branch"]))
-    return {key: dict(sorted(points.items())) for key, points in found.items() if len(points) > 1}
+    return {key: dict(sorted(points.items())) for key, points in by_run.items() if len(points) > 1}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", default="0.6b")
     parser.add_argument("--dtype", default="bfloat16")
     args = parser.parse_args(argv)
-    found = lines(args.results, args.shape, args.dtype)
-    if not found:
+    by_run = lines(args.results, args.shape, args.dtype)
+    if not by_run:
         parser.error(
             f"nothing was measured on several numbers of GPUs (`--shape {args.shape}`, `--dtype {args.dtype}`) in "
             f"{', '.join(map(str, args.results))}"
@@ -61,13 +61,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-    for (mode, way), points in sorted(found.items(), key=lambda item: -max(item[1].values())):
+    for (mode, way), points in sorted(by_run.items(), key=lambda item: -max(item[1].values())):
         gpus, rates = list(points), list(points.values())
         style = "-" if "compiled" in way else "--"
         label = f"{mode}, {way}\n{rates[-1] / rates[0]:.1f}x from {gpus[0]} to {gpus[-1]} GPUs"
         axes.plot(gpus, rates, style, marker="o", color=COLOURS[mode], label=label)
         axes.plot(gpus, [rates[0] * n / gpus[0] for n in gpus], ":", color=COLOURS[mode], linewidth=0.8)
-    counts = sorted({gpus for points in found.values() for gpus in points})
+    counts = sorted({gpus for points in by_run.values() for gpus in points})
     axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="branches a second")
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.minorticks_off()

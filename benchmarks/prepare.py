@@ -1,14 +1,14 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""How fast conversations become rows to train on, on one core: rendering, tokenizing, folding, splitting and packing.
+"""The speed of preparing conversations for training, on one core: rendering, tokenizing, folding, splitting, packing.
 
     python -m benchmarks.prepare dialogues.jsonl --tools dialogues.tools.json --tokenizer Qwen/Qwen3-0.6B \
         --output prepare.csv
 
-Each assistant turn is a branch. Tokens per second count those of all branches, whatever a step really touches. `naive`
-calls `tokenizer.apply_chat_template` for every turn and its prompt and tokenizes each text whole; both must give the
-same texts and token ids. Times are CPU times, which other work on the machine hardly changes. Nothing is known from an
-earlier run: caches start empty. `prepare_trees` is all steps, with what `datasets` adds. `--quick` takes the demo's
-dialogues and its tokenizer.
+Each assistant turn is a branch. Tokens per second count the tokens of all branches, however many a step touches.
+`naive` calls `tokenizer.apply_chat_template` for every turn and its prompt and tokenizes each text as a whole; both
+must give the same texts and token ids. Times are CPU times, which other work on the machine hardly changes. Caches
+start empty. `prepare_trees` runs all steps, including the overhead of `datasets`. `--quick` uses the demo's dialogues
+and its tokenizer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Talk = tuple[list[Message], list[Any] | None]  # normalized messages and tools
 
 
 def read(path: Path | None, tools_path: Path | None, tokenizer: str | None) -> tuple[list[dict[str, Any]], Any]:
-    """Rows with `group`, `messages` and `tools`, the last two as JSON strings, and the tokenizer."""
+    """Dataset rows with `group`, `messages` and `tools` (the last two as JSON strings), and the tokenizer."""
     if path is None:
         from examples.demo.dialogues import dialogue_texts, generate_dialogues
         from examples.demo.tokenizer import train_tokenizer
@@ -107,14 +107,14 @@ def naively_rendered(talks: list[Talk], template: ChatTemplate, tokenizer: Any) 
 
 
 def packed(trees: list[PrefixTree], max_packed_tokens: int) -> list[list[PrefixTree]]:
-    """The trees, split where they are larger, in rows of at most so many tokens."""
+    """The trees in packed sequences of at most so many tokens; larger trees are split."""
     parts = [part for tree in trees for part in split_tree(tree, max_packed_tokens)]
     return [[parts[i] for i in row] for row in pack_rows(list(map(len, parts)), max_packed_tokens)]
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     cached = is_caching_enabled()
-    disable_caching()  # a cached result would cost nothing
+    disable_caching()  # a cached result would take no time
     disable_progress_bars()
     try:
         return run(argv)
@@ -127,10 +127,10 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
 def run(argv: Sequence[str] | None) -> list[Row]:
     names = ("rendering", "tokenizing", "folding", "splitting and packing", "prepare_trees", "naive")
     parser = make_parser(__doc__, names)
-    parser.add_argument("data", nargs="?", type=Path, help="JSON Lines file with `messages`, maybe `group`, `tools`")
+    parser.add_argument("data", nargs="?", type=Path, help="JSON Lines file: `messages`, optionally `group`, `tools`")
     parser.add_argument("--tools", type=Path, help="JSON file with tool schemas: a list, or lists by group")
     parser.add_argument("--tokenizer", help="tokenizer, a folder or a name on the Hub")
-    parser.add_argument("--max-packed-tokens", type=int, help="tokens of a row; the longest branch by default")
+    parser.add_argument("--max-packed-tokens", type=int, help="of a packed sequence (default: the longest branch)")
     parser.add_argument("--seconds", type=float, default=3.0, help="time to spend on each row")
     args = parser.parse_args(argv)
     if (args.data is None) is not args.quick or (args.data is None) is not (args.tokenizer is None):
@@ -146,8 +146,8 @@ def run(argv: Sequence[str] | None) -> list[Row]:
     sets = list(of_group.values())
     trees = list(map(fold, sets))
     longest = max(tree.stats().longest_path for tree in trees)
-    most = args.max_packed_tokens or longest
-    branches = [branch for own in sets for branch in own]
+    budget = args.max_packed_tokens or longest
+    branches = [branch for group in sets for branch in group]
     tokens = sum(map(len, branches))
     counts = {
         "data": args.data.name if args.data is not None else "demo dialogues",
@@ -156,36 +156,36 @@ def run(argv: Sequence[str] | None) -> list[Row]:
         "branches": len(branches),
         "branch_tokens": tokens,
         "tree_tokens": sum(map(len, trees)),
-        "max_packed_tokens": most,
+        "max_packed_tokens": budget,
     }
     texts = rendered(talks, template)
-    # Each run starts with a tokenizer that was never used.
+    # Each run starts with a new tokenizer.
     fresh = iter([copy.deepcopy(tokenizer) for _ in range(3)])
     source = Dataset.from_list(lines)
-    options: dict[str, Any] = {"group_by": "group", "max_packed_tokens": most}
+    options: dict[str, Any] = {"group_by": "group", "max_packed_tokens": budget}
     steps: dict[str, list[tuple[str, Callable[[], Any]]]] = {
         "rendering": [("ours", lambda: rendered(talks, ChatTemplate(tokenizer, tokenizer.get_chat_template())))],
         "tokenizing": [
             ("ours", lambda: ChatTemplate(tokenizer, tokenizer.get_chat_template()).segments.encode(texts))
         ],
         "folding": [("ours", lambda: list(map(fold, sets)))],
-        "splitting and packing": [("ours", lambda: packed(trees, most))],
+        "splitting and packing": [("ours", lambda: packed(trees, budget))],
         "prepare_trees": [("ours", lambda: prepare_trees(source, next(fresh), **options))],
         "naive": [
             ("rendering", lambda: naively_rendered(talks, template, tokenizer)),
             ("tokenizing", lambda: tokenizer(texts, add_special_tokens=False, return_attention_mask=False)),
         ],
     }
-    own = rendered(talks[:2], template)
-    assert naively_rendered(talks[:2], template, tokenizer) == own
-    whole = tokenizer(own, add_special_tokens=False)["input_ids"]
-    assert all(map(np.array_equal, template.segments.encode(own), whole))
+    few = rendered(talks[:2], template)
+    assert naively_rendered(talks[:2], template, tokenizer) == few
+    whole = tokenizer(few, add_special_tokens=False)["input_ids"]
+    assert all(map(np.array_equal, template.segments.encode(few), whole))
     rows: list[Row] = []
     for name in args.only:
-        for other, function in steps[name]:
+        for label, function in steps[name]:
             with one_core():
                 timing = measure(function, CPU, warmup=0, seconds=args.seconds, least=1, most=3, clock=process_time)
-            step = {"method": "ours", "step": name} if other == "ours" else {"method": name, "step": other}
+            step = {"method": "ours", "step": name} if label == "ours" else {"method": name, "step": label}
             speed = tokens / timing.ms * 1e3
             progress(rows, {**step, **counts, **timing._asdict(), "tokens_per_s": speed})
     return report(

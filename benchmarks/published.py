@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""The published comparison: figures of its 64 trees, its batches, and the rows that its baselines train on."""
+"""The published comparison: figures of its 64 trees, its batches, and the samples of its baselines."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from hf_prefix_tree.nemo import CROSS_ENTROPY_IGNORE_IDX
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 MODES = ("tree", "per_branch", "grouped", "flat_steps")
-ON_TREES = ("tree", "grouped")  # the others are baselines on branches
+ON_TREES = ("tree", "grouped")  # the other modes are baselines on branches
 BRANCHES_PER_TREE = 4  # of the published batches: 16 branches against 4 trees
-# Of the 64 published trees: means of K, tokens and longest path, and sums over branches over sums over trees.
+# The 64 published trees: means of K, tokens and longest path, and sums over branches divided by sums over trees.
 PUBLISHED = {"branches": 20.4, "tokens": 8004.0, "longest_path": 6615.0, "token_ratio": 8.11, "pair_ratio": 5.38}
 TOLERANCE = 0.02
 
 
 def set_figures(trees: Sequence[PrefixTree]) -> dict[str, float]:
-    """The figures that were published of the 64 trees, of these ones."""
+    """The published figures of the 64 trees, computed for these trees."""
     stats = [tree.stats() for tree in trees]
 
     def total(name: str) -> int:
-        return sum(getattr(own, name) for own in stats)
+        return sum(getattr(of_tree, name) for of_tree in stats)
 
     return {
         "branches": total("branches") / len(stats),
@@ -37,7 +37,7 @@ def set_figures(trees: Sequence[PrefixTree]) -> dict[str, float]:
 
 
 def check_figures(figures: dict[str, float]) -> None:
-    """Raises `ValueError` where a figure is not the published one."""
+    """Raises `ValueError` if a figure differs from the published one."""
     off = {name: value for name, value in figures.items() if abs(value / PUBLISHED[name] - 1) > TOLERANCE}
     if off:
         raise ValueError(f"the set of trees is off the published figures {PUBLISHED}: {off}")
@@ -45,7 +45,7 @@ def check_figures(figures: dict[str, float]) -> None:
 
 def turn_samples(tree: PrefixTree) -> list[Row]:
     """
-    The flat samples of a caterpillar: per turn its context, reasoning and output, supervised where the turn wrote; and
+    The flat samples of a caterpillar: for each turn its context, reasoning and output (the last two supervised), and
     the final response.
     """
     *leaves, trunk = tree.branches()
@@ -66,7 +66,7 @@ def turn_samples(tree: PrefixTree) -> list[Row]:
 
 
 def baseline_rows(mode: str, trees: Sequence[PrefixTree]) -> list[Row]:
-    """The rows of a baseline, shuffled so that a step's rows come from anywhere."""
+    """The samples of a baseline, shuffled so that the samples of a step come from different trees."""
     rows = per_branch(trees) if mode == "per_branch" else [row for tree in trees for row in turn_samples(tree)]
     return [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
 
@@ -75,8 +75,8 @@ def rows_per_step(
     mode: str, coverage: str, trees: Sequence[PrefixTree], trees_per_step: int, ranks: int, micro_batch: int = 1
 ) -> int:
     """
-    Rows of a step over all ranks, a multiple of them; a baseline's cover the trees that a step has there, and fill
-    micro-batches of so many rows.
+    Dataset rows of a step over all ranks, a multiple of their number. The rows of a baseline cover the trees of a step
+    and fill micro-batches of so many rows.
     """
     in_step = max(1, round(trees_per_step / ranks)) * ranks
     if mode in ON_TREES:

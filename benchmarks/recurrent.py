@@ -4,9 +4,8 @@
     python -m benchmarks.recurrent --output recurrent.csv
 
 `fork` and `link` scan the tree (see `hf_prefix_tree.modeling.recurrent.scan`), `branches` scans every branch from its
-root,
-which is what training them one by one does. Forward and backward of one layer. `--quick` runs small shapes on a CPU;
-`--cpu` runs the real shapes there, with few heads, by the reference of Transformers.
+root, like training them one by one. Forward and backward of one layer. `--quick` runs small shapes on a CPU; `--cpu`
+runs the real shapes there, with few heads, with the reference scan of Transformers.
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ def random_inputs(rule: str, length: int, heads: int, dim: int, device: torch.de
 
     if rule == "delta":
         q, k, v = normal(heads, dim), normal(heads, dim), normal(heads, dim)
-        found = [q, k, v, -0.1 * normal(heads).float().sigmoid(), normal(heads).sigmoid()]
+        inputs = [q, k, v, -0.1 * normal(heads).float().sigmoid(), normal(heads).sigmoid()]
     else:
-        found = [normal(heads, dim), 0.1 * normal(heads).float().sigmoid(), normal(1, dim), normal(1, dim)]
-    return [x.detach().requires_grad_() for x in found]
+        inputs = [normal(heads, dim), 0.1 * normal(heads).float().sigmoid(), normal(1, dim), normal(1, dim)]
+    return [x.detach().requires_grad_() for x in inputs]
 
 
 def recurrence_of(rule: str, inputs: list[torch.Tensor], counts: list[int]) -> Recurrence:
-    """The recurrence of a layer, which adds its calls and the tokens in them, padding included, to `counts`."""
+    """The recurrence of a layer, which adds its calls and their tokens, padding included, to `counts`."""
     if rule == "delta":
         kernel = "fla.ops.gated_delta_rule.chunk_gated_delta_rule"
         recurrence = delta_rule(kernel, torch_chunk_gated_delta_rule, *inputs, use_qk_l2norm_in_kernel=True)

@@ -7,27 +7,27 @@
 
 Modes: `tree` (folded trees), `per_branch` (TRL's SFTTrainer on the branches), `grouped` (the trees branch by branch)
 and `flat_steps` (SFTTrainer on one sample per turn, each token supervised once). A step has 4 trees over all GPUs, at
-least one for each; `--trees-per-step` makes it larger, so that its trees can be balanced, best with several of them in
+least one per GPU. `--trees-per-step` makes it larger, so that its trees can be balanced, best with several of them in
 a micro-batch (`--trees-per-micro-batch`). `--max-packed-tokens` splits larger trees: a step then has as many parts,
-which cover fewer branches. For each tree of a step a baseline's step has 4 rows at the `published` coverage, and as
-many as a tree has branches, 20.5, at the `equal` one. Its micro-batch is one row, which takes the least memory, or
-`--branches-per-micro-batch` rows, padded as TRL's trainer pads them.
+which cover fewer branches. For each tree of a step a baseline's step has 4 samples at the `published` coverage, and as
+many as a tree has branches, 20.5, at the `equal` coverage. Its micro-batch is one sample, which takes the least
+memory, or `--branches-per-micro-batch` samples, padded as in TRL's trainer.
 
-The baselines attend through PyTorch's FlashAttention-2 in bfloat16 and its memory-efficient kernel in float32 or
-where rows are padded (`--baseline-attention sdpa`): cuDNN would plan anew for every length, and no other kernel takes
-float32 or masks. Ranks wait for each other at every micro-batch, as TRL has them gather its metrics; trees are dealt
-so that they cost the same, rows of the baselines come as they are.
+The baselines attend through PyTorch's FlashAttention-2 in bfloat16, and through its memory-efficient kernel in float32
+or with padding (`--baseline-attention sdpa`): cuDNN would make a new plan for every length, and no other kernel takes
+float32 or masks. Ranks wait for each other at every micro-batch, because TRL gathers its metrics there. Trees are
+assigned to ranks so that these have equal cost; the samples of the baselines keep their order.
 
-A step lasts from the end of the one before, so that it includes reading its rows, until the slowest rank is done.
-`ms` is the median of all steps but the first, `ms_per_branch` that over the branches (for `flat_steps`: samples) of a
-step, `imbalance` the mean of `tree/imbalance`, and `peak_gib` the fullest GPU's from the first step on. `flop_ratio`
-is what `tree` would gain per branch if time were FLOPs. With `bfloat16` DDP trains weights and optimizer states in
-bfloat16, FSDP2 keeps them in float32 (`weights`); FSDP2 reduces gradients in every micro-batch, since they would be
-whole on each GPU until then.
+A step lasts from the end of the previous step, so it includes reading its data, until the slowest rank is done. `ms`
+is the median of all steps except the first, `ms_per_branch` is `ms` divided by the branches (for `flat_steps`:
+samples) of a step, `imbalance` the mean of `tree/imbalance`, and `peak_gib` the peak of the fullest GPU from the first
+step on. `flop_ratio` is the gain of `tree` per branch if time were FLOPs. With `bfloat16` DDP trains weights and
+optimizer states in bfloat16, FSDP2 keeps them in float32 (`weights`). FSDP2 reduces gradients in every micro-batch,
+since otherwise each GPU would hold all of them.
 
-The CSV file is written before and after each mode, so that a launch that dies leaves what it had, and the mode that it
-died in with the `failure`. Where one rank of several runs out of memory, the launch ends: `--append` adds the modes
-that are left, in a launch of their own.
+The CSV file is written before and after each mode, so a launch that dies leaves its results, and its last mode with
+the `failure`. If one rank of several runs out of memory, the launch ends: `--append` adds the remaining modes in
+another launch.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from hf_prefix_tree.report.gain import parts_of
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 from hf_prefix_tree.tree.synthetic import caterpillar, caterpillar_set
 
-# As `torchrun` and `accelerate launch` say.
+# Set by `torchrun` and `accelerate launch`.
 RANKS, RANK = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
 IS_FSDP = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"
 COLUMNS = ["mode", "coverage", "shape", "dtype", "gpus", "engine", "rows_per_step", "ms", "low", "high", "peak_gib"]
@@ -71,7 +71,7 @@ COLUMNS += ["ms_per_branch", "loss", "imbalance", "flop_ratio", "failure"]
 
 
 class Clock(TrainerCallback):
-    """Seconds of every optimizer step with the reading of its rows; the GPU's peak memory starts with the first."""
+    """Seconds of every optimizer step, including reading its data; the peak memory counts from the first step on."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.seconds = device, []
@@ -80,7 +80,7 @@ class Clock(TrainerCallback):
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self.last = self._now()
         if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()  # making the model and sharding it may have taken more
+            torch.cuda.reset_peak_memory_stats()  # building and sharding the model may have taken more
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         now = self._now()
@@ -94,7 +94,7 @@ class Clock(TrainerCallback):
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Something to pad with: the rows are token ids already."""
+    """A tokenizer for padding only: the data is token ids already."""
     made = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
 
@@ -104,7 +104,7 @@ def attention(mode: str, args: Any) -> str:
 
 
 def rows_per_micro_batch(mode: str, args: Any) -> int:
-    """Trees or branches of a rank's micro-batch; `grouped` takes a tree and goes through it branch by branch."""
+    """Trees or branches of a rank's micro-batch; `grouped` takes a tree and runs it branch by branch."""
     return {"tree": args.trees_per_micro_batch, "grouped": 1}.get(mode, args.branches_per_micro_batch)
 
 
@@ -114,16 +114,16 @@ def is_checkpointed(mode: str, args: Any) -> bool:
 
 
 def choose_kernels(dtype: str) -> None:
-    """What SDPA runs in the baselines on a GPU."""
+    """Selects the kernel of SDPA for the baselines on a GPU."""
     torch.backends.cuda.enable_cudnn_sdp(False)
-    if dtype == "float32":  # its memory-efficient kernel takes no keys that heads share
+    if dtype == "float32":  # its memory-efficient kernel does not support shared keys
         sdpa_attention.use_gqa_in_sdpa = lambda *args, **kwargs: False
 
 
 def make_trainer(mode: str, coverage: str, trees: Sequence[PrefixTree], args: Any, device: torch.device) -> SFTTrainer:
     """The trainer of a mode; the models of all modes have the same weights."""
     dtype = getattr(torch, args.dtype)
-    # What the launcher's config says would win over `bf16=False`.
+    # The launcher's config would override `bf16=False`.
     os.environ["ACCELERATE_MIXED_PRECISION"] = precision = "bf16" if dtype == torch.bfloat16 else "no"
     on_trees = mode in ON_TREES
     batch_size = rows_per_micro_batch(mode, args)
@@ -182,14 +182,14 @@ def make_trainer(mode: str, coverage: str, trees: Sequence[PrefixTree], args: An
 
 
 def measure_mode(mode: str, coverage: str, trees: Sequence[PrefixTree], args: Any, device: torch.device) -> Row:
-    """Trains in a mode; every rank must call it, and gets the same figures."""
+    """Trains in a mode. Every rank must call it, and gets the same figures."""
     clock = Clock(device)
     trainer = make_trainer(mode, coverage, trees, args, device)
     trainer.add_callback(clock)
     trainer.train()
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    own = torch.tensor([peak, *clock.seconds], dtype=torch.float64, device=device)
-    peak, first, *seconds = trainer.accelerator.gather(own[None]).amax(dim=0).tolist()
+    measured = torch.tensor([peak, *clock.seconds], dtype=torch.float64, device=device)
+    peak, first, *seconds = trainer.accelerator.gather(measured[None]).amax(dim=0).tolist()
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     per_step = trainer.args.gradient_accumulation_steps * trainer.args.per_device_train_batch_size * RANKS
     covered = statistics.mean(entry.get("tree/branches", per_step) for entry in log[1:])
@@ -215,7 +215,7 @@ def measure_mode(mode: str, coverage: str, trees: Sequence[PrefixTree], args: An
 
 
 def flop_ratio(trees: Sequence[PrefixTree], shape: str, max_packed_tokens: int | None = None) -> float:
-    """FLOPs of the branches over those of the trees, larger ones split."""
+    """FLOPs of the branches divided by those of the trees, larger trees split."""
     parts = [part for tree in trees for part in parts_of(tree, max_packed_tokens)]
     counts = flop_counts(parts, shape_config(shape))
     return counts["branches"]["tflop"] / counts["folded"]["tflop"]
@@ -234,7 +234,7 @@ def measure(trees: Sequence[PrefixTree], args: Any, device: torch.device, state:
                 row["max_packed_tokens"] = args.max_packed_tokens
             row["rows_per_micro_batch"] = size = rows_per_micro_batch(mode, args)
             row["rows_per_step"] = rows_per_step(mode, coverage, trees, args.trees_per_step, RANKS, size)
-            state.wait_for_everyone()  # all have read what is there
+            state.wait_for_everyone()  # all ranks have read the file
             if RANK == 0:
                 results.write({**row, "failure": "did not finish"})
             state.wait_for_everyone()
@@ -255,7 +255,7 @@ def measure(trees: Sequence[PrefixTree], args: Any, device: torch.device, state:
             else:
                 results.rows.append(row)
             if "failure" in row:
-                break  # more rows in a step need as much memory
+                break  # a step with more samples needs the same memory
     return results.rows
 
 
@@ -269,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--trees-per-step", type=int, default=4, help="over all GPUs; 4 were published")
     parser.add_argument("--trees-per-micro-batch", type=int, default=1, help="of the mode `tree`")
     parser.add_argument("--branches-per-micro-batch", type=int, default=1, help="of `per_branch` and `flat_steps`")
-    parser.add_argument("--max-packed-tokens", type=int, help="of a row of the mode `tree`; larger trees are split")
+    parser.add_argument("--max-packed-tokens", type=int, help="of the mode `tree`; larger trees are split")
     parser.add_argument("--sampling", choices=("sequential", "group_by_length"), default="sequential")
     parser.add_argument(
         "--checkpointing",

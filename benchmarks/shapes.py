@@ -20,7 +20,7 @@ VOCAB = 32_000  # ids are drawn below it
 
 
 def caterpillar(turns: int, prompt: int, context: int, reasoning: int, answer: int) -> Nodes:
-    """An agent dialogue, a branch per turn: reasoning and answer hang off a trunk that goes on without reasoning."""
+    """An agent dialogue, one branch per turn: reasoning and answer leave a trunk that continues without reasoning."""
     nodes: Nodes = [(-1, prompt + context, False)]
     for turn in range(turns):
         trunk = 0 if turn == 0 else len(nodes) - 2
@@ -67,14 +67,14 @@ FOLD_SHAPES: dict[str, Nodes] = {
 
 
 def build(nodes: Nodes, seed: int = 0, vocab: int = VOCAB) -> PrefixTree:
-    """The tree of a shape, with random tokens. Children of a node differ in their first token, so that none merge."""
+    """The tree of a shape, with random tokens. Children of a node differ in their first token, so none merge."""
     rng = np.random.default_rng(seed)
     parents, lengths, supervised = zip(*nodes, strict=True)
     ids = [rng.integers(vocab, size=length) for length in lengths]
     seen: dict[int, int] = {}
-    for own, parent in zip(ids, parents, strict=True):
+    for node_ids, parent in zip(ids, parents, strict=True):
         seen[parent] = seen.get(parent, -1) + 1
-        own[0] = seen[parent]
+        node_ids[0] = seen[parent]
     weights = [np.full(length, float(flag)) for length, flag in zip(lengths, supervised, strict=True)]
     return PrefixTree.from_nodes(list(parents), ids, weights)
 
@@ -98,13 +98,13 @@ def leaf_first_rows(tree: PrefixTree) -> torch.Tensor:
     """The tensor `prefix_tree` of the batch contract for the reverse order."""
     rows = concatenate_trees([tree], pad_token_id=0)["prefix_tree"]
     lengths, parents = lightest_first(tree)
-    own = (layout.subtree_end(lengths, parents), layout.depth(lengths, parents), layout.predecessor(lengths, parents))
-    rows[0, :, : len(tree)] = torch.from_numpy(np.stack(own))
+    columns = (layout.subtree_end, layout.depth, layout.predecessor)
+    rows[0, :, : len(tree)] = torch.from_numpy(np.stack([column(lengths, parents) for column in columns]))
     return rows
 
 
 def conversation_trees(
-    conversations: Path, tokenizer: str | Path, tools: Path | None = None, most: int | None = None
+    conversations: Path, tokenizer: str | Path, tools: Path | None = None, max_trees: int | None = None
 ) -> list[PrefixTree]:
     """One tree per `group` of consecutive lines of a JSONL file with `messages`, one branch per assistant turn."""
     from transformers import AutoTokenizer
@@ -116,10 +116,9 @@ def conversation_trees(
     rows = [json.loads(line) for line in conversations.read_text().splitlines()]
     trees = []
     for group, members in groupby(rows, key=lambda row: row["group"]):
-        if len(trees) == most:
+        if len(trees) == max_trees:
             break
-        own = schemas[group] if isinstance(schemas, dict) else schemas
-        trees.append(
-            fold([b for row in members for b in conversation_branches(row["messages"], encoder, tools=own).branches])
-        )
+        schema = schemas[group] if isinstance(schemas, dict) else schemas
+        turns = [conversation_branches(row["messages"], encoder, tools=schema) for row in members]
+        trees.append(fold([branch for conversation in turns for branch in conversation.branches]))
     return trees

@@ -6,25 +6,25 @@
     python -m benchmarks.step --model qwen3.5-0.8b --checkpointing off on --only caterpillar-8k 4k+16x512
 
 Both sides train the same branches with the same weights in the same model; `loss` shows it. Branches are packed into
-micro-batches of at most `--micro-batch-tokens` and attend through the kernel that is fastest for them here:
-`kernels_ms` has the times of all that packed.py lists (or of `--kernels`, where it is known which are slower), for the
-attention of one layer. Where the fastest is cuDNN, which breaks compiled layers into two, the next one is tried as
-well. Trees are packed under the same budget; a tree or a branch above it is a micro-batch of its own. `memory_ratio`
-compares the peaks of these micro-batches, `rows_ratio` with branches in rows as long as the longest of the trees' (or
-of the branches). A step is one tree of a shape; `--fill` takes as many as fill a micro-batch, as training does: costs
-of a step that no token has a part in (optimizer, calls from the host) then weigh as little on both sides. Steps follow
-one another, and every micro-batch is copied to the GPU when its turn comes, as in training.
+micro-batches of at most `--micro-batch-tokens` and attend through their fastest kernel on this GPU: `kernels_ms` has
+the times of all kernels in packed.py (or of `--kernels`, if it is known which ones are slower), for the attention of
+one layer. If the fastest is cuDNN, which breaks compiled layers into two, the next one is tried as well. Trees are
+packed under the same budget; a tree or a branch above it is a separate micro-batch. `memory_ratio` compares the peaks
+of these micro-batches, `rows_ratio` compares with branches in packed sequences as long as the longest one of the trees
+(or of the branches). A step is one tree of a shape; `--fill` takes as many as fill a micro-batch, as in training, so
+that costs that do not depend on tokens (optimizer, calls from the host) weigh little on both sides. Steps follow one
+another, and every micro-batch is copied to the GPU in its turn, as in training.
 
-`--backends` are the `attn_backend` of the trees; `kernel` is what that took. `compiled` compiles every decoder layer
-by itself.
+`--backends` are the `attn_backend` of the trees; `kernel` is the kernel that it chose. `compiled` compiles every
+decoder layer by itself.
 
 `--model` is Qwen3-0.6B, or the hybrid Qwen3.5-0.8B: three of four layers are a gated delta rule. On a GPU both sides
-need the kernels of `flash-linear-attention` for it. microbatches.py says how packed branches are kept apart in its
-recurrent layers. It runs eagerly only: what follows the tree in recurrent layers is not compiled.
+need the kernels of `flash-linear-attention` for it. microbatches.py explains how its recurrent layers keep packed
+branches apart. It runs eagerly only, because recurrent layers on trees are not compiled.
 
-`flop_ratio` is what the step would gain if time were FLOPs: linear layers and recurrent scans over all tokens, the
-head over supervised ones, attention over visible pairs. `bound_share` is the part of that gain which was reached.
-`roof_share` is the share of a large matrix product's FLOP/s that a step reaches.
+`flop_ratio` is the gain of the step if time were FLOPs: linear layers and recurrent scans over all tokens, the head
+over supervised tokens, attention over visible pairs. `bound_share` is the reached part of that gain. `roof_share` is
+the share of a large matrix product's FLOP/s that a step reaches.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def measure_step(
     seconds: float | None,
     device: torch.device,
 ) -> Row:
-    """Time and peak memory of a step; of its second run the memory alone where `seconds` is `None`."""
-    # A learning rate of 0 does all the work of a step and leaves the weights of all runs the same.
+    """Time and peak memory of a step; only the memory of its second run if `seconds` is `None`."""
+    # With a learning rate of 0 a step does all its work and leaves the weights unchanged.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -146,20 +146,20 @@ def measure_step(
 
 
 def add_ratios(rows: list[Row]) -> None:
-    """Speed-up, memory ratio and FLOP ratio, on the folded rows."""
+    """Adds speed-up, memory ratio and FLOP ratio to the rows of trees."""
     branches = {(row["shape"], row["mode"], row["checkpointing"]): row for row in rows if row["method"] == "branches"}
     for row in rows:
-        other = branches.get((row["shape"], row["mode"], row["checkpointing"]))
-        if row["method"] != "folded" or other is None:
+        unfolded = branches.get((row["shape"], row["mode"], row["checkpointing"]))
+        if row["method"] != "folded" or unfolded is None:
             continue
-        row["flop_ratio"] = other["tflop"] / row["tflop"]
-        if "ms" in row and "ms" in other:
-            row["speedup"] = other["ms"] / row["ms"]
+        row["flop_ratio"] = unfolded["tflop"] / row["tflop"]
+        if "ms" in row and "ms" in unfolded:
+            row["speedup"] = unfolded["ms"] / row["ms"]
             row["bound_share"] = row["speedup"] / row["flop_ratio"]
             if row["peak_gib"] is not None:
-                row["memory_ratio"] = row["peak_gib"] / other["peak_gib"]
-                if other["peak_gib_in_rows"] is not None:
-                    row["rows_ratio"] = row["peak_gib"] / other["peak_gib_in_rows"]
+                row["memory_ratio"] = row["peak_gib"] / unfolded["peak_gib"]
+                if unfolded["peak_gib_in_rows"] is not None:
+                    row["rows_ratio"] = row["peak_gib"] / unfolded["peak_gib_in_rows"]
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     if gap and not scan_starts_anew(config, device):
         if device.type == "cuda":
             raise SystemExit(f"{args.model} needs `flash-linear-attention`: without it branches can't be packed.")
-        branch_budget = gap = 0  # every branch is a row of its own
+        branch_budget = gap = 0  # every branch is a separate sequence
     AttentionInterface.register(IMPLEMENTATION, packed_attention)
     shapes: dict[str, list[PrefixTree]] = {}
     for name in args.only:
@@ -221,12 +221,12 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         times = kernel_times[name]
         tried = sorted((kernel for kernel in times if times[kernel] < math.inf), key=times.__getitem__)
         tried = tried[: 2 if compiled and tried[0] == "cudnn" else 1]
-        found: list[Row] = []
+        runs: list[Row] = []
         for kernel in tried:
             branch_steps[name].use(kernel)
             measured = measure_step(model, branch_steps[name], checkpointing, args.seconds, device)
-            found.append({"kernel": kernel, **measured})
-        best = min(found, key=lambda row: row.get("ms", float("inf")))
+            runs.append({"kernel": kernel, **measured})
+        best = min(runs, key=lambda row: row.get("ms", float("inf")))
         best["peak_gib_in_rows"] = best.get("peak_gib")
         if short_steps[name].row_tokens < branch_steps[name].row_tokens:
             short_steps[name].use(best["kernel"])
@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         torch._dynamo.reset()  # no graph of another mode is used again
         model = make_model(config, method, backend, mode == "compiled", device, dtype)
         for checkpointing, (name, trees) in product(args.checkpointing, shapes.items()):
-            backends._sparse.clear()  # every shape is the first row of its length
+            backends._sparse.clear()  # every shape is the first one of its length
             step = (folded_steps if method == "folded" else branch_steps)[name]
             row: Row = {"model": args.model, "shape": name, "method": method}
             row |= {"mode": mode, "checkpointing": checkpointing}
@@ -259,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             progress(rows, row)
 
     try:
-        # beyond the limit of recompilation, layers would run eagerly in silence
+        # beyond the recompile limit, layers would silently run eagerly
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=64):
             for mode in modes:
                 for backend in args.backends:

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""`python -m conformance`: runs the architectures and writes the table."""
+"""`python -m conformance`, run from the root of the repository: runs the architectures and writes the table."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from conformance.table import markdown_table, summary
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; the exit code is 1 where an architecture failed."""
+    """Command line; the exit code is 1 if an architecture failed."""
     parser = argparse.ArgumentParser(prog="python -m conformance", description=__doc__)
-    parser.add_argument("--model-type", nargs="+", help="only these (default: all of the variants)")
+    parser.add_argument("--model-type", nargs="+", help="only these (default: all models of the variants)")
     parser.add_argument(
         "--variant",
         nargs="+",
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="write the table (Markdown) to this file")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds per architecture")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and tokens")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and tokens")
     arguments = parser.parse_args(argv)
     cases = [(name, variant) for variant in arguments.variant for name in VARIANTS[variant]]
     unknown = sorted(set(arguments.model_type or ()) - {name for name, _ in cases})

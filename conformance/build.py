@@ -21,36 +21,36 @@ from hf_prefix_tree.modeling.attention.implementations import default_implementa
 
 AMPLIFY = 3.0
 _ADAPTED = ("llama", "qwen3", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3", "nemotron", "gpt2")
-# What is built, and of which architectures.
+# Variants, and the architectures of each.
 VARIANTS: dict[str, tuple[str, ...]] = {
     "text": tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     "images": VISION_MODELS,
     "lora": _ADAPTED,
-    "dora": tuple(name for name in _ADAPTED if name not in ("qwen3_moe", "deepseek_v3")),  # PEFT: not on experts
+    "dora": tuple(name for name in _ADAPTED if name not in ("qwen3_moe", "deepseek_v3")),  # no DoRA for experts
     "nf4": ("llama", "qwen3", "gemma3_text", "gpt_oss"),
 }
 
 
 def class_name(model_type: str) -> str:
-    """The class of an architecture's causal LM, or of its vision-language model where it has no other."""
+    """The class of an architecture's causal LM, or of its vision-language model if it has no causal LM."""
     return {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}[model_type]
 
 
 def build_model(model_type: str, seed: int = 0, variant: str = "text") -> PreTrainedModel:
     """
-    The tiny model in float32: weights amplified, because errors hide behind small ones; biases, sinks and every other
-    vector random.
+    The tiny model in float32. Weights are amplified, because small weights hide errors; biases, sinks and all other
+    vectors are random.
 
     Args:
         model_type (`str`): One of `VARIANTS[variant]`.
-        seed (`int`, *optional*, defaults to 0): Of the weights.
+        seed (`int`, *optional*, defaults to 0): Seed of the weights.
         variant (`str`, *optional*, defaults to `"text"`): `"images"` builds the vision-language model, `"lora"` and
             `"dora"` wrap the text model with an adapter on all linear layers, `"nf4"` with LoRA over weights in
             bitsandbytes' 4 bits.
     """
     torch.manual_seed(seed)
     config = tiny_vision_config(model_type) if variant == "images" else tiny_config(model_type)
-    if variant == "nf4":  # the kernels pack blocks of 64 weights of a row
+    if variant == "nf4":  # the kernels pack blocks of 64 weights
         for name, size in {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}.items():
             setattr(config, name, size)
     for part in [config, *(getattr(config, name, None) for name in config.sub_configs)]:
@@ -79,11 +79,11 @@ def build_model(model_type: str, seed: int = 0, variant: str = "text") -> PreTra
 
 def build_forest(model: Any, seed: int = 0, variant: str = "text") -> Forest:
     """
-    What the model runs.
+    The forest that the model runs.
 
     Args:
         model (`PreTrainedModel`): A model of [`build_model`].
-        seed (`int`, *optional*, defaults to 0): Of tokens, weights and images.
+        seed (`int`, *optional*, defaults to 0): Seed of tokens, weights and images.
         variant (`str`, *optional*, defaults to `"text"`): The variant that was built.
     """
     if variant == "images":
@@ -97,7 +97,7 @@ def _amplify(model: torch.nn.Module) -> None:
             if "sink" in name:
                 parameter.normal_(0, 2)
             elif parameter.dim() > 1:
-                zero = parameter.abs().sum(dim=-1, keepdim=True) == 0  # a padding token's embedding, say
+                zero = parameter.abs().sum(dim=-1, keepdim=True) == 0  # such as the embedding of a padding token
                 parameter.add_(torch.randn_like(parameter) * 0.02 * zero).mul_(AMPLIFY)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -1,10 +1,10 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""One architecture: build it tiny, run the forest as a tree and branch by branch, compare.
+"""One architecture: builds a tiny model, runs the forest as a tree and branch by branch, and compares.
 
-The branches run through a copy of the model that was never prepared, under its default attention. Logits of every
-token of every branch and the gradient of every parameter are compared, in float64 kept through Transformers' casts,
-in float32 where the architecture does not run in float64. Checkpointed gradients are compared with uncheckpointed ones
-of the prepared model in float32, both kinds of checkpointing. Some seconds per architecture on one core.
+The branches run through an unprepared copy of the model, under its default attention. The harness compares the logits
+of every token of every branch and the gradient of every parameter: in float64, kept through Transformers' casts, or in
+float32 if the architecture does not run in float64. It also compares gradients with and without checkpointing (both
+kinds), on the prepared model in float32. Takes a few seconds per architecture on one core.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hf_prefix_tree.modeling.prepare import prepare_model
 
 TOLERANCE = {"float64": 1e-9, "float32": 2e-3}
 CHECKPOINT_TOLERANCE = 1e-5
-CONTROL = 1e-3  # a causal mask over the row must be at least this wrong, or the comparison proves nothing
+CONTROL = 1e-3  # a causal mask over the packed sequence must be at least this wrong, or the comparison proves nothing
 PAD_TO = 8
 EXACT, REFUSED, FAILED, NOT_BUILT = "exact", "refused", "failed", "not built"
 
@@ -36,19 +36,19 @@ EXACT, REFUSED, FAILED, NOT_BUILT = "exact", "refused", "failed", "not built"
 @dataclass
 class Result:
     """
-    What one architecture gave.
+    The result of one architecture.
 
     Args:
         model_type (`str`): Its key in Transformers' mapping.
         architecture (`str`): The class of the causal LM.
-        variant (`str`): What was built, see [`build_model`].
+        variant (`str`): The variant of the model, see [`build_model`].
         status (`str`): `"exact"`, `"refused"`, `"failed"` or `"not built"`.
-        reason (`str`): Why, where it is not exact.
+        reason (`str`): The reason, if it is not exact.
         layers (`str`): The kinds of layers of the tiny model.
         compared (`str`): The dtype in which logits and gradients were compared.
         error (`float`, *optional*): Largest relative error of logits and gradients.
         control (`float`, *optional*): The same error of the logits under a plain causal mask, which must be large.
-        checkpointed (`str`): What checkpointing did to the gradients.
+        checkpointed (`str`): The effect of checkpointing on the gradients.
     """
 
     model_type: str
@@ -73,8 +73,8 @@ def check_architecture(model_type: str, seed: int = 0, variant: str = "text") ->
 
     Args:
         model_type (`str`): A key of `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`, or of `VARIANTS[variant]`.
-        seed (`int`, *optional*, defaults to 0): Of the weights, the tokens and their weights.
-        variant (`str`, *optional*, defaults to `"text"`): What is built, see [`build_model`].
+        seed (`int`, *optional*, defaults to 0): Seed of the weights, the tokens and their weights.
+        variant (`str`, *optional*, defaults to `"text"`): The variant of the model, see [`build_model`].
     """
     result = Result(model_type, class_name(model_type), variant)
     with warnings.catch_warnings():
@@ -86,13 +86,13 @@ def check_architecture(model_type: str, seed: int = 0, variant: str = "text") ->
             with torch.no_grad():
                 stock.eval()(**forest.branch_inputs()[0][0], use_cache=False)
             stock.train()
-        except Exception as error:  # whatever a modeling file raises is the reason
+        except Exception as error:  # any error of a modeling file is the reason
             result.status, result.reason = NOT_BUILT, NOT_RUNNABLE.get(model_type) or _sentence(error)
             return result
         model = copy.deepcopy(stock)
         try:
             prepare_model(model)
-            if forest.images:  # refused by the call, after the text was verified
+            if forest.images:  # images are refused by the call, after the text was verified
                 model(**_row(forest))
         except ValueError as error:
             result.status, result.reason = REFUSED, _sentence(error)
@@ -108,7 +108,7 @@ def check_architecture(model_type: str, seed: int = 0, variant: str = "text") ->
 
 
 def _compare(result: Result, stock: PreTrainedModel, model: PreTrainedModel, forest: Forest) -> None:
-    if _draws_in_training(stock, forest):  # random numbers, in a router say: no two runs agree
+    if _draws_in_training(stock, forest):  # random numbers, in a router for example: no two runs agree
         stock.eval()
         model.eval()
     try:
@@ -130,7 +130,7 @@ def _compare(result: Result, stock: PreTrainedModel, model: PreTrainedModel, for
     elif not result.control > CONTROL:
         result.reason = f"a causal mask gives the same logits (to {result.control:.1e}): nothing was tested"
     elif not _is_refused(stock, forest):
-        result.reason = "the model takes a tree row in silence where it was not prepared"
+        result.reason = "the unprepared model accepts a tree silently"
     else:
         result.checkpointed, difference = _checkpointing(stock, model, forest)
         if difference > CHECKPOINT_TOLERANCE:
@@ -194,11 +194,11 @@ def _branch_runs(stock: PreTrainedModel, forest: Forest) -> tuple[torch.Tensor, 
     divisor: Any = 0.0
     logits = []
     for tree, inputs in zip(forest.trees, forest.branch_inputs(), strict=True):
-        for branch, own in zip(tree.branches(), inputs, strict=True):
-            out = stock(**own, use_cache=False).logits[0]
+        for branch, arguments in zip(tree.branches(), inputs, strict=True):
+            out = stock(**arguments, use_cache=False).logits[0]
             logits.append(out.detach())
             weight = torch.from_numpy(branch.weights[1:].copy()) / len(inputs)
-            nll = torch.nn.functional.cross_entropy(out[:-1], own["input_ids"][0, 1:], reduction="none")
+            nll = torch.nn.functional.cross_entropy(out[:-1], arguments["input_ids"][0, 1:], reduction="none")
             total = total + (nll.double() * weight).sum()
             divisor = divisor + weight.sum()
     return total / divisor, logits
@@ -212,7 +212,7 @@ def _gradient_error(expected: dict[str, Any], got: dict[str, Any]) -> float:
             present = gradient if gradient is not None else got[name]
             worst = max(worst, 0.0 if present is None else _largest(present) / largest)
             continue
-        # a gradient that is zero but for rounding (a key's bias, say) is measured against the largest of the model
+        # a gradient that is zero up to rounding (the bias of a key) is measured against the largest one of the model
         scale = max(gradient.abs().max().item(), 1e-4 * largest)
         worst = max(worst, _largest(got[name] - gradient) / scale)
     return worst
@@ -229,7 +229,7 @@ def _checkpointing(stock: PreTrainedModel, model: PreTrainedModel, forest: Fores
     }
     worst = max(differences.values())
     if worst > CHECKPOINT_TOLERANCE:
-        # a model whose own checkpointing is wrong gives wrong gradients on a single branch, too
+        # if the model's checkpointing is wrong, the gradients of a single branch are wrong, too
         wrong = [k for k, d in differences.items() if d > CHECKPOINT_TOLERANCE]
         if all(_checkpointed_error(stock, branch, kind == "reentrant") > CHECKPOINT_TOLERANCE for kind in wrong):
             return f"{' and '.join(wrong)} gives wrong gradients without trees, too", 0.0
@@ -237,7 +237,7 @@ def _checkpointing(stock: PreTrainedModel, model: PreTrainedModel, forest: Fores
 
 
 def _checkpointed_error(model: PreTrainedModel, batch: dict[str, torch.Tensor], reentrant: bool) -> float:
-    found = []
+    gradients = []
     model.train()
     for checkpointed in (False, True):
         model.zero_grad()
@@ -247,11 +247,11 @@ def _checkpointed_error(model: PreTrainedModel, batch: dict[str, torch.Tensor], 
             if reentrant:
                 model.enable_input_require_grads()
         model(**batch, use_cache=False).loss.backward()
-        found.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
+        gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
     model.gradient_checkpointing_disable()
     if reentrant:
         model.disable_input_require_grads()
-    return _gradient_error(*found)
+    return _gradient_error(*gradients)
 
 
 def _largest(difference: torch.Tensor) -> float:

@@ -1,6 +1,6 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""A tiny config for any architecture: the default config with every size replaced by a small one, by the name of its
-field, and as few layers as show every kind of layer that the default has.
+"""A tiny config for any architecture: the default config, with every size replaced by a small one (chosen by the name
+of its field), and the fewest layers that include every kind of layer of the default.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WINDOW = 6  # tokens; shorter than the paths of the forest
 CHUNK = 8
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 32, 4, 2, 8
 
-# Name of the field (the whole of it) -> small value. The first match counts.
+# Full name of the field -> small value. The first match counts.
 _SIZES: list[tuple[str, int]] = [
     (r"vocab_size|vocab_size_per_layer_input|decoder_vocab_size|unpadded_vocab_size", VOCAB),
     (
@@ -65,7 +65,7 @@ _SIZES: list[tuple[str, int]] = [
     (r"hc_mult|hc_count", 2),
     (r"dim_model_base", 16),
 ]
-# Lists and dicts that follow from other fields: left to the config class.
+# Lists and dicts that the config class derives from other fields.
 _DERIVED = {"id2label", "label2id", "mlp_only_layers", "hybrid_layer_ids", "full_attn_idxs", "moe_layers"}
 _LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers", "decoder_layers", "num_decoder_layers")
 _ENCODER_LAYERS = ("encoder_layers", "num_encoder_layers")
@@ -101,11 +101,11 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
 
 
 def shrink(default: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
-    """The small values of a config's fields, but for those that `override` sets, in nested configs field by field."""
+    """The small values of a config's fields, except those that `override` sets; nested configs field by field."""
     layers_field = next((name for name in _LAYERS if isinstance(default.get(name), int)), None)
     num_layers = default[layers_field] if layers_field else 0
     chosen = _choose_layers(default, num_layers)
-    if default.get("num_kv_shared_layers"):  # every kind of layer once to make keys and values, once to borrow them
+    if default.get("num_kv_shared_layers"):  # each kind of layer twice: one computes keys and values, one reuses them
         chosen = chosen * 2
     is_mla = bool(default.get("kv_lora_rank"))
     values: dict[str, Any] = {}
@@ -152,7 +152,7 @@ def shrink(default: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
 
 
 def _both_kinds(default: dict[str, Any]) -> dict[str, Any]:
-    """What turns on the sliding window where it is an option: one full layer, one sliding layer."""
+    """The fields that turn on an optional sliding window: one full layer, one sliding layer."""
     values: dict[str, Any] = {"use_sliding_window": True, "sliding_window": WINDOW, "num_hidden_layers": 2}
     if "max_window_layers" in default:
         values["max_window_layers"] = 1

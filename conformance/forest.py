@@ -1,6 +1,6 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""The forest that every architecture runs: forks, a strict prefix, single-token nodes, an internal one among them, a
-duplicate, several trees, and paths longer than the windows and chunks of the tiny configs."""
+"""The forest that every architecture runs: several trees with forks, a strict prefix, single-token nodes (one of them
+internal), a duplicate, and paths longer than the windows and chunks of the tiny configs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
 @dataclass
 class Forest:
     """
-    What an architecture runs.
+    The input of an architecture.
 
     Args:
-        trees (`list[PrefixTree]`): The trees of the row.
-        images (`dict[str, torch.Tensor]`): The images of the row, in the order of its tokens.
-        branch_images (`list[dict[str, torch.Tensor]]`): The images of each branch; empty where the row has none.
+        trees (`list[PrefixTree]`): The trees of the packed sequence.
+        images (`dict[str, torch.Tensor]`): The images of the packed sequence, in the order of its tokens.
+        branch_images (`list[dict[str, torch.Tensor]]`): The images of each branch; empty if the forest has none.
         image_token_id (`int`, *optional*, defaults to -1): The token that stands for a piece of an image.
     """
 
@@ -30,7 +30,7 @@ class Forest:
     image_token_id: int = -1
 
     def branch_inputs(self) -> list[list[dict[str, torch.Tensor]]]:
-        """The keyword arguments of each branch's own run, by tree."""
+        """The keyword arguments for running each branch alone, by tree."""
         images = iter(self.branch_images)
         return [
             [
@@ -41,7 +41,7 @@ class Forest:
         ]
 
     def plain_inputs(self, input_ids: torch.Tensor, images: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The keyword arguments of a run over one sequence that knows nothing of trees."""
+        """The keyword arguments for running one sequence without a tree."""
         inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         if images:
             inputs |= {**images, "mm_token_type_ids": torch.eq(input_ids, self.image_token_id).long()}
@@ -54,7 +54,7 @@ def conformance_forest(vocab_size: int, seed: int = 0) -> list[PrefixTree]:
 
     Args:
         vocab_size (`int`): Tokens are drawn from `[3, vocab_size)`.
-        seed (`int`, *optional*, defaults to 0): Of the tokens and weights.
+        seed (`int`, *optional*, defaults to 0): Seed of the tokens and weights.
     """
     rng = np.random.default_rng(seed)
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Fields that the generic shrinker gets wrong, by `model_type`: sizes tied to each other in ways the names don't tell,
-and switches without which an architecture is no causal LM."""
+"""Fields that the generic shrinker gets wrong, by `model_type`: sizes that depend on each other although their names
+don't show it, and switches without which an architecture is not a causal LM."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _QSA = {
     "indexer_compress_ratio": 2,
 }
 
-# What cannot run here, however small: the reason instead of what it raises.
+# Architectures that cannot run here at any size: a reason instead of their error message.
 NOT_RUNNABLE = {
     "blt": "its patches come from an entropy model with sizes of its own; no small config of it runs",
     "gemma3n": "its vision tower needs timm; its text model is `gemma3n_text`",

@@ -1,6 +1,6 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Runs architectures in one worker process; where one crashes it or takes too long, that is its result and a new
-worker takes the rest."""
+"""Runs architectures in one worker process. An architecture that crashes the worker or takes too long has failed, and
+a new worker runs the rest."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def run_all(cases: list[tuple[str, str]], time_limit: float = 120.0, seed: int =
 
     Args:
         cases (`list[tuple[str, str]]`): Model types and variants, see [`~conformance.build.VARIANTS`].
-        time_limit (`float`, *optional*, defaults to 120.0): Seconds that one architecture may take.
-        seed (`int`, *optional*, defaults to 0): Of weights and tokens.
+        time_limit (`float`, *optional*, defaults to 120.0): Maximum seconds per architecture.
+        seed (`int`, *optional*, defaults to 0): Seed of weights and tokens.
     """
     spawn = multiprocessing.get_context("spawn")
     worker: Any = None

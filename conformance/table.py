@@ -10,28 +10,28 @@ from conformance.check import EXACT, FAILED, NOT_BUILT, REFUSED, Result
 _HEADER = "| `model_type` | class | result | layers | compared in | largest error | causal control | checkpointed |"
 _REASONS = "| `model_type` | class | result | reason |"
 _TEXT = """
-Written by `python -m conformance --output docs/models.md`; don't edit. Every causal LM of
-Transformers is built tiny, with every kind of layer of its default config and amplified random weights, and
-runs a forest (forks, a strict prefix, single-token nodes, a duplicate, paths longer than windows and
-chunks) as one tree row, and every branch by itself under the model's default attention. The largest
-relative error is over the logits of all branches and the gradients of all parameters; `float32` where the
-architecture does not run in float64, `(eval)` where it draws random numbers in training. The causal
-control is the error of the logits where the row runs under a plain causal mask instead. The last column
-compares the gradients under gradient checkpointing (both kinds) with those without, in float32.
+Written by `python -m conformance --output docs/models.md`, run from the root of the repository; don't edit. The
+harness builds a tiny model of every causal LM of Transformers, with every kind of layer of its default config and
+amplified random weights. The model runs a forest (forks, a strict prefix, single-token nodes, a duplicate, paths
+longer than windows and chunks) as one packed sequence, and every branch by itself under its default attention. The
+largest error is the largest relative error of the logits of all branches and the gradients of all parameters; it is
+measured in `float32` if the architecture does not run in float64, and in `(eval)` mode if it draws random numbers in
+training. The causal control is the error of the logits if the packed sequence runs under a plain causal mask instead.
+The last column compares the gradients under gradient checkpointing (both kinds) with those without, in float32.
 """
 _VARIANTS = {
     "images": """
 ## With images
 
-Vision-language models with multimodal rotary positions. The row has images in a shared prefix, in branches of
-their own, twice after different text, and two of one size that differ. The gradients are those of all
-parameters, the vision tower's too, which keeps its own attention. Videos, and images of other multimodal
-models, are refused by the call; their text is served like that of any causal LM.
+Vision-language models with multimodal rotary positions. The forest has images in a shared prefix, images in single
+branches, one image twice after different text, and two different images of one size. The gradients are those of all
+parameters, including the vision tower, which keeps its default attention. The call refuses videos, and images of other
+multimodal models; their text is served like that of any causal LM.
 """,
     "lora": """
 ## LoRA
 
-An adapter of rank 4 on all linear layers (PEFT); the gradients are those of the adapter.
+An adapter of rank 4 on all linear layers (PEFT). The gradients are those of the adapter.
 """,
     "dora": """
 ## DoRA
@@ -42,7 +42,7 @@ The same with weight-decomposed LoRA.
 ## LoRA over 4-bit weights
 
 bitsandbytes' NF4 on CPU, compared with branch runs of the same quantised model. (On a CPU with AVX512-BF16,
-bitsandbytes rounds its scales to bfloat16 at the first evaluation; that is switched off here.)
+bitsandbytes rounds its scales to bfloat16 at the first evaluation; the harness turns this off.)
 """,
 }
 
@@ -69,8 +69,8 @@ def summary(results: list[Result]) -> str:
 
 def markdown_table(results: list[Result]) -> str:
     """
-    The page: a summary, what was compared, the architectures that ran, and the reasons of those that did not; then
-    the same for models with images, with adapters and with 4-bit weights.
+    The page: a summary, the method, the architectures that ran, and the reasons of those that did not; then the same
+    for models with images, with adapters and with 4-bit weights.
 
     Args:
         results (`list[Result]`): Results of a run.
@@ -86,7 +86,14 @@ def markdown_table(results: list[Result]) -> str:
     lines += ["", "## Refused", "", "`prepare_model` raises a `ValueError` with this reason.", "", *_reasons(refused)]
     not_built = [result for result in text if result.status == NOT_BUILT]
     if not_built:
-        lines += ["", "## Not built", "", "No tiny model of these could be made here.", "", *_reasons(not_built)]
+        lines += [
+            "",
+            "## Not built",
+            "",
+            "The harness could not build tiny models of these.",
+            "",
+            *_reasons(not_built),
+        ]
     for variant, introduction in _VARIANTS.items():
         chosen = [result for result in results if result.variant == variant]
         if chosen:

@@ -24,7 +24,7 @@ _VISION: dict[str, Any] = {
     **{"intermediate_size": 24, "patch_size": 4, "image_size": 32, "window_size": 16, "num_position_embeddings": 64},
     **{"fullatt_block_indexes": [1], "deepstack_visual_indexes": [0, 1], "max_image_size": 32},
 }
-# Frequencies of time, height and width, where the tiny models have another number of them than 4.
+# Frequencies of time, height and width of the tiny models that do not have 4 of them.
 _SECTIONS = {"glm4v_moe": [1, 1, 0], "ernie4_5_vl_moe": [1, 1, 2]}
 
 
@@ -49,12 +49,12 @@ def tiny_vision_config(model_type: str) -> PreTrainedConfig:
 
 def forest_with_images(config: Any, seed: int = 0) -> Forest:
     """
-    Text, and three trees with images: in a shared prefix, in branches of their own, the same one after other text, two
-    of the same size that differ, and a branch without.
+    A text tree, and two trees with images: in a shared prefix, in single branches, one image twice after different
+    text, two different images of one size, and a branch without images.
 
     Args:
         config (`PreTrainedConfig`): A config of [`tiny_vision_config`].
-        seed (`int`, *optional*, defaults to 0): Of the tokens, the weights and the images.
+        seed (`int`, *optional*, defaults to 0): Seed of the tokens, the weights and the images.
     """
     token, vision = config.image_token_id, config.vision_config
     merge = getattr(vision, "spatial_merge_size", 1)
@@ -68,15 +68,15 @@ def forest_with_images(config: Any, seed: int = 0) -> Forest:
     def text(count: int) -> np.ndarray:
         return rng.integers(3, 80, size=count)
 
-    def branch(*pieces: np.ndarray | int) -> dict[str, Any]:  # a number is an image
+    def branch(*pieces: np.ndarray | int) -> dict[str, Any]:  # an integer stands for an image
         shown = [piece for piece in pieces if isinstance(piece, int)]
         ids = np.concatenate(
             [np.full(int(grids[p].prod()) // merge**2, token) if isinstance(p, int) else p for p in pieces]
         )
-        found: dict[str, Any] = {"input_ids": ids, "weights": (ids != token) * rng.uniform(0, 2, size=len(ids))}
+        values: dict[str, Any] = {"input_ids": ids, "weights": (ids != token) * rng.uniform(0, 2, size=len(ids))}
         if shown:
-            found |= {"pixel_values": torch.cat([patches[i] for i in shown]), "image_grid_thw": grids[shown]}
-        return found
+            values |= {"pixel_values": torch.cat([patches[i] for i in shown]), "image_grid_thw": grids[shown]}
+        return values
 
     root, middle, question = text(3), text(4), text(5)
     groups = [
@@ -91,11 +91,12 @@ def forest_with_images(config: Any, seed: int = 0) -> Forest:
         ],
         [branch(middle, 1, text(3)), branch(middle, 1, text(7))],
     ]
-    trees, images, own = [], [], []
+    trees, tree_images, branch_images = [], [], []
     for group in groups:
-        tree, found = fold_images(group, image_token_id=token)
+        tree, images = fold_images(group, image_token_id=token)
         trees.append(tree)
-        images.append(found)
-        own += [{name: x for name, x in one.items() if isinstance(x, torch.Tensor)} for one in group]
+        tree_images.append(images)
+        branch_images += [{name: x for name, x in values.items() if isinstance(x, torch.Tensor)} for values in group]
     trees += conformance_forest(80, seed)[1:]
-    return Forest(trees, {name: torch.cat([found[name] for found in images]) for name in images[0]}, own, token)
+    merged = {name: torch.cat([images[name] for images in tree_images]) for name in tree_images[0]}
+    return Forest(trees, merged, branch_images, token)

@@ -1,17 +1,17 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """
-Fine-tune a causal LM as a diffusion language model, and see what it says.
+Fine-tune a causal LM as a diffusion language model, and generate with it.
 
-Without arguments it trains a tiny model, made on the spot, on sentences of its own ("Anna calls Ben." becomes "Ben is
-called by Anna."), which takes a minute on a CPU and needs no network:
+Without arguments the script trains a tiny random model on invented sentences ("Anna calls Ben." becomes "Ben is called
+by Anna."), which takes a minute on a CPU and needs no network:
 
 ```shell
 python examples/diffusion_sft.py
 python examples/diffusion_sft.py --objective hybrid
 ```
 
-With a model and a Hub dataset or a JSON Lines file, in any form that `DiffusionSFTTrainer` takes (`messages`, `prompt`
-+ `completion`, token ids with a `loss_mask`):
+It also takes a model and a Hub dataset or a JSON Lines file, in any form that `DiffusionSFTTrainer` reads (`messages`,
+`prompt` + `completion`, token ids with a `loss_mask`):
 
 ```shell
 python examples/diffusion_sft.py \
@@ -21,9 +21,8 @@ python examples/diffusion_sft.py \
     --output_dir Qwen3-0.6B-Diffusion
 ```
 
-Of a JSON Lines file, training and evaluation take the same rows. Options can come from a YAML file (`--config
-options.yaml`). Start it with `accelerate launch` for several GPUs, add `--use_peft` for LoRA, and `--use_cpu` without
-a GPU.
+Training and evaluation use the same rows of a JSON Lines file. Options can come from a YAML file (`--config
+options.yaml`). Use `accelerate launch` for several GPUs, `--use_peft` for LoRA, and `--use_cpu` without a GPU.
 """
 
 import argparse
@@ -51,7 +50,7 @@ from hf_prefix_tree.report.text import console
 NAMES = ("Anna", "Ben", "Carl", "Dora", "Emma", "Finn", "Gina", "Hugo", "Iris", "Jack", "Kate", "Leo")
 VERBS = {"calls": "called", "helps": "helped", "thanks": "thanked", "asks": "asked", "visits": "visited"}
 MASK_TOKEN = "<|mask|>"
-# What fits the tiny model; options on the command line take precedence.
+# Defaults for the tiny model; options on the command line take precedence.
 DEMO: dict[str, Any] = {
     "objective": "block",
     "block_size": 4,
@@ -81,28 +80,28 @@ class DiffusionScriptArguments(ScriptArguments):
 
     Args:
         num_prompts (`int`, *optional*, defaults to `8`):
-            Samples of the test split whose prompts are completed at the end.
+            Number of prompts of the test split to complete at the end.
         max_new_tokens (`int`, *optional*, defaults to `64`):
-            Most tokens of a completion.
+            Maximum tokens of a completion.
     """
 
-    num_prompts: int = field(default=8, metadata={"help": "Prompts of the test split that are completed at the end."})
-    max_new_tokens: int = field(default=64, metadata={"help": "Most tokens of a completion."})
+    num_prompts: int = field(default=8, metadata={"help": "Number of prompts of the test split to complete."})
+    max_new_tokens: int = field(default=64, metadata={"help": "Maximum tokens of a completion."})
 
 
 def demo_rows(seed: int = 0, held_out: int = 64) -> tuple[Dataset, Dataset]:
-    """Sentences and their passive voice; the test split has combinations that training never sees."""
+    """Sentences and their passive voice; no combination of the test split is in the training split."""
     rows = [
-        {"prompt": f"{subject} {verb} {other}.", "completion": f" {other} is {VERBS[verb]} by {subject}."}
-        for subject, verb, other in itertools.product(NAMES, VERBS, NAMES)
-        if subject != other
+        {"prompt": f"{subject} {verb} {object_}.", "completion": f" {object_} is {VERBS[verb]} by {subject}."}
+        for subject, verb, object_ in itertools.product(NAMES, VERBS, NAMES)
+        if subject != object_
     ]
     random.Random(seed).shuffle(rows)
     return Dataset.from_list(rows[held_out:]), Dataset.from_list(rows[:held_out])
 
 
 def demo_tokenizer(rows: Dataset) -> PreTrainedTokenizerBase:
-    """Every word is a token, with a space before it and at the start of a sentence."""
+    """One token per word, both with a space before it and at the start of a sentence."""
     tokenizer = train_tokenizer([row["prompt"] + row["completion"] for row in rows], vocab_size=384)
     tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})
     return tokenizer
@@ -126,7 +125,7 @@ def demo_model(tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> PreTrainedM
 
 
 def load_rows(arguments: DiffusionScriptArguments, split: str) -> Dataset:
-    """The rows of a split of a Hub dataset, or of a local JSON Lines file."""
+    """The dataset rows of a split of a Hub dataset, or of a local JSON Lines file."""
     if arguments.dataset_name is None:
         raise ValueError("`dataset_name` is missing: pass a Hub dataset or a JSON Lines file.")
     if Path(arguments.dataset_name).is_file():
@@ -144,19 +143,19 @@ def load_model(model_args: ModelConfig, training_args: DiffusionSFTConfig) -> Pr
 
 
 def unigram_entropy(trainer: DiffusionSFTTrainer) -> float:
-    """Entropy in nats of the evaluation set's supervised tokens: the NLL of knowing their frequencies and no more."""
+    """Entropy in nats of the evaluation set's supervised tokens: the NLL of knowing only their frequencies."""
     counts: Counter[int] = Counter()
     for row in trainer.eval_dataset:
-        labels = trainer.data_collator([row])["labels"]  # with the fill of its last block
+        labels = trainer.data_collator([row])["labels"]  # including the EOS tokens that fill the last block
         counts.update(labels[labels >= 0].tolist())
     total = sum(counts.values())
     return -sum(count / total * log(count / total) for count in counts.values())
 
 
 def complete(trainer: DiffusionSFTTrainer, num_prompts: int, max_new_tokens: int) -> list[tuple[str, str, str]]:
-    """Prompt, reference and what the model says, for the first samples of the evaluation set."""
+    """Prompt, reference and completion for the first samples of the evaluation set."""
     tokenizer, args = trainer.processing_class, trainer.args
-    found = []
+    texts = []
     for row in itertools.islice(trainer.eval_dataset, num_prompts):
         batch = trainer.data_collator([row])
         ids = batch["input_ids"][0, : batch["input_lengths"][0]]
@@ -172,8 +171,8 @@ def complete(trainer: DiffusionSFTTrainer, num_prompts: int, max_new_tokens: int
             eos_token_id=tokenizer.eos_token_id,
         )
         parts = (ids[:start], ids[start:], generated[0, start:])
-        found.append(tuple(tokenizer.decode(part, skip_special_tokens=True).strip() for part in parts))
-    return found
+        texts.append(tuple(tokenizer.decode(part, skip_special_tokens=True).strip() for part in parts))
+    return texts
 
 
 def main(
@@ -213,7 +212,7 @@ def report(trainer: DiffusionSFTTrainer, arguments: DiffusionScriptArguments) ->
     bounds = [entry["eval_nll_bound"] for entry in trainer.state.log_history if "eval_nll_bound" in entry]
     if bounds:
         print(f"NLL bound {bounds[-1]:.3f}, unigram entropy {unigram_entropy(trainer):.3f} nats per token.")
-    if trainer.mask_token_id is None:  # trained with `--corruption random`, which no sampler here is for
+    if trainer.mask_token_id is None:  # trained with `--corruption random`, for which there is no sampler
         return
     table = Table("prompt", "reference", "completion")
     for row in complete(trainer, arguments.num_prompts, arguments.max_new_tokens):
@@ -237,7 +236,7 @@ def parse(options: list[str]) -> tuple[Any, ...]:
 
 if __name__ == "__main__":
     main(*parse(sys.argv[1:]))
-    # At exit, a thread of gloo could abort the process: ranks leave together, and no DDP model keeps the group.
+    # A thread of gloo could abort the process at exit, so all ranks leave together, and no DDP model keeps the group.
     PartialState().wait_for_everyone()
     gc.collect()
     PartialState().destroy_process_group()

@@ -1,12 +1,12 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """
-Speculative decoding with an EAGLE-3 draft: the draft proposes, the target verifies, the text is the target's own.
+Speculative decoding with an EAGLE-3 draft: the draft proposes tokens, the target verifies them and decides.
 
 ```shell
 python examples/eagle3_decode.py --target Qwen/Qwen3-0.6B --draft eagle3-draft --prompts_file prompts.jsonl
 ```
 
-Prints the texts and the acceptance length: tokens per round of the target. `--check` compares with greedy decoding.
+Prints the texts and the acceptance length (tokens per round of the target). `--check` compares with greedy decoding.
 """
 
 import argparse

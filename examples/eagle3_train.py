@@ -2,8 +2,8 @@
 """
 Train an EAGLE-3 draft head for a target model, and export it for serving.
 
-A Hub dataset or a JSON Lines file, in any form that `Eagle3Trainer` takes: conversations (`messages`), `prompt` +
-`completion`, token ids with a `loss_mask`. Best are answers of the target itself.
+Takes a Hub dataset or a JSON Lines file, in any form that `Eagle3Trainer` reads: conversations (`messages`), `prompt`
++ `completion`, token ids with a `loss_mask`. Answers that the target itself generated work best.
 
 ```shell
 python examples/eagle3_train.py \
@@ -14,10 +14,10 @@ python examples/eagle3_train.py \
     --output_dir Qwen3-8B-EAGLE3 --export_engine vllm
 ```
 
-Options can come from a YAML file (`--config options.yaml`). Start it with `accelerate launch` for several GPUs.
+Options can come from a YAML file (`--config options.yaml`). Use `accelerate launch` for several GPUs.
 `--precompute_dir states` runs the target once and trains without it; a later run with the same folder as
-`--model_name_or_path`, and `--tokenizer_name_or_path`, needs neither target nor data set. `--dry_run` prepares the
-data, prints what was made of it and stops. Without a GPU leave out `--bf16`, or add `--use_cpu`.
+`--model_name_or_path`, and `--tokenizer_name_or_path`, needs neither target nor dataset. `--dry_run` prepares the
+data, prints the counts and stops. Without a GPU leave out `--bf16`, or add `--use_cpu`.
 """
 
 import argparse
@@ -47,20 +47,20 @@ class Eagle3ScriptArguments(ScriptArguments):
 
     Args:
         tools_file (`str`, *optional*):
-            JSON file with tool schemas: a list for all rows, or an object that maps each value of the column `group`
-            to its list.
+            JSON file with tool schemas: a list for all dataset rows, or an object that maps each value of the column
+            `group` to its list.
         tokenizer_name_or_path (`str`, *optional*):
-            Tokenizer, where it is not the model's.
+            Tokenizer, if it is not the model's.
         random_weights (`bool`, *optional*, defaults to `False`):
             Initialise the target from its config alone.
         draft_name_or_path (`str`, *optional*):
             Checkpoint of a draft to train further.
         precompute_dir (`str`, *optional*):
-            Folder for the target's hidden states: they are written first, and the draft is trained on them.
+            Folder for the target's hidden states. The script writes them first and trains the draft on them.
         export_engine (`str`, *optional*):
             Serving engine to export the draft for, into the folder `serving` of the output.
         dry_run (`bool`, *optional*, defaults to `False`):
-            Prepare the data, print what was made of it, and stop. No model is loaded.
+            Prepare the data, print the counts, and stop. No model is loaded.
     """
 
     tools_file: str | None = field(default=None, metadata={"help": "JSON file with tool schemas."})
@@ -76,7 +76,7 @@ class Eagle3ScriptArguments(ScriptArguments):
 
 
 def load_rows(arguments: Eagle3ScriptArguments, split: str) -> Dataset:
-    """The rows of a split of a Hub dataset, or of a local JSON Lines file, with their tools."""
+    """The dataset rows of a split of a Hub dataset, or of a local JSON Lines file, with their tools."""
     if arguments.dataset_name is None:
         raise ValueError("`dataset_name` is missing: pass a Hub dataset or a JSON Lines file.")
     if Path(arguments.dataset_name).is_file():
@@ -91,7 +91,7 @@ def load_rows(arguments: Eagle3ScriptArguments, split: str) -> Dataset:
 
 
 def prepared(rows: Dataset, tokenizer: Any, args: Eagle3Config) -> Dataset:
-    """The rows that `Eagle3Trainer` makes of the dataset."""
+    """The packed or padded documents that `Eagle3Trainer` makes of the dataset."""
     return prepare_eagle3_rows(
         rows,
         SampleOptions(tokenizer, args.supervise_reasoning, args.reasoning_end),
@@ -110,8 +110,8 @@ def print_preparation(split: str, rows: Dataset, args: Eagle3Config) -> None:
     )
     tokens, supervised = sum(map(sum, masks)), sum(map(sum, rows["loss_mask"]))
     print(
-        f"{split}: {len(rows):,} rows of {length:,} slots, {tokens:,} tokens ({tokens / (len(rows) * length):.1%} of "
-        f"the slots), {supervised:,} supervised."
+        f"{split}: {len(rows):,} sequences of {length:,} positions, {tokens:,} tokens "
+        f"({tokens / (len(rows) * length):.1%} of the positions), {supervised:,} supervised."
     )
 
 
@@ -152,9 +152,9 @@ def main(arguments: Eagle3ScriptArguments, training_args: Eagle3Config, model_ar
             frozen.to(training_args.device)
             rows = [
                 precompute_hidden_states(
-                    frozen, prepared(own, tokenizer, training_args), arguments.precompute_dir, split=split
+                    frozen, prepared(dataset, tokenizer, training_args), arguments.precompute_dir, split=split
                 )
-                for own, split in zip(rows, splits, strict=True)
+                for dataset, split in zip(rows, splits, strict=True)
             ]
             target = arguments.precompute_dir
     trainer = Eagle3Trainer(
@@ -171,7 +171,7 @@ def main(arguments: Eagle3ScriptArguments, training_args: Eagle3Config, model_ar
         trainer.push_to_hub()
     if arguments.export_engine is not None and trainer.is_world_process_zero():
         folder = str(Path(training_args.output_dir, "serving"))
-        draft = Eagle3DraftModel.from_pretrained(training_args.output_dir)  # whole, where training had it sharded
+        draft = Eagle3DraftModel.from_pretrained(training_args.output_dir)  # whole, even if training sharded it
         export_for_serving(
             draft,
             folder,
@@ -193,7 +193,7 @@ def make_parser(subparsers: argparse._SubParsersAction | None = None) -> argpars
 
 if __name__ == "__main__":
     main(*make_parser().parse_args_and_config())
-    # At exit, a thread of gloo could abort the process: ranks leave together, and no DDP model keeps the group.
+    # A thread of gloo could abort the process at exit, so all ranks leave together, and no DDP model keeps the group.
     PartialState().wait_for_everyone()
     gc.collect()
     PartialState().destroy_process_group()

@@ -1,8 +1,7 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """
-Tree training and per-branch training of the same trees, side by side: two copies of one model, the same data, the same
-optimizer, in float32. One copy sees each tree folded, the other its branches one by one. Reports the loss of every
-step and how far the weights have drifted apart.
+Trains two copies of one model side by side, with the same data and optimizer, in float32: one copy on folded trees,
+the other on their branches one by one. Reports the loss of every step and the distance between the final weights.
 
 ```shell
 python examples/parity.py --steps 20                                   # a tiny model, on CPU
@@ -89,7 +88,7 @@ def tree_step(model: torch.nn.Module, tree: PrefixTree) -> float:
 
 
 def per_branch_step(model: torch.nn.Module, tree: PrefixTree) -> float:
-    """Every branch weighs 1/K; the sum is divided by the summed weights. Backward branch by branch."""
+    """Each branch has the weight 1/K; the sum is divided by the summed weights. Runs backward branch by branch."""
     divisor = tree.weights.sum()
     total = 0.0
     for branch in tree.branches():
@@ -166,8 +165,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--demo_template", action="store_true", help="render with the demo's chat template")
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--trees", type=int, help="dialogues that the steps cycle through; a new one each by default")
-    parser.add_argument("--turns", type=int, default=4, help="assistant turns of a dialogue: its branches")
+    parser.add_argument("--trees", type=int, help="dialogues that the steps cycle through (default: one per step)")
+    parser.add_argument("--turns", type=int, default=4, help="assistant turns per dialogue, each a branch")
     parser.add_argument("--without_tools", action="store_true", help="leave tool schemas out: shorter prompts")
     parser.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw")
     parser.add_argument("--learning_rate", type=float, default=1e-6)

@@ -2,8 +2,8 @@
 """
 Direct preference optimisation on prefix trees.
 
-Pairs are made of rollouts with a reward: rows with `group` (the prompt's name), `messages` (the last one is the
-answer) and `reward`. Each answer with a higher reward is chosen over each answer with a lower one to the same prompt.
+Builds pairs from rollouts with a reward: dataset rows with `group` (the prompt's name), `messages` (the last one is
+the answer) and `reward`. Each answer is chosen over every answer to the same prompt that has a lower reward.
 
 ```shell
 python examples/tree_dpo.py \
@@ -13,11 +13,11 @@ python examples/tree_dpo.py \
     --output_dir Qwen3-0.6B-TreeDPO
 ```
 
-Pairs of one prompt are neighbours: `--train_sampling_strategy sequential` keeps them in one micro-batch, where they
-share the prompt and the beginnings of their answers. Without `--model_name_or_path` a tiny model with random weights
-is trained, without `--dataset_name` on invented sums: with `--use_cpu` it runs offline, on a CPU, in seconds. Options
-can come from a YAML file (`--config options.yaml`). Start it with `accelerate launch` for several GPUs, add
-`--use_peft` for LoRA, and `--stock` to train the same with TRL's `DPOTrainer`.
+Pairs of one prompt are adjacent: `--train_sampling_strategy sequential` keeps them in one micro-batch, where they
+share the prompt and the beginnings of their answers. Without `--model_name_or_path` the script trains a tiny model
+with random weights, without `--dataset_name` on invented sums; with `--use_cpu` both run offline in seconds.
+Options can come from a YAML file (`--config options.yaml`). Use `accelerate launch` for several GPUs, `--use_peft` for
+LoRA, and `--stock` to train with TRL's `DPOTrainer` instead.
 """
 
 import argparse
@@ -54,20 +54,20 @@ class PairScriptArguments(ScriptArguments):
 
     Args:
         tokenizer_name_or_path (`str`, *optional*):
-            Tokenizer, where it is not the model's.
+            Tokenizer, if it is not the model's.
         max_pairs_per_prompt (`int`, *optional*, defaults to `4`):
-            Pairs to make of the answers to one prompt.
+            Maximum pairs per prompt.
         stock (`bool`, *optional*, defaults to `False`):
-            Train with TRL's `DPOTrainer`, which computes every row by itself.
+            Train with TRL's `DPOTrainer`, which computes every sequence by itself.
     """
 
     tokenizer_name_or_path: str | None = field(default=None, metadata={"help": "Tokenizer, if not the model's."})
-    max_pairs_per_prompt: int = field(default=4, metadata={"help": "Pairs to make of the answers to one prompt."})
+    max_pairs_per_prompt: int = field(default=4, metadata={"help": "Maximum pairs per prompt."})
     stock: bool = field(default=False, metadata={"help": "Train with TRL's DPOTrainer."})
 
 
 def invented_rows(prompts: int = 16, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Sums with two right and two wrong worked answers each, in the form of the real file."""
+    """Sums with two right and two wrong worked answers each, with the columns of real data."""
     draw = random.Random(seed)
     for number in range(prompts):
         a, b, c = (draw.randint(2, 9) for _ in range(3))
@@ -85,7 +85,7 @@ def invented_rows(prompts: int = 16, seed: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def pairs_of(rows: Dataset, max_pairs_per_prompt: int) -> Dataset:
-    """Pairs of a better and a worse answer, those of one prompt next to each other."""
+    """Pairs of a better and a worse answer; pairs of one prompt are adjacent."""
     groups: dict[Any, list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(row["group"], []).append(row)
@@ -107,7 +107,7 @@ def pairs_of(rows: Dataset, max_pairs_per_prompt: int) -> Dataset:
 
 
 def load_pairs(arguments: PairScriptArguments, split: str) -> Dataset:
-    """The pairs of a split of a Hub dataset, of a local JSON Lines file, or of the invented rows."""
+    """The pairs of a split of a Hub dataset, of a local JSON Lines file, or of the invented sums."""
     if arguments.dataset_name is None:
         rows = Dataset.from_list(list(invented_rows()))
     elif Path(arguments.dataset_name).is_file():
@@ -120,7 +120,7 @@ def load_pairs(arguments: PairScriptArguments, split: str) -> Dataset:
 def load_model(
     model_args: ModelConfig, arguments: PairScriptArguments, training_args: DPOConfig
 ) -> tuple[PreTrainedModel | str, PreTrainedTokenizerBase]:
-    """The model (a name is left to the trainer, which loads the reference the same way) and its tokenizer."""
+    """The model (or its name, from which the trainer loads the model and the reference) and its tokenizer."""
     if model_args.model_name_or_path is not None:
         kwargs = {"dtype": model_args.dtype, "revision": model_args.model_revision}
         if model_args.attn_implementation is not None:
@@ -174,7 +174,7 @@ def make_parser(subparsers: argparse._SubParsersAction | None = None) -> argpars
 
 if __name__ == "__main__":
     main(*make_parser().parse_args_and_config())
-    # At exit, a thread of gloo could abort the process: ranks leave together, and no DDP model keeps the group.
+    # A thread of gloo could abort the process at exit, so all ranks leave together, and no DDP model keeps the group.
     PartialState().wait_for_everyone()
     gc.collect()
     PartialState().destroy_process_group()

@@ -1,9 +1,9 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """
-Group relative policy optimisation on prefix trees, with rewards by rule: the last number must be the answer.
+Group relative policy optimisation on prefix trees. The reward is a rule: the last number must be the answer.
 
-Rows are problems with an answer (`question` and `answer`, as in GSM8K; the answer's last number counts), or rollouts
-with a reward (`group`, `messages`, `reward`): each prompt once, with the answer of a rollout that was right.
+Dataset rows are problems with an answer (`question` and `answer`, as in GSM8K; the answer's last number counts), or
+rollouts with a reward (`group`, `messages`, `reward`): each prompt is used once, with the answer of a right rollout.
 
 ```shell
 python examples/tree_grpo.py \
@@ -13,10 +13,10 @@ python examples/tree_grpo.py \
     --output_dir Qwen3-0.6B-TreeGRPO
 ```
 
-Without `--model_name_or_path` a tiny model with random weights is trained, without `--dataset_name` on invented sums:
-with `--use_cpu` it runs offline, on a CPU, in minutes (`--max_steps 5 --max_completion_length 32`: in seconds).
-Options can come from a YAML file (`--config options.yaml`). Start it with `accelerate launch` for several GPUs, add
-`--use_peft` for LoRA, `--use_vllm` to generate with vLLM, and `--stock` to train the same with TRL's `GRPOTrainer`.
+Without `--model_name_or_path` the script trains a tiny model with random weights, without `--dataset_name` on invented
+sums; with `--use_cpu` both run offline, on a CPU, in minutes (with `--max_steps 5 --max_completion_length 32` in
+seconds). Options can come from a YAML file (`--config options.yaml`). Use `accelerate launch` for several GPUs,
+`--use_peft` for LoRA, `--use_vllm` to generate with vLLM, and `--stock` to train with TRL's `GRPOTrainer` instead.
 """
 
 import argparse
@@ -54,32 +54,32 @@ class RolloutScriptArguments(ScriptArguments):
 
     Args:
         tokenizer_name_or_path (`str`, *optional*):
-            Tokenizer, where it is not the model's.
+            Tokenizer, if it is not the model's.
         max_row_tokens (`int`, *optional*, defaults to `0`):
-            Tokens that one forward may hold, where memory allows more than `per_device_train_batch_size` padded rows.
+            Maximum tokens of one forward, if memory allows more than `per_device_train_batch_size` padded sequences.
         stock (`bool`, *optional*, defaults to `False`):
-            Train with TRL's `GRPOTrainer`, which computes every row by itself.
+            Train with TRL's `GRPOTrainer`, which computes every sequence by itself.
     """
 
     tokenizer_name_or_path: str | None = field(default=None, metadata={"help": "Tokenizer, if not the model's."})
-    max_row_tokens: int = field(default=0, metadata={"help": "Tokens that one forward may hold."})
+    max_row_tokens: int = field(default=0, metadata={"help": "Maximum tokens of one forward."})
     stock: bool = field(default=False, metadata={"help": "Train with TRL's GRPOTrainer."})
 
 
 def last_number(text: str) -> float | None:
     """The last number in a text (`"1,234 / 2 = $617."` has 617), or `None`."""
-    found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
-    return float(found[-1].replace(",", "")) if found else None
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 def right_answer(completions: list[list[dict[str, str]]], answer: list[float], **kwargs: Any) -> list[float]:
-    """1 where the completion's last number is the answer."""
-    found = [last_number(completion[-1]["content"]) for completion in completions]
-    return [float(number == own) for number, own in zip(found, answer, strict=True)]
+    """1 if the completion's last number is the answer, else 0."""
+    numbers = [last_number(completion[-1]["content"]) for completion in completions]
+    return [float(number == expected) for number, expected in zip(numbers, answer, strict=True)]
 
 
 def states_a_number(completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
-    """0.2 where there is any number at all: something to learn before the first right answer."""
+    """0.2 if the completion has any number: a signal before the first right answer."""
     return [0.2 * (last_number(completion[-1]["content"]) is not None) for completion in completions]
 
 
@@ -93,7 +93,7 @@ def invented_rows(prompts: int = 32, seed: int = 0) -> Iterator[dict[str, str]]:
 
 
 def problems_of(rows: Dataset) -> Dataset:
-    """Prompts (`prompt`, a conversation) and what their answer is (`answer`, a number)."""
+    """Prompts (`prompt`, a conversation) and their answers (`answer`, a number)."""
     if "messages" in rows.column_names:
         right = {row["group"]: row["messages"] for row in rows if row["reward"] > 0}
         if missing := len({row["group"] for row in rows}) - len(right):
@@ -119,7 +119,7 @@ def load_problems(arguments: RolloutScriptArguments, split: str) -> Dataset:
 def load_model(
     model_args: ModelConfig, arguments: RolloutScriptArguments, training_args: GRPOConfig
 ) -> tuple[str, PreTrainedTokenizerBase]:
-    """Name or folder of the model, from which the trainer loads the reference as well, and its tokenizer."""
+    """Name or folder of the model (the trainer loads the reference from it as well), and its tokenizer."""
     tokenizer_name = arguments.tokenizer_name_or_path or model_args.model_name_or_path
     if tokenizer_name is not None:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_name, padding_side="left")
@@ -135,7 +135,7 @@ def load_model(
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
     torch.manual_seed(training_args.seed)
     folder = os.path.join(training_args.output_dir, "start")
-    if PartialState().is_local_main_process:  # the others would overwrite what it is about to load
+    if PartialState().is_local_main_process:  # other processes would overwrite the files that it loads
         model = AutoModelForCausalLM.from_config(Qwen3Config(vocab_size=len(tokenizer), **sizes, **heads))
         model.save_pretrained(folder)
     PartialState().wait_for_everyone()
@@ -173,7 +173,7 @@ def make_parser(subparsers: argparse._SubParsersAction | None = None) -> argpars
 
 if __name__ == "__main__":
     main(*make_parser().parse_args_and_config())
-    # At exit, a thread of gloo could abort the process: ranks leave together, and no DDP model keeps the group.
+    # A thread of gloo could abort the process at exit, so all ranks leave together, and no DDP model keeps the group.
     PartialState().wait_for_everyone()
     gc.collect()
     PartialState().destroy_process_group()

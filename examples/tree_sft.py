@@ -2,8 +2,8 @@
 """
 Supervised fine-tuning on prefix trees.
 
-A Hub dataset or a JSON Lines file, in any form that `TreeSFTTrainer` takes: conversations (`messages`), `prompt` +
-`completions`, token ids, folded trees.
+Takes a Hub dataset or a JSON Lines file, in any form that `TreeSFTTrainer` reads: conversations (`messages`), `prompt`
++ `completions`, token ids, folded trees.
 
 ```shell
 python examples/tree_sft.py \
@@ -12,9 +12,9 @@ python examples/tree_sft.py \
     --output_dir Qwen3-0.6B-TreeSFT
 ```
 
-Options can come from a YAML file (`--config options.yaml`; `examples/ablation` has some). Start it with `accelerate
-launch` for several GPUs, add `--use_peft` for LoRA, and `--use_cpu` without a GPU. `--dry_run` prepares the data,
-prints what was made of it and stops. With `--eval_strategy`, a JSON Lines file is evaluated on its own rows.
+Options can come from a YAML file (`--config options.yaml`; `examples/ablation` has some). Use `accelerate launch` for
+several GPUs, `--use_peft` for LoRA, and `--use_cpu` without a GPU. `--dry_run` prepares the data, prints the counts
+and stops. With `--eval_strategy`, a JSON Lines file is also the evaluation set.
 """
 
 import argparse
@@ -46,19 +46,19 @@ class TreeScriptArguments(ScriptArguments):
 
     Args:
         tools_file (`str`, *optional*):
-            JSON file with tool schemas: a list for all rows, or an object of lists by the value of `group_by`
-            (of the column `group` without it).
+            JSON file with tool schemas: a list for all dataset rows, or an object that maps each value of `group_by`
+            (by default of the column `group`) to its list.
         tokenizer_name_or_path (`str`, *optional*):
-            Tokenizer, where it is not the model's.
+            Tokenizer, if it is not the model's.
         gguf_file (`str`, *optional*):
             Name of a GGUF file in the model's folder to load the weights from.
         random_weights (`bool`, *optional*, defaults to `False`):
             Initialise the model from its config alone.
         baseline (`str`, *optional*):
-            Train without trees, with TRL's `SFTTrainer`: `"per_branch"` makes each branch a sample, `"flat_steps"`
-            the turns of a conversation, joined while the next prompt extends the last sample.
+            Train without trees, with TRL's `SFTTrainer`: `"per_branch"` makes a sample of each branch, `"flat_steps"`
+            one of consecutive turns of a conversation, as long as the next prompt extends the last sample.
         dry_run (`bool`, *optional*, defaults to `False`):
-            Prepare the data, print what was made of it, and stop. No model is loaded.
+            Prepare the data, print the counts, and stop. No model is loaded.
     """
 
     tools_file: str | None = field(default=None, metadata={"help": "JSON file with tool schemas."})
@@ -73,7 +73,7 @@ class TreeScriptArguments(ScriptArguments):
 
 
 def load_rows(arguments: TreeScriptArguments, training_args: TreeSFTConfig, split: str) -> Dataset:
-    """The rows of a split of a Hub dataset, or of a local JSON Lines file, with their tools."""
+    """The dataset rows of a split of a Hub dataset, or of a local JSON Lines file, with their tools."""
     if arguments.dataset_name is None:
         raise ValueError("`dataset_name` is missing: pass a Hub dataset or a JSON Lines file.")
     if Path(arguments.dataset_name).is_file():
@@ -98,15 +98,16 @@ def load_rows(arguments: TreeScriptArguments, training_args: TreeSFTConfig, spli
 
 
 def prepared(rows: Dataset, tokenizer: Any, args: TreeSFTConfig, counts: dict[str, Any], **changes: Any) -> Dataset:
-    """The trees that `TreeSFTTrainer` makes of the rows: its options have the names that `prepare_trees` uses."""
-    own = {name: getattr(args, name) for name in inspect.signature(prepare_trees).parameters if hasattr(args, name)}
-    return prepare_trees(rows, tokenizer, num_proc=args.dataset_num_proc, counts=counts, **{**own, **changes})
+    """The trees that `TreeSFTTrainer` makes of the dataset rows: its options have the names of `prepare_trees`."""
+    names = inspect.signature(prepare_trees).parameters
+    options = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    return prepare_trees(rows, tokenizer, num_proc=args.dataset_num_proc, counts=counts, **{**options, **changes})
 
 
 def baseline_rows(
     rows: Dataset, tokenizer: Any, args: TreeSFTConfig, baseline: str, counts: dict[str, Any]
 ) -> Dataset:
-    """The same rows, selected and truncated in the same way, for `SFTTrainer`."""
+    """The same data for `SFTTrainer`, selected and truncated in the same way."""
     trees = prepared(rows, tokenizer, args, counts, max_packed_tokens=None)
     folded = (PrefixTree.from_dict(row) for row in trees)
     if baseline == "per_branch":
@@ -119,7 +120,7 @@ def baseline_rows(
 
 
 def print_preparation(split: str, counts: dict[str, Any], samples: Dataset | None) -> None:
-    """Prints what was made of a split: its trees, and the samples of a baseline."""
+    """Prints the counts of a split: its trees, and the samples of a baseline."""
     ratios = {f"{name}_ratio": counts[f"branch_{name}s"] / counts[f"tree_{name}s"] for name in ("token", "pair")}
     mean = {"mean_branches": counts["branches"] / counts["trees"]}
     console().print(counts_list(split, {**counts, **ratios, **mean}))
@@ -198,7 +199,7 @@ def make_parser(subparsers: argparse._SubParsersAction | None = None) -> argpars
 
 if __name__ == "__main__":
     main(*make_parser().parse_args_and_config())
-    # At exit, a thread of gloo could abort the process: ranks leave together, and no DDP model keeps the group.
+    # A thread of gloo could abort the process at exit, so all ranks leave together, and no DDP model keeps the group.
     PartialState().wait_for_everyone()
     gc.collect()
     PartialState().destroy_process_group()

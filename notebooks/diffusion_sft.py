@@ -13,18 +13,31 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/hf-prefix-tree/hf_prefix_tree/blob/main/notebooks/diffusion_sft.ipynb)
 #
-# An autoregressive model writes from left to right. A masked diffusion model starts from masks and fills in what it is surest
-# of first. This notebook trains a tiny one, with block diffusion, on sentences and their passive voice, and watches it
-# write. `examples/diffusion_sft.py` does the same with a model of your choice.
+# An autoregressive model writes from left to right. A masked diffusion model starts from mask tokens and fills in the most
+# certain ones first. This notebook trains a tiny model with block diffusion to turn sentences into the passive voice, and
+# then generates with it. `examples/diffusion_sft.py` does the same with a model of your choice.
 
 # %%
-# On Colab: %pip install -q hf_prefix_tree matplotlib
+# The package and the demo's data come from the repository: cloned on Colab, elsewhere the folder above this one.
+import subprocess
+import sys
+from pathlib import Path
 
+repository = Path("..")
+if "google.colab" in sys.modules:
+    repository = Path("repository")
+    if not repository.exists():
+        url = "https://github.com/hf-prefix-tree/hf_prefix_tree"
+        subprocess.run(["git", "clone", "-q", "--depth", "1", url, str(repository)], check=True)
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", f"./{repository}[viz]"], check=True)
+sys.path.insert(0, str(repository.resolve()))
+
+# %%
 import warnings
 
 from datasets.utils.logging import disable_progress_bar
 
-warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries, to keep the pages short
+warnings.filterwarnings("ignore", category=FutureWarning)  # from libraries; they would fill the page
 disable_progress_bar()
 
 # %%
@@ -63,9 +76,9 @@ tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
 # %% [markdown]
 # ## Training
 #
-# The row of block diffusion is `[x_t | x_0]`: the noisy text beside the clean one. A noisy block of four tokens sees itself and
-# the clean blocks before it. The loss bounds the negative log-likelihood, so it compares with what knowing the
-# frequencies of the tokens would give, and no more: their entropy.
+# In block diffusion the model reads the packed sequence `[x_t | x_0]`: the noisy text followed by the clean text. A noisy block
+# of four tokens sees itself and the clean blocks before it. The loss is an upper bound of the negative log-likelihood, so it can
+# be compared with the entropy of the tokens, which a model reaches that knows their frequencies and nothing else.
 
 # %%
 torch.manual_seed(0)
@@ -115,14 +128,15 @@ history = [entry for entry in trainer.state.log_history if "nll_bound" in entry]
 figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
 axes.plot([e["step"] for e in history], [e["nll_bound"] for e in history], label="NLL bound in training")
 axes.axhline(entropy, color="gray", linestyle="--", label="entropy of single tokens")
-axes.set(xlabel="optimizer step", ylabel="nats per token", title="The model learns more than frequencies")
+axes.set(xlabel="optimizer step", ylabel="nats per token", title="The model learns more than token frequencies")
 axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# ## Writing
+# ## Generating
 #
-# The response is a canvas of masks, filled block after block. Two tokens a step: the surest first, not the leftmost.
+# The response starts as mask tokens and is filled block by block, in two steps per block. Each step fills the most certain
+# tokens, not the leftmost ones.
 
 
 # %%
@@ -131,7 +145,7 @@ model = trainer.accelerator.unwrap_model(trainer.model)
 
 def write(prompt, steps_per_block):
     ids = torch.tensor([tokenizer(prompt)["input_ids"]], device=model.device)
-    found = diffusion_generate(
+    generated = diffusion_generate(
         model,
         ids,
         max_new_tokens=8,
@@ -141,7 +155,7 @@ def write(prompt, steps_per_block):
         objective="block",
         eos_token_id=tokenizer.eos_token_id,
     )
-    return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+    return tokenizer.decode(generated[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 right = 0

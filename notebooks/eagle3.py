@@ -9,22 +9,35 @@
 # ---
 
 # %% [markdown]
-# # EAGLE-3: train a draft and watch it draft
+# # EAGLE-3: train a draft and decode with it
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/hf-prefix-tree/hf_prefix_tree/blob/main/notebooks/eagle3.ipynb)
 #
 # A draft is one decoder layer that guesses the next tokens of a large target model; the target checks several guesses in one
-# forward. The text stays the target's own, and comes in fewer rounds. Here a small target learns a made-up language, a
-# draft is trained for it, and then drafts. For a real target, `examples/eagle3_train.py` takes a model name and a dataset.
+# forward. The target still determines the text, but needs fewer forwards for it. Here a small target learns an invented
+# language, and a draft is trained for it. For a real target, `examples/eagle3_train.py` takes a model name and a dataset.
 
 # %%
-# On Colab: %pip install -q hf_prefix_tree matplotlib
+# The package and the demo's data come from the repository: cloned on Colab, elsewhere the folder above this one.
+import subprocess
+import sys
+from pathlib import Path
 
+repository = Path("..")
+if "google.colab" in sys.modules:
+    repository = Path("repository")
+    if not repository.exists():
+        url = "https://github.com/hf-prefix-tree/hf_prefix_tree"
+        subprocess.run(["git", "clone", "-q", "--depth", "1", url, str(repository)], check=True)
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", f"./{repository}[viz]"], check=True)
+sys.path.insert(0, str(repository.resolve()))
+
+# %%
 import warnings
 
 from datasets.utils.logging import disable_progress_bar
 
-warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries, to keep the pages short
+warnings.filterwarnings("ignore", category=FutureWarning)  # from libraries; they would fill the page
 disable_progress_bar()
 
 # %%
@@ -41,7 +54,7 @@ VOCABULARY = 48
 # %% [markdown]
 # ## A language and a target
 #
-# The next token follows from the last two by a fixed rule, but for one in ten, which is random.
+# A fixed rule derives the next token from the last two. One token in ten is random instead.
 
 
 # %%
@@ -49,9 +62,10 @@ def sentences(count, length, seed):
     generator = torch.Generator().manual_seed(seed)
     rule = torch.randint(0, VOCABULARY, (VOCABULARY, 4), generator=torch.Generator().manual_seed(99))
     ids = torch.randint(0, VOCABULARY, (count, length), generator=generator)
-    for at in range(2, length):
+    for position in range(2, length):
         follows = torch.rand(count, generator=generator) < 0.9
-        ids[:, at] = torch.where(follows, rule[ids[:, at - 1], ids[:, at - 2] % 4], ids[:, at])
+        by_rule = rule[ids[:, position - 1], ids[:, position - 2] % 4]
+        ids[:, position] = torch.where(follows, by_rule, ids[:, position])
     return ids
 
 
@@ -79,9 +93,9 @@ print(f"loss of the target: {loss:.2f}")
 # %% [markdown]
 # ## Training the draft
 #
-# The draft reads hidden states of three target layers. Its vocabulary is smaller than the target's: the tokens that
-# occur most. Training unrolls it for four steps on its own hidden states, which is what it will meet in use. The documents are
-# packed into rows. `tau` is the number of tokens that a round of the target is expected to bring.
+# The draft reads the hidden states of three target layers. Its vocabulary holds only the most frequent tokens of the target's.
+# Training unrolls the draft for four steps on its own hidden states, as decoding does. The documents are packed into longer
+# sequences. `tau` is the expected number of tokens per forward of the target.
 
 # %%
 draft = Eagle3DraftModel(Eagle3DraftConfig.from_target(config, aux_layer_ids=[0, 1, 2], draft_vocab_size=40))
@@ -110,10 +124,10 @@ def acceptance():
     """Tokens per round over a few held-out prompts; checks that the text is the target's."""
     rounds, tokens = 0, 0
     for prompt in sentences(6, 4, seed=1000).tolist():
-        found = speculative_generate(trainer.target, draft.eval(), prompt, 24, num_draft_tokens=4)
+        drafted = speculative_generate(trainer.target, draft.eval(), prompt, 24, num_draft_tokens=4)
         plain = speculative_generate(trainer.target, draft, prompt, 24, num_draft_tokens=0)
-        assert found.tokens == plain.tokens
-        rounds, tokens = rounds + len(found.accepted), tokens + len(found.accepted) + sum(found.accepted)
+        assert drafted.tokens == plain.tokens
+        rounds, tokens = rounds + len(drafted.accepted), tokens + len(drafted.accepted) + sum(drafted.accepted)
     return tokens / rounds
 
 
@@ -122,7 +136,7 @@ trainer.train()
 after = acceptance()
 
 # %% [markdown]
-# ## What it gained
+# ## Tokens per forward of the target
 
 # %%
 history = [entry for entry in trainer.state.log_history if "tau" in entry]
@@ -133,8 +147,8 @@ axes.plot(
 axes.axhline(before, color="gray", linestyle=":", label=f"measured before training: {before:.2f}")
 axes.axhline(after, color="black", linestyle="--", label=f"measured after training: {after:.2f}")
 axes.set(xlabel="training step", ylabel="tokens per round of the target", ylim=(0.9, 5))
-axes.set_title("A draft of one layer triples what a round brings" if after > 3 else "The draft at work")
+axes.set_title("A draft of one layer triples the tokens per round" if after > 3 else "Tokens per round")
 axes.legend(frameon=False)
 plt.show()
-print(f"{before:.2f} tokens per round before training, {after:.2f} after; the text is that of greedy decoding.")
+print(f"{before:.2f} tokens per round before training, {after:.2f} after; the text equals that of greedy decoding.")
 assert after > before + 1

@@ -13,18 +13,31 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/hf-prefix-tree/hf_prefix_tree/blob/main/notebooks/tree_dpo.ipynb)
 #
-# A preference pair is two answers to one prompt. TRL's `DPOTrainer` computes the prompt with each of them, in the policy and
-# again in the reference. `TreeDPOTrainer` computes it once per model and micro-batch, for all pairs of the prompt, and logs the same
-# numbers. Here both train the same model on the same pairs, side by side.
+# A preference pair consists of two answers to one prompt. TRL's `DPOTrainer` computes the prompt with each answer, in the policy
+# and again in the reference model. `TreeDPOTrainer` computes it once per model and micro-batch, for all pairs of the prompt, and
+# logs the same numbers. Here both trainers train the same model on the same pairs.
 
 # %%
-# On Colab: %pip install -q hf_prefix_tree matplotlib
+# The package and the demo's data come from the repository: cloned on Colab, elsewhere the folder above this one.
+import subprocess
+import sys
+from pathlib import Path
 
+repository = Path("..")
+if "google.colab" in sys.modules:
+    repository = Path("repository")
+    if not repository.exists():
+        url = "https://github.com/hf-prefix-tree/hf_prefix_tree"
+        subprocess.run(["git", "clone", "-q", "--depth", "1", url, str(repository)], check=True)
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", f"./{repository}[viz]"], check=True)
+sys.path.insert(0, str(repository.resolve()))
+
+# %%
 import warnings
 
 from datasets.utils.logging import disable_progress_bar
 
-warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries, to keep the pages short
+warnings.filterwarnings("ignore", category=FutureWarning)  # from libraries; they would fill the page
 disable_progress_bar()
 
 # %%
@@ -45,8 +58,8 @@ HAS_GPU = torch.cuda.is_available()
 # %% [markdown]
 # ## Pairs
 #
-# Worked sums with right and wrong answers. Every right answer is chosen over every wrong one to the same question, and
-# pairs of one question are neighbours, so that they meet in a micro-batch.
+# Worked sums with right and wrong answers. Every right answer is chosen over every wrong answer to the same question. The pairs
+# of one question stand next to each other, so that they are in the same micro-batch.
 
 # %%
 draw = random.Random(0)
@@ -74,7 +87,7 @@ print(len(dataset), "pairs of", len(dataset) // 4, "questions")
 # %% [markdown]
 # ## Two trainers, one run each
 #
-# The same configuration, model and order of batches.
+# Both runs have the same configuration, model and order of batches.
 
 # %%
 if HAS_GPU:
@@ -95,10 +108,12 @@ def make_model():
 
 
 def train(trainer_class):
-    positions = []  # tokens that go through policy and reference
+    positions = []  # tokens that the policy and the reference compute
     model, reference = make_model(), make_model()
-    for one in (model, reference):
-        one.model.layers[0].register_forward_pre_hook(lambda module, args: positions.append(args[0].shape[:2].numel()))
+    for part in (model, reference):
+        part.model.layers[0].register_forward_pre_hook(
+            lambda module, args: positions.append(args[0].shape[:2].numel())
+        )
     with tempfile.TemporaryDirectory() as folder:
         args = DPOConfig(
             folder,
@@ -137,7 +152,7 @@ assert difference < 1e-4 and tree_tokens < stock_tokens / 3
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", width_ratios=(2, 1))
 for name, entries, style in (("DPOTrainer", stock, "o"), ("TreeDPOTrainer", tree, "-")):
     left.plot([e["step"] for e in entries], [e["loss"] for e in entries], style, label=name)
-left.set(xlabel="optimizer step", ylabel="loss", title="The losses lie on one another")
+left.set(xlabel="optimizer step", ylabel="loss", title="The losses are equal")
 left.legend(frameon=False)
 right.bar(["DPOTrainer", "TreeDPOTrainer"], [stock_tokens, tree_tokens], color=["tab:blue", "tab:orange"])
 right.set(ylabel="tokens computed", title=f"{stock_tokens / tree_tokens:.1f}x fewer tokens")

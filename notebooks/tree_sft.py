@@ -13,24 +13,36 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/hf-prefix-tree/hf_prefix_tree/blob/main/notebooks/tree_sft.ipynb)
 #
-# An agent's dialogues are rich in repetition: several trials of one task share the system prompt and the tools, and every turn
-# starts with all turns before it. Trained sample by sample, those tokens are computed again and again. Here they are folded
-# into prefix trees and trained once, with the same loss and the same gradients.
+# An agent's dialogues repeat many tokens: several trials of one task share the system prompt and the tools, and every turn starts
+# with all earlier turns. Training sample by sample computes those tokens again and again. Here the samples are folded into
+# prefix trees, and each shared token is computed once, with the same loss and the same gradients.
 #
 # With a GPU this notebook trains Qwen3-0.6B; without one, a small random model, in about a minute.
 
 # %%
-# On Colab: %pip install -q hf_prefix_tree matplotlib
+# The package and the demo's data come from the repository: cloned on Colab, elsewhere the folder above this one.
+import subprocess
+import sys
+from pathlib import Path
 
+repository = Path("..")
+if "google.colab" in sys.modules:
+    repository = Path("repository")
+    if not repository.exists():
+        url = "https://github.com/hf-prefix-tree/hf_prefix_tree"
+        subprocess.run(["git", "clone", "-q", "--depth", "1", url, str(repository)], check=True)
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", f"./{repository}[viz]"], check=True)
+sys.path.insert(0, str(repository.resolve()))
+
+# %%
 import warnings
 
 from datasets.utils.logging import disable_progress_bar
 
-warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries, to keep the pages short
+warnings.filterwarnings("ignore", category=FutureWarning)  # from libraries; they would fill the page
 disable_progress_bar()
 
 # %%
-
 import torch
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -45,7 +57,7 @@ HAS_GPU = torch.cuda.is_available()
 # ## Data
 #
 # Eight dialogues with invented help desks: four tasks, two trials each, with tool calls and reasoning. Your own
-# data has the same shape: a column `messages`, and a column that says which rows belong together.
+# data needs the same columns: `messages`, and a column that says which dataset rows belong together.
 
 # %%
 rows = generate_dialogues(num_groups=4, trials=2)
@@ -59,8 +71,8 @@ for message in rows[0]["messages"][1:5]:
     )
 
 # %% [markdown]
-# The tokenizer's chat template drops the reasoning of earlier turns, as Qwen3's does. What the model saw when it sampled turn 3
-# is therefore not a prefix of the finished dialogue. `prepare_trees` renders every turn as it was sampled, and folds the
+# The tokenizer's chat template drops the reasoning of earlier turns, as Qwen3's does. The context in which the model sampled turn
+# 3 is therefore not a prefix of the finished dialogue. `prepare_trees` renders every turn as it was sampled, and folds the
 # renderings of a task into one tree.
 
 # %%
@@ -81,7 +93,7 @@ for row in trees:
 # ## Training
 #
 # `TreeSFTTrainer` is TRL's `SFTTrainer` on trees. With `weighting="branch"` its numbers are those of ordinary training on all
-# the turns; the default, `"tree"`, weighs every task alike.
+# the turns; the default, `"tree"`, gives every task the same weight.
 
 
 # %%
@@ -135,20 +147,20 @@ model = prepare_model(make_model())
 tree = PrefixTree.from_dict(trees[0])
 if HAS_GPU:
     compare_step(model, [tree])  # compiles the kernels
-found = compare_step(model, [tree])
+comparison = compare_step(model, [tree])
 stats = tree.stats()
 print(f"{'':12}{'branch by branch':>18}{'folded':>12}")
 print(f"{'tokens':12}{stats.branch_tokens:18,}{stats.tree_tokens:12,}")
-print(f"{'seconds':12}{found.branch_seconds:18.2f}{found.tree_seconds:12.2f}")
-print(f"{'loss':12}{found.branch_loss:18.6f}{found.tree_loss:12.6f}")
-print(f"largest difference of any gradient, relative: {found.gradient_difference:.1e}")
-assert found.loss_difference < 1e-5 and found.gradient_difference < (0.05 if HAS_GPU else 1e-4)
+print(f"{'seconds':12}{comparison.branch_seconds:18.2f}{comparison.tree_seconds:12.2f}")
+print(f"{'loss':12}{comparison.branch_loss:18.6f}{comparison.tree_loss:12.6f}")
+print(f"largest difference of any gradient, relative: {comparison.gradient_difference:.1e}")
+assert comparison.loss_difference < 1e-5 and comparison.gradient_difference < (0.05 if HAS_GPU else 1e-4)
 
 # %% [markdown]
-# ## What it looks like
+# ## The mask
 #
-# The mask of the first tree. The large triangle is the longest path. Each small one along the diagonal is a part that forked
-# off: it sees the trunk, at the left, and itself, and nothing in between.
+# This is the attention mask of the first tree. The large triangle is the longest path. Each small triangle along the diagonal is
+# a side branch: it sees the trunk (at the left) and itself, and nothing in between.
 
 # %%
 import matplotlib.pyplot as plt

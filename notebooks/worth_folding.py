@@ -13,18 +13,31 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/hf-prefix-tree/hf_prefix_tree/blob/main/notebooks/worth_folding.ipynb)
 #
-# Folding pays where sequences start alike. This notebook counts it for four kinds of data, and predicts the speed-up for a
-# model. It needs no GPU and no model weights. The command line does the same for a file: `hf-prefix-tree inspect` and
-# `hf-prefix-tree estimate`.
+# Folding pays where sequences share long prefixes. This notebook counts the shared tokens of four kinds of data, and predicts the
+# speed-up for a model. It needs no GPU and no model weights. On the command line, `hf-prefix-tree inspect` and
+# `hf-prefix-tree estimate` do the same for a file.
 
 # %%
-# On Colab: %pip install -q hf_prefix_tree matplotlib
+# The package and the demo's data come from the repository: cloned on Colab, elsewhere the folder above this one.
+import subprocess
+import sys
+from pathlib import Path
 
+repository = Path("..")
+if "google.colab" in sys.modules:
+    repository = Path("repository")
+    if not repository.exists():
+        url = "https://github.com/hf-prefix-tree/hf_prefix_tree"
+        subprocess.run(["git", "clone", "-q", "--depth", "1", url, str(repository)], check=True)
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", f"./{repository}[viz]"], check=True)
+sys.path.insert(0, str(repository.resolve()))
+
+# %%
 import warnings
 
 from datasets.utils.logging import disable_progress_bar
 
-warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries, to keep the pages short
+warnings.filterwarnings("ignore", category=FutureWarning)  # from libraries; they would fill the page
 disable_progress_bar()
 
 # %%
@@ -44,9 +57,9 @@ VOCABULARY = 1000
 def rollouts(prompt, completion, number):
     """One prompt and its completions, of random tokens."""
     ids = rng.integers(VOCABULARY, size=prompt)
-    own = [rng.integers(VOCABULARY, size=completion) for _ in range(number)]
+    completions = [rng.integers(VOCABULARY, size=completion) for _ in range(number)]
     weights = np.concatenate([np.zeros(prompt), np.ones(completion)])
-    return fold([Branch(np.concatenate([ids, one]), weights) for one in own])
+    return fold([Branch(np.concatenate([ids, tokens]), weights) for tokens in completions])
 
 
 # %% [markdown]
@@ -55,7 +68,7 @@ def rollouts(prompt, completion, number):
 # - **Agent dialogues**: every turn as it was sampled, several trials of a task in one tree.
 # - **Group rollouts**: a prompt of 1,000 tokens with 16 completions of 300.
 # - **Stripped reasoning**: 20 turns on one trunk, each turn's reasoning a leaf of its own.
-# - **Long answers**: 4 answers of 3,000 tokens to a prompt of 100. There is little to share.
+# - **Long answers**: 4 answers of 3,000 tokens to a prompt of 100. They share little.
 
 # %%
 rows = generate_dialogues(num_groups=6, trials=4)
@@ -69,9 +82,10 @@ kinds = {
 }
 
 # %% [markdown]
-# ## What folding saves
+# ## Savings
 #
-# Linear layers gain the token ratio, attention the pair ratio. The estimate weighs both for a model, here Qwen3-0.6B's shape.
+# Linear layers save by the token ratio, attention by the pair ratio. The estimate combines both for a model, here one of the
+# shape of Qwen3-0.6B.
 
 # %%
 config = AutoConfig.for_model(
@@ -102,10 +116,10 @@ for name, trees in kinds.items():
 assert speedups["agent dialogues"] > 3 and speedups["long answers"] < 1.2
 
 # %% [markdown]
-# ## What sets the ratio
+# ## The token ratio
 #
-# For group rollouts: the share of the prompt, and the number of completions. The curves end at one over the share of
-# tokens that are not shared, however many completions there are.
+# For group rollouts the ratio depends on the share of the prompt and on the number of completions. With more and more
+# completions it approaches the length of a whole branch divided by the length of a completion.
 
 # %%
 import matplotlib.pyplot as plt
@@ -120,5 +134,5 @@ axes.set_xticks(numbers, [str(n) for n in numbers])
 axes.set_yticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
 axes.minorticks_off()
 axes.legend(frameon=False, fontsize=9)
-axes.set_title("The longer the prompt, the more there is to share")
+axes.set_title("Longer prompts share more")
 plt.show()

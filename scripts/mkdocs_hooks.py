@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Docstrings in Hugging Face's grammar, made readable in the site: types with markup of their own, bracketed names."""
+"""Renders docstrings in Hugging Face's grammar for the site: types with markup, and bracketed names."""
 
 import re
 from typing import Any

@@ -1,9 +1,10 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Makes the `.ipynb` files of `notebooks/` from their sources: runs them and keeps what they print and draw.
+"""Makes the `.ipynb` files of `notebooks/` from their sources: runs them and keeps their output and pictures.
 
 Usage: python scripts/run_notebooks.py [NAME ...]    (needs `pip install nbclient ipykernel`)
 """
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -16,6 +17,8 @@ FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 
 
 def main(names: list[str]) -> None:
+    # for `examples.demo`
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
     for source in sorted(FOLDER.glob("*.py")):
         if names and source.stem not in names:
             continue
@@ -23,9 +26,9 @@ def main(names: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             NotebookClient(notebook, timeout=600, resources={"metadata": {"path": folder}}).execute()
         for number, cell in enumerate(notebook.cells):
-            cell.id = f"{source.stem.replace('_', '-')}-{number}"  # the same at every run
+            cell.id = f"{source.stem.replace('_', '-')}-{number}"  # stable across runs
             if cell.cell_type == "code":
-                # warnings name folders of the machine
+                # warnings contain paths of the machine
                 cell.outputs = [out for out in cell.outputs if out.get("name") != "stderr"]
                 cell.metadata.pop("execution", None)
         notebook.metadata.pop("language_info", None)

@@ -24,7 +24,7 @@ def test_there_are_notebooks():
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_notebook_and_source_are_in_sync(source):
     notebook = source.with_suffix(".ipynb")
-    assert cells(notebook) == cells(source), f"run `jupytext --sync {source.name}` in {FOLDER.name}/"
+    assert cells(notebook) == cells(source), f"run `jupytext --to ipynb --update {source.name}` in {FOLDER.name}/"
     assert f"notebooks/{notebook.name}" in cells(source)[0][1], "the Colab badge points elsewhere"
 
 
@@ -42,3 +42,23 @@ def test_notebook_runs(source, tmp_path):
         [sys.executable, str(source)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_the_repository_is_cloned_on_colab_only(source, tmp_path, monkeypatch):
+    first = next(text for kind, text in cells(source) if kind == "code")
+    commands = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command))
+    exec(first, {})
+    assert commands == [] and sys.path[0] == str(tmp_path.parent)
+    monkeypatch.setitem(sys.modules, "google.colab", None)
+    exec(first, {})
+    clone, install = commands
+    assert clone[:2] == ["git", "clone"] and clone[-1] == "repository"
+    assert clone[-2].removeprefix("https://github.com/") in cells(source)[0][1], (
+        "not the repository of the Colab badge"
+    )
+    assert install[-1] == "./repository[viz]"
+    assert sys.path[0] == str(tmp_path / "repository")

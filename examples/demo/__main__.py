@@ -1,13 +1,13 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """
-`python -m examples.demo`: tree SFT on small tool-use dialogues, and the proof that nothing changed but the
-speed.
+`python -m examples.demo`, run from the root of the repository: tree SFT on small tool-use dialogues, and a comparison
+of one step with the same step branch by branch.
 
-Generates the dialogues, trains a tokenizer on them, trains a Qwen3-shaped model of a few million parameters with
-[`TreeSFTTrainer`] (`--model qwen3_5`: one with recurrent layers, shaped as Qwen3.5), then runs one step folded and the
-same step branch by branch. Exits with 1 where no token is supervised by several branches, the loss does not fall, or
-the two steps differ by more than float32 rounding. With recurrent layers the two steps run in float64: in float32 the
-gradients of decays are what is left of terms that cancel, mostly rounding.
+The demo generates the dialogues, trains a tokenizer on them, trains a Qwen3-shaped model of a few million parameters
+with [`TreeSFTTrainer`] (`--model qwen3_5`: a model with recurrent layers, in the shape of Qwen3.5), then runs one step
+folded and the same step branch by branch. It exits with 1 if no token is supervised by several branches, if the loss
+does not fall, or if the two steps differ by more than float32 rounding. With recurrent layers the two steps run in
+float64, because in float32 the gradients of decays are small differences of large terms, mostly rounding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .compare import Comparison, compare_step
 from .dialogues import as_json_strings, dialogue_texts, generate_dialogues
 from .tokenizer import train_tokenizer
 
-LOSS_BOUND, GRADIENT_BOUND = 1e-6, 1e-4  # relative; float32 sums in another order
+LOSS_BOUND, GRADIENT_BOUND = 1e-6, 1e-4  # relative; float32 sums in a different order
 STEPS = 30
 COMPARED_TREES = 3
 
@@ -93,13 +93,13 @@ def train(rows: list[dict], model_type: str) -> TreeSFTTrainer:
 def report(
     trees: list[PrefixTree], steps: list[Comparison], losses: list[float], precision: str = "float32"
 ) -> list[str]:
-    """Prints the table; returns what went wrong."""
+    """Prints the table and returns the failures."""
     stats = functools.reduce(operator.add, (tree.stats() for tree in trees))
     shared = sum(int((tree.branch_count > 1).sum()) for tree in trees)
     folded, unfolded = (
         statistics.median(times) for times in zip(*((s.tree_seconds, s.branch_seconds) for s in steps), strict=True)
     )
-    loss_difference = float(np.max([step.loss_difference for step in steps]))  # a NaN stays a NaN
+    loss_difference = float(np.max([step.loss_difference for step in steps]))  # `np.max` keeps a NaN
     gradient_difference = float(np.max([step.gradient_difference for step in steps]))
     table = Table(title=f"The same step, branch by branch and folded ({precision})")
     for column in ("", "branch by branch", "folded", "ratio"):
@@ -129,7 +129,7 @@ def report(
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
-    parser.add_argument("--model", choices=("qwen3", "qwen3_5"), default="qwen3", help="whose shape to train")
+    parser.add_argument("--model", choices=("qwen3", "qwen3_5"), default="qwen3", help="shape of the model")
     args = parser.parse_args(argv)
     console = Console(width=110)
     rows = generate_dialogues(num_groups=6, trials=3)

@@ -1,8 +1,8 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""One step folded and the same step branch by branch: do loss and gradients agree, and what does each take?
+"""Compares one step folded with the same step branch by branch: loss, gradients and time.
 
 The unfolded step runs every branch by itself, without padding, and sums `w * nll` over the branches before dividing by
-the summed weights: what a stock trainer computes on the unfolded data. Costs one forward and backward per branch.
+the summed weights, like a stock trainer on the unfolded data. It costs one forward and backward per branch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_prefix_tree.tree.prefix_tree import PrefixTree
 @dataclass(frozen=True)
 class Comparison:
     """
-    What [`compare_step`] found.
+    The result of [`compare_step`].
 
     Args:
         tree_loss (`float`), branch_loss (`float`): The two losses.

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Three invented help desks: their policies, tools, shelves and phrases. Data only; `dialogues` makes talk of it."""
+"""Three invented help desks: policies, tools, items and phrases. Data only; `dialogues` turns it into dialogues."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Desk:
         tools (`list[dict]`): Three JSON schemas: look up a member (by id), look up an item (by name), act on it (id,
             name, day).
         places (`list[str]`): Where an item may stand.
-        items (`list[str]`): What people ask for.
+        items (`list[str]`): The items that people ask for.
         openings (`list[str]`): A customer's first message.
         follow_ups (`list[str]`): A later question about another item.
         offers (`list[str]`): The desk asks for a yes before it acts.

@@ -2,9 +2,9 @@
 """
 Small tool-use dialogues of invented help desks, generated from a seed.
 
-The rows have the shape of real agent data: several trials of one task share the system message, the tools and the
-first user message, then part ways. Most assistant turns keep their reasoning, some have none; some call two tools at
-once; a turn that calls tools mostly has no content. Nothing is copied from a data set. Cost: linear in the number of
+The dataset rows resemble real agent data: several trials of one task share the system message, the tools and the
+first user message, and differ afterwards. Most assistant turns have reasoning, some have none; some call two tools at
+once; most turns that call tools have no content. Nothing is copied from a dataset. Cost: linear in the number of
 rows.
 """
 
@@ -78,7 +78,7 @@ class _Writer:
             self.messages.append(answer)
 
     def look_up(self, first_time: bool) -> bool:
-        """Looks the item up, the first time the member too, beside it or after it. True where the item is in stock."""
+        """Looks up the item, the first time also the member (in the same turn or the next). True if in stock."""
         stock = self.rng.choice([0, 1, 2, 5])
         price, place = f"{self.rng.randint(6, 30)} euros", self.rng.choice(self.desk.places)
         self.facts |= {"stock": str(stock), "price": price, "place": place}
@@ -115,7 +115,7 @@ def generate_dialogues(num_groups: int, trials: int, seed: int = 0) -> list[dict
     Generates `num_groups * trials` dialogues, ordered by group, then trial.
 
     Args:
-        num_groups (`int`): Number of tasks: a desk, a customer and what they ask for first.
+        num_groups (`int`): Number of tasks: a desk, a customer and a first request.
         trials (`int`): Dialogues per task. They share the system message, the tools and the first user message.
         seed (`int`, *optional*, defaults to `0`): Equal seeds give equal rows.
 
@@ -161,7 +161,7 @@ def generate_dialogues(num_groups: int, trials: int, seed: int = 0) -> list[dict
 
 
 def as_json_strings(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with tool schemas and arguments as JSON strings, of which Arrow loses nothing."""
+    """The rows with tool schemas and arguments as JSON strings, which Arrow stores without loss."""
 
     def of_message(message: dict[str, Any]) -> dict[str, Any]:
         if "tool_calls" not in message:
@@ -179,7 +179,7 @@ def as_json_strings(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def dialogue_texts(dialogues: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """Every text of the dialogues that a chat template would print, as a tokenizer's training corpus."""
+    """All texts of the dialogues that a chat template would render: the training corpus of a tokenizer."""
     for row in dialogues:
         yield from (json.dumps(tool) for tool in row["tools"])
         for message in row["messages"]:

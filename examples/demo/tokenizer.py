@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""A small byte-level BPE tokenizer, trained at run time, with a chat template of its own. Cost: under a second."""
+"""A small byte-level BPE tokenizer, trained at run time, with a chat template. Cost: under a second."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 _CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-# Ordinary text to a reader, but each one token: what stands before and after them never merges with them.
+# Each tag is ordinary text but one token: text before and after it never merges with it.
 _TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 
 # Words with the space before them, single digits, punctuation; a run of line breaks is one piece whatever follows it,

@@ -296,6 +296,6 @@ def test_stock_block_mask_is_the_same_mask():
 def test_conversations_make_one_tree_per_group(shared_data):
     data = shared_data("data/tau_bench_airline.jsonl")
     tools = Path(shared_data("data/tau_bench_airline.tools.json"))
-    (tree,) = conversation_trees(data, shared_data("tokenizers/qwen3"), tools, most=1)
+    (tree,) = conversation_trees(data, shared_data("tokenizers/qwen3"), tools, max_trees=1)
     stats = tree.stats()
     assert (stats.branches, stats.branch_tokens, stats.tree_tokens) == (60, 376_759, 27_706)

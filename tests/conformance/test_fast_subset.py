@@ -11,7 +11,7 @@ import hf_prefix_tree.modeling.attention.interface as interface_module
 import hf_prefix_tree.modeling.context as context_module
 import hf_prefix_tree.modeling.prepare as model_module
 from conformance.build import VARIANTS
-from conformance.check import CONTROL, EXACT, FAILED, NOT_BUILT, REFUSED, TOLERANCE, check_architecture
+from conformance.check import CONTROL, EXACT, FAILED, NOT_BUILT, REFUSED, TOLERANCE, Result, check_architecture
 from conformance.configs import CHUNK, WINDOW, tiny_config
 from conformance.forest import conformance_forest
 from conformance.runner import run_all
@@ -178,3 +178,16 @@ def test_a_crash_is_the_result_of_one_architecture_only(monkeypatch):
     assert [(result.model_type, result.status) for result in results] == [("llama", FAILED), ("gemma2", FAILED)]
     assert all("took more than" in result.reason for result in results)
     assert read_statuses(markdown_table(results)) == {"llama": FAILED, "gemma2": FAILED}
+
+
+def test_the_page_has_the_text_that_the_harness_writes():
+    results = []
+    for name, status in read_statuses(PAGE).items():
+        model_type, _, variant = name.partition(" ")
+        results.append(Result(model_type, variant=variant or "text", status=status))
+    expected, text = markdown_table(results), PAGE
+    assert _prose(text) == _prose(expected)
+
+
+def _prose(page):
+    return [line for line in page.splitlines()[3:] if not line.startswith("|")]

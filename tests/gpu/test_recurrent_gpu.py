@@ -177,6 +177,7 @@ def test_bf16_models_are_as_exact_as_their_branches(monkeypatch, caplog, model_t
     trees = forest(3, 2, num_branches=8, max_length=200)
     row = {key: value.to(DEVICE) for key, value in concatenate_trees(trees, pad_token_id=0).items()}
     exact = hybrid(model_type, torch.float32)
+    caplog.clear()
     with caplog.at_level(logging.INFO, logger="hf_prefix_tree.modeling.recurrent"):
         layers.line_kernel.cache_clear()
         rounded = hybrid(model_type, torch.bfloat16)
