@@ -44,7 +44,7 @@ from benchmarks.shapes import QUICK, SHAPES, build, leaf_first_rows
 from hf_prefix_tree.modeling.attention import backend as backends
 from hf_prefix_tree.modeling.attention.backend import AttentionCall, choose_backend
 from hf_prefix_tree.modeling.attention.interface import prefix_tree_attention
-from hf_prefix_tree.modeling.attention.mask import TreeBlockMask, tree_block_mask
+from hf_prefix_tree.modeling.attention.masks.causal import TreeBlockMask, tree_block_mask
 from hf_prefix_tree.modeling.batch import concatenate_trees
 from hf_prefix_tree.modeling.context import Mask, TreeContext
 from hf_prefix_tree.modeling.flops import attention_flops
@@ -86,8 +86,8 @@ BUSY = 50  # as in a training step, the host runs ahead of the device when short
 class StockContext(TreeContext):
     """A context whose block mask comes from PyTorch."""
 
-    def mask(self, window: int | None = None, chunk: int | None = None, *, flex: bool) -> Mask:
-        return self._masks.setdefault(("window", window), stock_block_mask(self.prefix_tree))
+    def mask(self, *, flex: bool, **limit: int | None) -> Mask:
+        return self._masks.setdefault(("causal", None), stock_block_mask(self.prefix_tree))
 
 
 def through_the_project(rows: torch.Tensor, backend: str, context_class: type[TreeContext] = TreeContext) -> Attend:

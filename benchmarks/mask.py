@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from benchmarks.common import Row, default_device, make_parser, measure, peak_gib, progress, report
 from benchmarks.shapes import QUICK, SHAPES, build
-from hf_prefix_tree.modeling.attention.mask import dense_mask, tree_block_mask
+from hf_prefix_tree.modeling.attention.masks.causal import dense_mask, tree_block_mask
 from hf_prefix_tree.modeling.batch import SUBTREE_END, concatenate_trees
 
 COPIES = (1, 4, 16, 128)  # of the 8k caterpillar

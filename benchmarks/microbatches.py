@@ -26,7 +26,7 @@ from benchmarks import packed
 from benchmarks.common import measure, relative_error
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
 from hf_prefix_tree.modeling.attention.backend import AttentionCall, choose_backend
-from hf_prefix_tree.modeling.attention.mask import tree_block_mask
+from hf_prefix_tree.modeling.attention.masks.causal import tree_block_mask
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE, DEPTH, WEIGHTED_BY_CALLER, concatenate_trees, gather_supervised
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 

@@ -22,10 +22,8 @@ from benchmarks.common import Row, default_device, make_parser, measure, peak_gi
 from benchmarks.shapes import QUICK, SHAPES, build
 from hf_prefix_tree.modeling.batch import concatenate_trees
 from hf_prefix_tree.modeling.context import TreeContext
-from hf_prefix_tree.modeling.recurrent.delta_rule import delta_rule
-from hf_prefix_tree.modeling.recurrent.mamba2 import mamba2
-from hf_prefix_tree.modeling.recurrent.scan import Recurrence, fork, forking_is_cheaper, link
-from hf_prefix_tree.modeling.recurrent.segments import Batch, Segments
+from hf_prefix_tree.modeling.recurrent.layers import delta_rule, mamba2
+from hf_prefix_tree.modeling.recurrent.scan import Batch, Recurrence, Segments, fork, forking_is_cheaper, link
 from hf_prefix_tree.tree.prefix_tree import PrefixTree, fold
 
 WAYS = ("fork", "link", "branches")

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # what tools see; at run time `__getattr__` loads the same na
     from hf_prefix_tree.eagle3.vocabulary import load_or_build_token_mapping as load_or_build_token_mapping
     from hf_prefix_tree.eagle3.vocabulary import load_token_mapping as load_token_mapping
     from hf_prefix_tree.eagle3.vocabulary import save_token_mapping as save_token_mapping
+    from hf_prefix_tree.modeling.attention.masks.causal import tree_mask_mod as tree_mask_mod
     from hf_prefix_tree.modeling.prepare import prepare_model as prepare_model
     from hf_prefix_tree.modeling.prepare import unprepare_model as unprepare_model
     from hf_prefix_tree.nemo import CROSS_ENTROPY_IGNORE_IDX as CROSS_ENTROPY_IGNORE_IDX
@@ -81,6 +82,7 @@ _HOMES = {
     "load_or_build_token_mapping": "eagle3.vocabulary",
     "load_token_mapping": "eagle3.vocabulary",
     "save_token_mapping": "eagle3.vocabulary",
+    "tree_mask_mod": "modeling.attention.masks.causal",
     "prepare_model": "modeling.prepare",
     "unprepare_model": "modeling.prepare",
     "CROSS_ENTROPY_IGNORE_IDX": "nemo",

@@ -13,7 +13,7 @@ import torch
 
 from hf_prefix_tree.diffusion.config import OBJECTIVES
 from hf_prefix_tree.diffusion.model import prepared_for_diffusion
-from hf_prefix_tree.modeling.attention.spans import spans
+from hf_prefix_tree.modeling.attention.masks.spans import spans
 from hf_prefix_tree.modeling.checks import base_causal_lm
 
 
@@ -38,7 +38,7 @@ def diffusion_generate(
     Continue prompts with a model of [`DiffusionSFTTrainer`].
 
     A block begins as mask tokens. Each step predicts all of its masked tokens and keeps the most certain ones, until
-    none is masked; then comes the next block. A row stops after the block that holds its end token.
+    none is masked; then comes the next block. A prompt's text stops after the block that holds its end token.
 
     Args:
         model (`PreTrainedModel` or `PeftModel`):
@@ -46,14 +46,14 @@ def diffusion_generate(
         input_ids (`torch.Tensor` of shape `(B, P)`, int64):
             The prompts, padded on either side where `attention_mask` says so.
         max_new_tokens (`int`):
-            Most new tokens of a row.
+            The largest number of new tokens of a prompt.
         block_size (`int`):
             Tokens of a block, as in training.
         mask_token_id (`int`):
-            The token that hides others, as in training. It is never generated. (Models that were trained with
+            The mask token, as in training. It is never generated. (Models that were trained with
             `corruption="random"` have none: this is no sampler for them.)
         objective (`str`, *optional*, defaults to `"mdlm"`):
-            What the model was trained with. `"mdlm"` sees all blocks from the start, as masks: let `max_new_tokens` be
+            The objective of the training. `"mdlm"` sees all blocks from the start, as masks: let `max_new_tokens` be
             what responses had in training. `"block"` and `"hybrid"` see the blocks so far.
         steps_per_block (`int`, *optional*):
             Forwards per block, at most `block_size`, which is the default: one token a step.
@@ -66,9 +66,9 @@ def diffusion_generate(
             Blocks begin where the prompt ends, as in training with it. With `False` they begin with the prompt, and
             the first one holds its last tokens.
         eos_token_id (`int` or iterable of `int`, *optional*):
-            Tokens that end a row. Defaults to those of `model.generation_config`.
+            Tokens that end a text. Defaults to those of `model.generation_config`.
         pad_token_id (`int`, *optional*):
-            What follows them. Defaults to that of `model.generation_config`, or the first end token, or 0.
+            The padding after them. Defaults to that of `model.generation_config`, or the first end token, or 0.
         generator (`torch.Generator`, *optional*):
             For draws under a temperature.
 
@@ -244,7 +244,7 @@ def _choose(
 def _new_tokens(
     tokens: torch.Tensor, lengths: torch.Tensor, max_new_tokens: int, end_ids: torch.Tensor, pad_token_id: int
 ) -> torch.Tensor:
-    """What was generated, padded after the first end token: `(B, new)`."""
+    """The generated tokens, padded after the first end token: `(B, new)`."""
     where = lengths[:, None] + torch.arange(max_new_tokens, device=tokens.device)
     new = tokens.gather(1, where)
     is_end = torch.isin(new, end_ids).int()

@@ -19,7 +19,7 @@ from hf_prefix_tree.diffusion.noise import (
     corrupt_uniform_random,
     noise_seeds,
 )
-from hf_prefix_tree.modeling.attention.spans import spans
+from hf_prefix_tree.modeling.attention.masks.spans import spans
 
 if TYPE_CHECKING:
     from hf_prefix_tree.diffusion.config import DiffusionSFTConfig

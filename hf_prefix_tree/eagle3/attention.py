@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from hf_prefix_tree.modeling.attention.backend import why_not_flex
 from hf_prefix_tree.modeling.attention.kernels import attention_dtype, flex_with_lse
-from hf_prefix_tree.modeling.attention.mask import dense_mask, tree_block_mask
+from hf_prefix_tree.modeling.attention.masks.causal import dense_mask, tree_block_mask
 
 
 def document_tree(seq_lens: torch.Tensor, length: int) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""The batch contract: what one row of trees looks like as tensors, and the only place that encodes or decodes it.
+"""The batch contract: a packed sequence of trees as tensors. Only this module encodes or decodes it.
 
 | key | shape, dtype | meaning |
 |---|---|---|
@@ -12,8 +12,8 @@
 | `tree_stats` | [B, 6] int64 | counts for reports, see [`STATS`]; the model never reads them |
 | `inputs_embeds` | [B, N] int64 | zeros, see [`UNPREPARED_SENTINEL`]; a prepared model never reads them |
 
-All entries are integers because engines cast float entries of a batch to the model's dtype. Building a row is one
-concatenation per key: O(N).
+All entries are integers because engines cast float entries of a batch to the model's dtype. Building a packed sequence
+is one concatenation per key: O(N).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ SUBTREE_END, DEPTH, PREDECESSOR = range(3)
 NUM_ROWS = 3
 # The columns of `tree_stats`.
 STATS = ("trees", "branches", "branch_tokens", "tree_tokens", "branch_pairs", "tree_pairs")
-# A model that was not prepared ignores `prefix_tree` and would read the row as one sequence, in silence. Transformers'
+# A model that was not prepared ignores `prefix_tree` and would silently read the trees as one sequence. Transformers'
 # models refuse `input_ids` together with `inputs_embeds`, so a batch holds both; `prepare_model`'s hook takes it out.
 UNPREPARED_SENTINEL = "inputs_embeds"
 
 # Marks a call whose caller weights the log-probs of a fused head and takes no loss from the model. Only this package's
 # own trainers set it; the hook takes it out.
 WEIGHTED_BY_CALLER = "weighted_by_caller"
-BLOCK_SIZE = 128  # FlexAttention's block: rows are padded to a multiple of it
+BLOCK_SIZE = 128  # FlexAttention's block: packed sequences are padded to a multiple of it
 
 
 class Supervised(NamedTuple):
@@ -95,13 +95,12 @@ def concatenate_trees(
     trees: Sequence[PrefixTree], pad_token_id: int, pad_to_multiple_of: int = BLOCK_SIZE
 ) -> dict[str, torch.Tensor]:
     """
-    Lays trees one after another in one row of the batch contract.
+    Lays trees one after another in one packed sequence of the batch contract.
 
     Args:
-        trees (`Sequence[PrefixTree]`): The trees of the row; an empty sequence gives a row of padding that weighs
-            nothing.
+        trees (`Sequence[PrefixTree]`): The trees; without any, the packed sequence is padding that weighs nothing.
         pad_token_id (`int`): Token id of the padding. A padding token sees itself only.
-        pad_to_multiple_of (`int`, *optional*, defaults to `128`): The row's length is rounded up to a multiple of it.
+        pad_to_multiple_of (`int`, *optional*, defaults to `128`): The length is rounded up to a multiple of it.
 
     Returns:
         `dict[str, torch.Tensor]`: the keys of the batch contract, `[1, N]` each (`prefix_tree`: `[1, 3, N]`).
@@ -157,7 +156,7 @@ def concatenate_trees(
 
 
 def check_multiple(pad_to_multiple_of: Any) -> None:
-    """Raises `ValueError` where a row's length can't be rounded up to a multiple of this."""
+    """Raises `ValueError` where a length can't be rounded up to a multiple of this."""
     if not isinstance(pad_to_multiple_of, (int, np.integer)) or pad_to_multiple_of < 1:
         raise ValueError(
             f"`pad_to_multiple_of` must be at least 1, got {pad_to_multiple_of!r}: pass an int, 1 for no padding."

@@ -2,7 +2,7 @@
 """Regional compilation: each decoder layer becomes one graph with the tree attention inside, for all row lengths.
 
 Only calls with a tree run compiled; others (generation, evaluation of plain sequences) stay as they were. Layers of
-one kind share their graphs. What is compiled is the layer's `forward`: hooks (FSDP2's among them) and gradient
+one kind share their graphs. Only the layer's `forward` is compiled: hooks (FSDP2's among them) and gradient
 checkpointing stay outside. A layer that does not become one graph is refused, never run in pieces.
 """
 
@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_prefix_tree.modeling.attention.kernels import one_graph_for_all_lengths
 from hf_prefix_tree.modeling.checks import backbone_of
-from hf_prefix_tree.modeling.context import TreeContext, active_context
+from hf_prefix_tree.modeling.context import TreeContext, active_tree
 from hf_prefix_tree.modeling.recurrent.hooks import has_convolution
 
 BACKEND = "inductor"
@@ -51,14 +51,14 @@ def compile_decoder_layers(model: PreTrainedModel) -> list[CompiledForward]:
             f"`compile_layers=True`: {type(backbone).__name__} has recurrent layers, whose scans follow the branches "
             "of each row and make no graph that serves the next. Leave it at `False`."
         )
-    own = [layer for layer in layers if not isinstance(layer.__dict__.get("forward"), CompiledForward)]
-    replaced = next((layer for layer in own if "forward" in layer.__dict__), None)
+    uncompiled = [layer for layer in layers if not isinstance(layer.__dict__.get("forward"), CompiledForward)]
+    replaced = next((layer for layer in uncompiled if "forward" in layer.__dict__), None)
     if replaced is not None:
         raise ValueError(
             f"`compile_layers=True`: something has replaced the `forward` of {type(replaced).__name__} (`device_map`, "
             "offloading). Load the model without it, or leave it at `False`."
         )
-    return [CompiledForward(layer) for layer in own]
+    return [CompiledForward(layer) for layer in uncompiled]
 
 
 class CompiledForward:
@@ -75,7 +75,7 @@ class CompiledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(kwargs.get("prefix_tree"), TreeContext):
-            if active_context() is not None:
+            if active_tree() is not None:
                 raise ValueError(
                     f"`compile_layers=True`: the call did not hand the tree to {type(self.layer).__name__}, and a "
                     "compiled layer cannot look for it. Leave it at `False`."
@@ -89,7 +89,7 @@ class CompiledForward:
         return run(*args)
 
     def remove(self) -> None:
-        """Gives the layer its own `forward` back."""
+        """Restores the `forward` of the layer."""
         self.layer.__dict__.pop("forward", None)
 
     def __reduce__(self) -> tuple:

@@ -1,32 +1,82 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""What one call on the tree path knows: the tree, its supervised tokens, and the masks built so far.
+"""The context of one call of a prepared model: its mask, and the hidden states that go to the head.
 
-The pre-hook of the causal LM makes one [`TreeContext`] per call. It travels as the keyword argument `prefix_tree`
-through the model, recomputation under checkpointing included. Transformers' mask functions see no keyword arguments,
-so for the time of the call it is also the value of a context variable. Layers that mix tokens in another way than
-attention (a convolution, a scan) read the tree itself from it: `predecessor`, `nodes` and `parents`.
+The pre-hook of the causal LM makes one context per call: a [`TreeContext`] or a [`DiffusionContext`]. Transformers'
+mask functions see no keyword arguments, so for the time of the call it is the value of a context variable. That of a
+tree also travels through the model as the keyword argument `prefix_tree`, which recomputation under checkpointing
+sees. Layers that mix tokens in another way than attention (a convolution, a scan) read the tree itself from it:
+`predecessor`, `nodes` and `parents`.
 """
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
-from types import FrameType
 from typing import NamedTuple
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from hf_prefix_tree.modeling.attention.mask import dense_mask, tree_block_mask
+from hf_prefix_tree.modeling.attention.masks.causal import dense_mask, kind_of, tree_block_mask
 from hf_prefix_tree.modeling.batch import PREDECESSOR, Supervised
 
 Mask = torch.Tensor | BlockMask
 
 
-class TreeContext:
+class CallContext:
     """
-    The context of one call.
+    The part of a context that every call of a prepared model has.
+
+    Args:
+        attn_backend (`str`): `"auto"` or the backend to use.
+        predict_positions (`torch.Tensor` of shape `(M,)`, int64, *optional*):
+            Indices into the flattened `(B * N)` of the hidden states that go to the head; `None` for all.
+    """
+
+    def __init__(self, attn_backend: str, predict_positions: torch.Tensor | None) -> None:
+        self.attn_backend = attn_backend
+        self.predict_positions = predict_positions
+        self.gathered = False  # whether the hidden states of the call went through `gather`
+
+    def gather(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The hidden states that go to the head: `(B, N, hidden)` to `(1, M, hidden)`, the first time."""
+        if self.predict_positions is None or self.gathered:
+            return hidden_states
+        self.gathered = True
+        return hidden_states.reshape(-1, hidden_states.shape[-1])[self.predict_positions][None]
+
+
+class DiffusionContext(CallContext):
+    """
+    The context of one call of a diffusion language model.
+
+    Args:
+        attn_backend (`str`): `"flex"`, `"sdpa"` (dense) or `"auto"`.
+        predict_positions (`torch.Tensor` of shape `(M,)`, int64, *optional*): As in [`CallContext`].
+        layout (`torch.Tensor` of shape `(B, 5, N)`, int32, *optional*):
+            Which keys each query sees, see [`~hf_prefix_tree.modeling.attention.masks.spans.spans`]. `None` is full
+            attention, whose padding the mask function gets from Transformers.
+        longest (`int`, *optional*): Tokens of the longest sequence, from its positions.
+    """
+
+    def __init__(
+        self,
+        attn_backend: str,
+        predict_positions: torch.Tensor | None,
+        layout: torch.Tensor | None,
+        longest: int | None,
+    ) -> None:
+        super().__init__(attn_backend, predict_positions)
+        self.layout = layout
+        self.longest = longest
+        self.mask: Mask | None = None
+
+
+class TreeContext(CallContext):
+    """
+    The context of one call with a tree.
 
     Args:
         prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): The tree rows of the batch contract.
@@ -54,14 +104,13 @@ class TreeContext:
         attn_backend: str = "auto",
         sinks: bool = False,
     ) -> None:
+        super().__init__(attn_backend, None if supervised is None else supervised.where)
         self.prefix_tree = prefix_tree
         self.supervised = supervised
-        self.attn_backend = attn_backend
         self.sinks = sinks
-        self.gathered = False  # whether the hidden states of the call went through `gather`
         self.loss_computed = False  # whether the model's `loss_function` was called, or the caller weighs log-probs
         self.attention_mask: torch.Tensor | None = None  # `(B, N)`, 0 at padding, where the call has one
-        self.segments: object = None  # the cut of the rows, once a recurrent layer made it
+        self.segments: object = None  # of the scans, once a recurrent layer made them
         self.followed: set[str] = set()  # the functions of recurrent layers that ran along the branches
         self._masks: dict[tuple[str, int | None], Mask] = {}
 
@@ -97,12 +146,12 @@ class TreeContext:
         # the node of a token: how many nodes begin at it or before it
         return torch.bucketize(predecessor[starts], starts, right=True) - 1
 
-    def mask(self, window: int | None = None, chunk: int | None = None, *, flex: bool) -> Mask:
-        """The mask of the layers with this window or chunk size; built once per call."""
-        key = ("window", window) if chunk is None else ("chunk", chunk)
+    def mask(self, *, flex: bool, **limit: int | None) -> Mask:
+        """The mask of the layers with this limit, see [`dense_mask`]; built once per call."""
+        key = kind_of(limit)
         if key not in self._masks:
             build = tree_block_mask if flex else dense_mask
-            self._masks[key] = build(self.prefix_tree, **{key[0]: key[1]})
+            self._masks[key] = build(self.prefix_tree, **limit)
         return self._masks[key]
 
     @property
@@ -110,9 +159,9 @@ class TreeContext:
         """Whether the model asked for a mask of the tree."""
         return bool(self._masks)
 
-    def additive_mask(self, dtype: torch.dtype, window: int | None = None, chunk: int | None = None) -> torch.Tensor:
+    def additive_mask(self, dtype: torch.dtype, **limit: int | None) -> torch.Tensor:
         """The mask as numbers to add to the scores: 0 where a key is visible, elsewhere the smallest of the dtype."""
-        visible = self.mask(window, chunk, flex=False)
+        visible = self.mask(flex=False, **limit)
         assert isinstance(visible, torch.Tensor)
         return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
@@ -123,65 +172,74 @@ class TreeContext:
         all pairs and a wait for the device.
         """
         if not isinstance(mask, torch.Tensor):
-            return any(own is mask for own in self._masks.values())
-        dense = [own for own in self._masks.values() if isinstance(own, torch.Tensor)]
-        if any(own.data_ptr() == mask.data_ptr() and own.shape == mask.shape for own in dense):
+            return any(built is mask for built in self._masks.values())
+        dense = [built for built in self._masks.values() if isinstance(built, torch.Tensor)]
+        if any(built.data_ptr() == mask.data_ptr() and built.shape == mask.shape for built in dense):
             return True
         length = self.prefix_tree.shape[-1]
         if mask.dim() != 4 or mask.shape[-2:] != (length, length):
             return False
         visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        return any(not bool((visible & ~own).any()) for own in dense)
-
-    def gather(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The hidden states that predict the supervised tokens: `(B, N, hidden)` to `(1, M, hidden)`."""
-        if self.supervised is None or self.gathered:
-            return hidden_states
-        self.gathered = True
-        return hidden_states.reshape(-1, hidden_states.shape[-1])[self.supervised.where][None]
+        return any(not bool((visible & ~built).any()) for built in dense)
 
 
 class _Call(NamedTuple):
-    context: TreeContext | None  # `None` in a call without a tree
-    frame: FrameType | None  # what calls the hooks; `None` under compilation, which knows no frames
+    model: int  # the `id` of the prepared causal LM
+    context: CallContext | None  # `None` in a call without a tree
 
 
 # The calls of prepared models that run, the innermost last.
 _calls: ContextVar[tuple[_Call, ...]] = ContextVar("hf_prefix_tree_calls", default=())
 
 
-def active_context() -> TreeContext | None:
-    """The context of the call that runs now, or `None` where it has no tree."""
+def active_context() -> CallContext | None:
+    """The context of the innermost call of a prepared model, or `None` where it has none."""
     calls = _calls.get()
     return calls[-1].context if calls else None
 
 
-def enter_call() -> None:
+def active_tree() -> TreeContext | None:
+    """[`active_context`] where that is of a call with a tree."""
+    context = active_context()
+    return context if isinstance(context, TreeContext) else None
+
+
+def enter_call(model: object) -> None:
     """
-    Begins a call: without a tree, until [`set_active_context`] gives it one. To be called by a hook.
+    Begins a call of a causal LM: without a context, until [`set_active_context`] sets one.
 
-    PyTorch runs no hooks after `KeyboardInterrupt`: calls that ended so are forgotten here.
+    PyTorch runs no hooks after `KeyboardInterrupt`. A model that was interrupted forgets that call here.
     """
-    calls, caller = _calls.get(), None
-    if not torch.compiler.is_compiling():
-        caller = sys._getframe(2)
-        if calls:
-            running, frame = [], caller.f_back
-            while frame is not None:
-                running.append(frame)
-                frame = frame.f_back
-            calls = tuple(call for call in calls if call.frame is None or call.frame in running)
-    _calls.set((*calls, _Call(None, caller)))
+    _calls.set((*_before(model), _Call(id(model), None)))
 
 
-def set_active_context(context: TreeContext) -> None:
-    """Makes the call that runs now one with a tree."""
+def set_active_context(context: CallContext) -> None:
+    """Sets the context of the innermost call."""
     *outer, call = _calls.get()
     _calls.set((*outer, call._replace(context=context)))
 
 
-def leave_call() -> TreeContext | None:
-    """Ends the call that runs now; returns its context."""
-    context = active_context()
-    _calls.set(_calls.get()[:-1])
-    return context
+def leave_call(model: object) -> CallContext | None:
+    """Ends the call of a causal LM; returns its context. Does nothing where the call was not entered."""
+    calls, outer = _calls.get(), _before(model)
+    _calls.set(outer)
+    return calls[len(outer)].context if len(outer) < len(calls) else None
+
+
+def _before(model: object) -> tuple[_Call, ...]:
+    """The calls outside the one of this model; all, where it has none."""
+    calls = _calls.get()
+    for index, call in enumerate(calls):
+        if call.model == id(model):
+            return calls[:index]
+    return calls
+
+
+@contextmanager
+def separate_calls() -> Iterator[None]:
+    """Calls inside the block, of the running model too, leave the running call as it is."""
+    token = _calls.set(())
+    try:
+        yield
+    finally:
+        _calls.reset(token)

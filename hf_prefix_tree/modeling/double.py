@@ -44,9 +44,9 @@ class keep_double(TorchFunctionMode):
                 args = tuple(torch.float64 if _is_low(value) else value for value in args)
             if _is_low(kwargs.get("dtype")):
                 kwargs["dtype"] = torch.float64
-            other = args[1] if func is torch.Tensor.to and len(args) > 1 else None
-            if isinstance(other, torch.Tensor) and other.is_floating_point():
-                args = (tensor, other.to(torch.float64), *args[2:])
+            target = args[1] if func is torch.Tensor.to and len(args) > 1 else None
+            if isinstance(target, torch.Tensor) and target.is_floating_point():
+                args = (tensor, target.to(torch.float64), *args[2:])
             factor = args[1] if func in _PRODUCTS and len(args) > 1 else None
             if isinstance(factor, torch.Tensor) and _is_low(factor.dtype):  # rotary frequencies times positions
                 args = (tensor, factor.double(), *args[2:])

@@ -126,11 +126,11 @@ class CodeWatch:
         The code of unknown hooks that may change numbers, by place: hooks are often made anew for each step, from the
         same code. Those that only look (counters, profilers) cost no check, which would go through them.
         """
-        found = []
+        functions_of_hooks = []
         for place, hooks in enumerate(self._hooks):
             functions = [function for hook in hooks.values() for function in _functions_of(hook)] if hooks else []
-            found += [(place, getattr(f, "__code__", f)) for f in functions if not _only_looks(f)]
-        return found
+            functions_of_hooks += [(place, getattr(f, "__code__", f)) for f in functions if not _only_looks(f)]
+        return functions_of_hooks
 
     def _make_key(self, model: PreTrainedModel, modules: dict[str, Any]) -> tuple:
         parts: list[Any] = []
@@ -156,7 +156,7 @@ class CodeWatch:
 
 
 def _functions_of(code: Any) -> Iterator[Any]:
-    """What a callable is made of: the function that it binds, and the ones that this wraps."""
+    """The function that a callable binds, and the ones that this wraps."""
     pending, seen = [code], set()
     while pending:
         code = pending.pop()
@@ -209,7 +209,7 @@ def _name(function: Any) -> str:
 
 def _functions_called(classes: list[Any]) -> list[tuple[dict[str, Any], str]]:
     """The functions that the forwards of these classes look up in their files, and those that these look up there."""
-    found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+    functions: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
     pending = [function for c in classes for function in _functions_of(c.forward)]
     while pending:
         function = pending.pop()
@@ -218,11 +218,11 @@ def _functions_called(classes: list[Any]) -> list[tuple[dict[str, Any], str]]:
             continue
         for name in sorted(_names_in(function.__code__)):
             value = file.get(name)
-            if isinstance(value, types.FunctionType) and (id(file), name) not in found:
-                found[id(file), name] = (file, name)
+            if isinstance(value, types.FunctionType) and (id(file), name) not in functions:
+                functions[id(file), name] = (file, name)
                 if value.__globals__ is file:
                     pending.append(value)
-    return list(found.values())
+    return list(functions.values())
 
 
 def _names_in(code: types.CodeType) -> set[str]:

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""What a training step costs by counting: FLOPs and activation memory, from a model's config and counts of trees.
+"""The cost of a training step by counting: FLOPs and activation memory, from a model's config and counts of trees.
 
 Counted are decoders of gated MLPs, full attention and the gated delta rule of Qwen3-Next and Qwen3.5: matrix products
 and convolutions, forward and backward, nothing recomputed. A sliding window is not counted, so that attention is an
@@ -130,8 +130,8 @@ def flop_counts(trees: Sequence[PrefixTree], config: PretrainedConfig) -> dict[s
     }
     names = ("tokens", "supervised", "pairs")
     return {
-        method: {**dict(zip(names, own, strict=True)), "tflop": step_flops(config, *own) / 1e12}
-        for method, own in counts.items()
+        method: {**dict(zip(names, count, strict=True)), "tflop": step_flops(config, *count) / 1e12}
+        for method, count in counts.items()
     }
 
 
@@ -205,12 +205,12 @@ def cost_per_count(config: PretrainedConfig) -> npt.NDArray[np.float64]:
 
 def _sizes(config: PretrainedConfig) -> _Sizes:
     config = config.get_text_config()
-    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    uncounted = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if config.model_type in _GATED_DELTA_RULE:
-        other -= {"linear_attention"}
-    if other or getattr(config, "kv_lora_rank", None):
-        found = f"layers of type {', '.join(sorted(other))}" if other else "latent attention"
-        raise ValueError(f"`model` is a {config.model_type} with {found}, whose FLOPs are not counted.")
+        uncounted -= {"linear_attention"}
+    if uncounted or getattr(config, "kv_lora_rank", None):
+        reason = f"layers of type {', '.join(sorted(uncounted))}" if uncounted else "latent attention"
+        raise ValueError(f"`model` is a {config.model_type} with {reason}, whose FLOPs are not counted.")
     has_experts = all(getattr(config, name, None) for name in ("num_experts_per_tok", "moe_intermediate_size"))
     inner = "moe_intermediate_size" if has_experts else "intermediate_size"
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", inner, "vocab_size")

@@ -9,7 +9,6 @@ only the hidden states that predict a supervised token. Without `prefix_tree` in
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,14 +19,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_prefix_tree.modeling.attention.backend import ATTN_BACKENDS
-from hf_prefix_tree.modeling.attention.implementations import (
-    FALLBACK_HINT,
-    IMPLEMENTATION,
-    implementations,
-    set_implementations,
-    with_tree_attention,
-)
-from hf_prefix_tree.modeling.attention.positions import Handle, place_by_depth
+from hf_prefix_tree.modeling.attention.implementations import FALLBACK_HINT, IMPLEMENTATION
 from hf_prefix_tree.modeling.batch import (
     DEPTH,
     UNPREPARED_SENTINEL,
@@ -35,45 +27,36 @@ from hf_prefix_tree.modeling.batch import (
     check_batch,
     gather_supervised,
 )
-from hf_prefix_tree.modeling.checks import (
-    backbone_of,
-    base_causal_lm,
-    check_support,
-    refuse_adapters,
+from hf_prefix_tree.modeling.call import Kind, State, check_options, prepare, state_of, unprepare
+from hf_prefix_tree.modeling.call_checks import (
     refuse_counted_items,
     refuse_long_branches,
     refuse_missing_labels,
     refuse_noisy_embeddings,
-    refuse_options,
     refuse_other_inputs,
     refuse_overwritten_inputs,
     refuse_partial_batch,
-    rope_limit,
     warn_of_router_loss,
 )
+from hf_prefix_tree.modeling.checks import base_causal_lm, rope_limit
 from hf_prefix_tree.modeling.compilation import compile_decoder_layers
-from hf_prefix_tree.modeling.context import TreeContext, active_context, enter_call, leave_call, set_active_context
+from hf_prefix_tree.modeling.context import TreeContext, active_tree, separate_calls
 from hf_prefix_tree.modeling.fingerprint import CodeWatch
-from hf_prefix_tree.modeling.images import place_images
 from hf_prefix_tree.modeling.loss import weighted_token_loss
+from hf_prefix_tree.modeling.positions import place_by_depth, place_images
 from hf_prefix_tree.modeling.recurrent.hooks import follow_branches, followed_functions
 from hf_prefix_tree.modeling.verify import is_materialized, verify_images, verify_loss, verify_tree_forward
 from hf_prefix_tree.modeling.verify_adapters import verify_adapters
 
 logger = logging.getLogger(__name__)
 
-_STATE = "_hf_prefix_tree_state"
-
 
 @dataclass
-class _State:
-    """What `prepare_model` did to a model, so that `unprepare_model` can undo it."""
+class _TreeState(State):
+    """The changes that `prepare_model` made to a model, and its knowledge about it."""
 
-    attn_backend: str
-    previous_implementations: dict[str, str]
-    previous_loss: Callable | None
+    previous_loss: Callable | None = None
     previous_flag: dict[str, Any] | None = None  # `accepts_loss_kwargs` of the model, where it was changed
-    handles: list[Handle] = field(default_factory=list)
     verified: dict[tuple, set[str]] = field(default_factory=dict)  # device types, by the code that was checked on them
     verified_on: set[str] = field(default_factory=set)  # the entry of the code that runs now
     watch: CodeWatch | None = None
@@ -86,7 +69,7 @@ class _State:
     image_refusal: str | None = None
     loss_refusal: str | None = None
 
-    def __getstate__(self) -> dict[str, Any]:  # a copy has functions of its own and is checked again
+    def __getstate__(self) -> dict[str, Any]:  # a copy has other functions and is checked again
         unchecked: dict[str, Any] = {"verified": {}, "verified_on": set(), "watch": None, "kept": []}
         return {**self.__dict__, **unchecked}
 
@@ -98,21 +81,21 @@ def prepare_model(
     Makes a causal LM train on prefix trees, in place.
 
     Afterwards `model(**batch)` with a batch of [`DataCollatorForPrefixTree`] returns exact logits, and with `labels`
-    the loss `sum(w * nll) / sum(w)`; `outputs.logits` is then `[1, M, vocab]`, one row for each of the M supervised
+    the loss `sum(w * nll) / sum(w)`; `outputs.logits` is then `[1, M, vocab]`, one entry for each of the M supervised
     tokens. Without `prefix_tree` in the call the model does what it does under its default attention. Calling it again
     changes `attn_backend`, may compile and checks what was patched since, no more; [`unprepare_model`] undoes it.
 
     A stock `Trainer` then takes the mean of its micro-batches' losses (`model.accepts_loss_kwargs = False`), with
     trees and without: before it trains on anything else, call [`unprepare_model`]. A model that one of this package's
     trainers or [`fold_shared_prefixes`] prepared keeps the normalisation that it had. A `Trainer` reads it when it is
-    made, so prepare the model before: calls that count labels instead of weights are refused.
+    made, so prepare the model before. Calls that count labels instead of weights are refused.
 
     The model is checked against independent runs of the branches: at once where its weights are whole and on the
     device they train on, otherwise at the first training step. Code that is patched later (a `forward`, a hook, a
     function of the modeling file, an adapter) is checked at the next call with a tree.
 
     A batch also holds `inputs_embeds`, which a prepared model takes out. A model that was not prepared raises on it
-    ("You must specify exactly one of input_ids or inputs_embeds") instead of reading the row as one sequence.
+    ("You must specify exactly one of input_ids or inputs_embeds") instead of reading the tree as one sequence.
 
     Args:
         model (`PreTrainedModel` or `PeftModel`):
@@ -122,7 +105,7 @@ def prepare_model(
             mask; each raises where it cannot serve. `"auto"` takes FLASH where it is right and pays, FlexAttention
             wherever it can train, and the dense mask elsewhere (on CPU). The log says which and why.
         compile_layers (`bool`, *optional*, defaults to `False`):
-            Compiles each decoder layer by itself, for calls with a tree: one graph for each kind of layer and all row
+            Compiles each decoder layer by itself, for calls with a tree: one graph for each kind of layer and all
             lengths. Recurrent layers, and others that do not become one graph, are refused.
 
     Returns:
@@ -151,7 +134,7 @@ def prepare_model(
     """
     install_tree_hooks(model, attn_backend=attn_backend, compile_layers=compile_layers)
     base = base_causal_lm(model)
-    state: _State = getattr(base, _STATE)
+    state: _TreeState = state_of(base)
     if state.previous_flag is None:
         # Trainer would otherwise pass the number of labels as `num_items_in_batch`, which is not their weights.
         state.previous_flag = {name: x for name, x in base.__dict__.items() if name == "accepts_loss_kwargs"}
@@ -163,15 +146,11 @@ def install_tree_hooks(
     model: torch.nn.Module, *, attn_backend: str = "auto", compile_layers: bool = False
 ) -> torch.nn.Module:
     """[`prepare_model`] for trainers that normalise by themselves: leaves stock ones the model's normalisation."""
-    if attn_backend not in ATTN_BACKENDS:
-        raise ValueError(f"`attn_backend` must be one of {ATTN_BACKENDS}, got {attn_backend!r}.")
-    base = base_causal_lm(model)
-    state = getattr(base, _STATE, None)
-    is_new = state is None
-    if state is None:
-        state = _install(base, attn_backend)
-    set_implementations(base, with_tree_attention(base))
-    if state.attn_backend != attn_backend:
+    base, is_new = prepare(model, TREE, attn_backend, _TreeState)
+    state: _TreeState = state_of(base)
+    if is_new:
+        _follow_trees(base, state)
+    elif state.attn_backend != attn_backend:
         state.attn_backend = attn_backend
         _forget_checks(state)
     try:
@@ -188,31 +167,16 @@ def install_tree_hooks(
     return model
 
 
-def _install(base: PreTrainedModel, attn_backend: str) -> _State:
-    check_support(base)
+def _follow_trees(base: PreTrainedModel, state: _TreeState) -> None:
+    """Makes loss, positions and recurrent layers follow the tree of a call."""
     text_config = base.config.get_text_config()
-    state = _State(
-        attn_backend=attn_backend,
-        previous_implementations=implementations(base),
-        previous_loss=base.__dict__.get("_loss_function"),
-        router_config=text_config if hasattr(text_config, "output_router_logits") else None,
-        rope_limit=rope_limit(base.config),
-        has_sinks=any("sink" in name for name, _ in base.named_parameters()),
-        recurrent=followed_functions(base),
-    )
-    setattr(base, _STATE, state)
+    state.previous_loss = base.__dict__.get("_loss_function")
+    state.router_config = text_config if hasattr(text_config, "output_router_logits") else None
+    state.rope_limit = rope_limit(base.config)
+    state.has_sinks = any("sink" in name for name, _ in base.named_parameters())
+    state.recurrent = followed_functions(base)
     base._loss_function = functools.partial(_tree_aware_loss, base.loss_function)
-    backbone = backbone_of(base)
-    assert backbone is not None  # checked above
-    state.handles = [
-        base.register_forward_pre_hook(_enter, with_kwargs=True),
-        base.register_forward_hook(_leave, with_kwargs=True, always_call=True),
-        backbone.register_forward_pre_hook(_check_backbone_call, with_kwargs=True),
-        backbone.register_forward_hook(_gather_hidden_states, with_kwargs=True),
-        *place_by_depth(base),
-        *follow_branches(base),
-    ]
-    return state
+    state.handles += [*place_by_depth(base), *follow_branches(base)]
 
 
 def unprepare_model(model: torch.nn.Module) -> torch.nn.Module:
@@ -222,12 +186,9 @@ def unprepare_model(model: torch.nn.Module) -> torch.nn.Module:
     Args:
         model (`PreTrainedModel` or `PeftModel`): The model.
     """
-    base = base_causal_lm(model)
-    state = base.__dict__.pop(_STATE, None)
+    base, state = unprepare(model, TREE)
     if state is None:
         return model
-    for handle in state.handles:
-        handle.remove()
     if getattr(base.__dict__.get("_loss_function"), "func", None) is _tree_aware_loss:  # not one that replaced it
         if state.previous_loss is None:
             del base._loss_function
@@ -236,13 +197,13 @@ def unprepare_model(model: torch.nn.Module) -> torch.nn.Module:
     if state.previous_flag is not None:
         del base.accepts_loss_kwargs
         base.__dict__.update(state.previous_flag)
-    set_implementations(base, state.previous_implementations)
     return model
 
 
 def is_prepared(model: torch.nn.Module) -> bool:
     """Whether [`prepare_model`] was called on this model."""
-    return getattr(base_causal_lm(model), _STATE, None) is not None
+    state = state_of(base_causal_lm(model))
+    return state is not None and state.kind == TREE
 
 
 def ensure_verified(model: torch.nn.Module, forward: Callable) -> None:
@@ -255,7 +216,7 @@ def ensure_verified(model: torch.nn.Module, forward: Callable) -> None:
         forward (`Callable`): The wrapped model (DDP, FSDP) to call.
     """
     base = base_causal_lm(model)
-    state = getattr(base, _STATE)
+    state = state_of(base)
     is_new = not _is_verified(base, state)
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         if is_materialized(base):
@@ -268,7 +229,7 @@ def ensure_verified(model: torch.nn.Module, forward: Callable) -> None:
         _verify(base, state, forward)
 
 
-def _is_verified(base: PreTrainedModel, state: _State) -> bool:
+def _is_verified(base: PreTrainedModel, state: _TreeState) -> bool:
     """Whether the code that the model runs now was checked on its device."""
     if state.watch is None or not state.watch.unchanged():
         state.watch = CodeWatch(base)
@@ -277,24 +238,25 @@ def _is_verified(base: PreTrainedModel, state: _State) -> bool:
     return state.watch.device_type in state.verified_on
 
 
-def _has_changed(state: _State) -> bool:
+def _has_changed(state: _TreeState) -> bool:
     """Whether other code was checked than the one that runs now."""
     return not state.verified_on and any(state.verified.values())
 
 
-def _forget_checks(state: _State) -> None:
+def _forget_checks(state: _TreeState) -> None:
     state.verified.clear()
     state.watch = None
 
 
-def _verify(base: PreTrainedModel, state: _State, forward: Callable | None = None) -> None:
+def _verify(base: PreTrainedModel, state: _TreeState, forward: Callable | None = None) -> None:
     state.verifying = True
     try:
         assert state.watch is not None  # made by `_is_verified`
-        verify_tree_forward(base, forward or base, state.watch.unknown)
-        verify_adapters(base, forward or base)
-        state.image_refusal = verify_images(base, forward or base)
-        state.loss_refusal = verify_loss(base, forward or base)
+        with separate_calls():
+            verify_tree_forward(base, forward or base, state.watch.unknown)
+            verify_adapters(base, forward or base)
+            state.image_refusal = verify_images(base, forward or base)
+            state.loss_refusal = verify_loss(base, forward or base)
     finally:
         state.verifying = False
     state.verified_on.add(state.watch.device_type)
@@ -312,14 +274,8 @@ def check_call(module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: boo
     Raises:
         `ValueError`: where the call cannot be exact.
     """
-    state: _State = getattr(module, _STATE)
-    if module.config._attn_implementation != IMPLEMENTATION:
-        raise ValueError(
-            f"The model was prepared, but its attention is {module.config._attn_implementation!r} now, which knows no "
-            f"tree: call `model.set_attn_implementation({IMPLEMENTATION!r})` or `prepare_model(model)` again."
-        )
-    refuse_adapters(module)  # they may have come after `prepare_model`
-    refuse_options(kwargs)
+    state: _TreeState = state_of(module)
+    check_options(module, TREE, kwargs)
     check_batch(kwargs)
     refuse_overwritten_inputs(kwargs)
     tree = kwargs["prefix_tree"]
@@ -339,7 +295,7 @@ def check_call(module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: boo
             _refuse_other_losses(module, state)
 
 
-def _refuse_other_losses(module: PreTrainedModel, state: _State) -> None:
+def _refuse_other_losses(module: PreTrainedModel, state: _TreeState) -> None:
     loss: Any = module.loss_function
     loss = loss.args[0] if getattr(loss, "func", None) is _tree_aware_loss else loss
     if loss is not ForCausalLMLoss:
@@ -352,8 +308,8 @@ def _refuse_other_losses(module: PreTrainedModel, state: _State) -> None:
 
 
 @torch.compiler.disable  # looks at the model's code, and runs the model where it has changed
-def _verify_call(module: PreTrainedModel, state: _State) -> None:
-    """What a call of a model checks by itself, without the other ranks."""
+def _verify_call(module: PreTrainedModel, state: _TreeState) -> None:
+    """Checks the code of the model in a call, without the other ranks."""
     if _is_verified(module, state):
         return
     trains = module.training and torch.is_grad_enabled()
@@ -367,12 +323,8 @@ def _verify_call(module: PreTrainedModel, state: _State) -> None:
         )
 
 
-def _enter(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """Pre-hook of the causal LM: batch contract in, context of the call out."""
-    enter_call()  # first of all: after an error the other hook leaves it
-    if args:
-        names = list(inspect.signature(type(module).forward).parameters)[1:]
-        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[TreeContext, dict[str, Any]] | None:
+    """Batch contract in, context of the call out."""
     if kwargs.get("node_lengths") is not None:
         raise ValueError(
             "This batch holds shared prefixes as `node_lengths` and `sample_paths`: convert it with "
@@ -381,15 +333,15 @@ def _enter(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tupl
     if kwargs.get("prefix_tree") is None:
         refuse_partial_batch(kwargs)
         trains = module.training and torch.is_grad_enabled() and kwargs.get("labels") is not None
-        if trains and getattr(module, _STATE).previous_flag is not None:
+        if trains and state_of(module).previous_flag is not None:
             _warn_of_training_without_trees()
         return None
-    guard = kwargs.get(UNPREPARED_SENTINEL)
-    if isinstance(guard, torch.Tensor) and not guard.is_floating_point():
+    sentinel = kwargs.get(UNPREPARED_SENTINEL)
+    if isinstance(sentinel, torch.Tensor) and not sentinel.is_floating_point():
         del kwargs[UNPREPARED_SENTINEL]
     is_weighted = bool(kwargs.pop(WEIGHTED_BY_CALLER, False))
     check_call(module, kwargs, is_weighted)
-    state: _State = getattr(module, _STATE)
+    state: _TreeState = state_of(module)
     tree = kwargs["prefix_tree"]
     labels = kwargs.get("labels")
     supervised = None if labels is None else gather_supervised(tree, labels, kwargs.get("loss_weights"))
@@ -399,7 +351,7 @@ def _enter(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tupl
     context = TreeContext(tree, supervised, backend, state.has_sinks)
     context.loss_computed = is_weighted
     kwargs = {name: value for name, value in kwargs.items() if name not in ("loss_weights", "tree_stats")}
-    kwargs |= {"prefix_tree": context, "position_ids": tree[:, DEPTH].long(), "use_cache": False}
+    kwargs |= {"prefix_tree": context, "position_ids": tree[:, DEPTH].long()}
     if kwargs.get("image_grid_thw") is not None:
         kwargs |= place_images(module, tree, kwargs["input_ids"], kwargs["image_grid_thw"])
     if kwargs.get("attention_mask") is None:
@@ -408,8 +360,7 @@ def _enter(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tupl
     context.attention_mask = kwargs["attention_mask"]
     if supervised is not None:
         kwargs |= {"labels": supervised.labels, "shift_labels": supervised.labels}
-    set_active_context(context)
-    return (), kwargs
+    return context, kwargs
 
 
 @functools.cache
@@ -420,24 +371,20 @@ def _warn_of_training_without_trees() -> None:
     )
 
 
-def _leave(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    context = leave_call()
-    if context is None:
-        return None
-    if output is not None and not context.has_masks:  # `None` after an error
+def _leave(module: PreTrainedModel, context: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    if not context.has_masks:
         raise ValueError(
-            f"{type(module).__name__} asked for no mask of the tree (what it masks, it masks by itself), so branches "
-            f"would see each other. {FALLBACK_HINT}"
+            f"{type(module).__name__} asked for no mask of the tree (it masks by itself), so branches would see each "
+            f"other. {FALLBACK_HINT}"
         )
-    state: _State = getattr(module, _STATE)
-    if output is not None and (missing := sorted(state.recurrent - context.followed)):
+    if missing := sorted(state_of(module).recurrent - context.followed):
         raise ValueError(
             f"The recurrent layers of {type(module).__name__} ran without the tree: something replaced {missing} of "
             "their modeling file after `prepare_model`. Call `unprepare_model(model)` and `prepare_model(model)` "
             "after it, or have it call the function that it replaces with all keyword arguments."
         )
     supervised = context.supervised
-    if output is None or supervised is None or context.loss_computed:
+    if supervised is None or context.loss_computed:
         return None
     # an architecture that computes its loss by itself, without `loss_function`
     if isinstance(output, tuple):
@@ -457,30 +404,15 @@ def _leave(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output:
     return output
 
 
-def _check_backbone_call(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    if isinstance(kwargs.get("prefix_tree"), torch.Tensor):
-        raise ValueError(
-            "`prefix_tree` reached the backbone as a raw tensor: the hook of the causal LM was bypassed. Call the "
-            "causal LM itself, with peft >= 0.21 and an adapter that calls it, as LoRA does and AdaLoRA does not."
-        )
-
-
-def _gather_hidden_states(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    context = active_context()
-    if context is None or context.supervised is None:
-        return None
-    if isinstance(output, tuple):
-        return (context.gather(output[0]), *output[1:])
-    output.last_hidden_state = context.gather(output.last_hidden_state)
-    return output
-
-
 def _tree_aware_loss(
     default: Callable, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    context = active_context()
+    context = active_tree()
     if context is None or context.supervised is None:
         return default(logits, labels, *args, **kwargs)
     supervised = context.supervised
     context.loss_computed = True
     return weighted_token_loss(logits, supervised.labels, supervised.weights, kwargs.get("num_items_in_batch"))
+
+
+TREE = Kind("tree", IMPLEMENTATION, ATTN_BACKENDS, "prepare_model", "unprepare_model", _enter, _leave)

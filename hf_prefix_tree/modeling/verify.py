@@ -6,7 +6,7 @@ The forest has a fork, a strict prefix, a second tree and one path longer than t
 every window that only the model's own code reads. Three numbers are compared, each the largest over the checked tokens
 of the root mean square over the vocabulary: the tree's error against the branches; the model's own spread (a branch
 alone against the same branch right-padded); and, as a control that must be large, the error of a plain causal run over
-the same row. Four short forwards without gradients.
+the same packed sequence. Four short forwards without gradients.
 
 Code that is from no known package may mix tokens in its own way over distances that no short forest has. A run whose
 attention mixes nothing shows whether it does.
@@ -36,7 +36,7 @@ from hf_prefix_tree.modeling.attention.implementations import (
 )
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE, concatenate_trees
 from hf_prefix_tree.modeling.checks import checked_length, position_limit
-from hf_prefix_tree.modeling.images import image_model
+from hf_prefix_tree.modeling.positions import image_model
 from hf_prefix_tree.modeling.recurrent.hooks import has_convolution
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
 
@@ -46,7 +46,7 @@ CHECKED_TOKENS = 6  # the last ones of each branch: what a fork, a window or a n
 SECOND_TREE = 12  # its tokens; the control is of more than them
 FAR = 1024  # tokens of a row that unknown code is tested on
 _VALUES = "prefix_tree_values"  # the attention that mixes nothing
-# Rounding that no model is blamed for, relative to the logits: a few units of the dtype over some tens of layers.
+# Error tolerance per dtype, relative to the logits: a few units of the dtype over some tens of layers.
 ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
@@ -66,7 +66,7 @@ def verify_tree_forward(model: PreTrainedModel, forward: Callable, unknown: Sequ
 
     Args:
         model (`PreTrainedModel`): The prepared causal LM; its training flags, buffers and random state are restored.
-        forward (`Callable`): What is called, `model` itself or its wrapper under FSDP or DDP.
+        forward (`Callable`): The function to call: `model` itself or its wrapper under FSDP or DDP.
         unknown (`Sequence[str]`, *optional*): Functions that the model runs and that are from no known package. What
             they do to tokens far apart is checked as well.
 
@@ -120,7 +120,7 @@ def verify_images(model: PreTrainedModel, forward: Callable) -> str | None:
 
     Args:
         model (`PreTrainedModel`): The prepared causal LM.
-        forward (`Callable`): What is called, `model` itself or its wrapper under FSDP or DDP.
+        forward (`Callable`): The function to call: `model` itself or its wrapper under FSDP or DDP.
 
     Returns:
         `str`, *optional*: Why the model's images are not served on trees; `None` where they are. Text is.
@@ -146,7 +146,7 @@ def verify_loss(model: PreTrainedModel, forward: Callable) -> str | None:
 
     Args:
         model (`PreTrainedModel`): The prepared causal LM.
-        forward (`Callable`): What is called, `model` itself or its wrapper under FSDP or DDP.
+        forward (`Callable`): The function to call: `model` itself or its wrapper under FSDP or DDP.
 
     Returns:
         `str`, *optional*: Why the weighted cross-entropy of a tree cannot take the place of this loss; `None` where it
@@ -184,7 +184,7 @@ def verify_loss(model: PreTrainedModel, forward: Callable) -> str | None:
 
 @dataclass
 class Forest:
-    """What is compared: the trees of a row with their images, and the images of each branch."""
+    """The input of a comparison: the trees of a packed sequence with their images, and the images of each branch."""
 
     trees: list[PrefixTree]
     images: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -209,18 +209,18 @@ def _verify(model: PreTrainedModel, forward: Callable, forest: Forest) -> None:
     with undisturbed(model), torch.no_grad(), coarsest_dtype(model) as dtypes:
         causal = plain_logits(model, forward, row["input_ids"][:, first:tokens], predecessors[seen] - first, images)
         logits = tree_logits(model, forward, {**row, **images, "labels": labels})
-        found = dict(zip(where.tolist(), logits, strict=True))
+        logits_at = dict(zip(where.tolist(), logits, strict=True))
         found_causal = dict(zip(seen.tolist(), causal, strict=True))
         error = control = spread = scale = 0.0
         branches = [branch for tree in trees for branch in tree.branches()]
         for i, (branch, checked) in enumerate(zip(branches, positions, strict=True)):
             ids = torch.from_numpy(branch.input_ids.copy()).to(device)[None]
-            own = {key: value.to(device) for key, value in forest.branch_images[i].items()} if images else {}
+            branch_images = {key: value.to(device) for key, value in forest.branch_images[i].items()} if images else {}
             keep = torch.arange(ids.shape[1] - len(checked) - 1, ids.shape[1] - 1, device=device)
-            alone = plain_logits(model, forward, ids, keep, own)
+            alone = plain_logits(model, forward, ids, keep, branch_images)
             padded = torch.nn.functional.pad(ids, (0, min(5, limit - ids.shape[1])))
-            padded_logits = plain_logits(model, forward, padded, keep, own, length=ids.shape[1])
-            error = max(error, distance(torch.stack([found[position] for position in checked]), alone))
+            padded_logits = plain_logits(model, forward, padded, keep, branch_images, length=ids.shape[1])
+            error = max(error, distance(torch.stack([logits_at[position] for position in checked]), alone))
             mixed = [found_causal.get(position, logit) for position, logit in zip(checked, alone, strict=True)]
             control = max(control, distance(torch.stack(mixed), alone))
             spread = max(spread, distance(padded_logits, alone))
@@ -248,7 +248,7 @@ def _verify(model: PreTrainedModel, forward: Callable, forest: Forest) -> None:
 
 
 def rounding_of(dtypes: set[torch.dtype]) -> float:
-    """What the coarsest of these dtypes rounds away of logits, relative to them."""
+    """The error tolerance of the coarsest of these dtypes, relative to the logits."""
     return max(ROUNDING.get(dtype, 0.0) for dtype in dtypes)
 
 
@@ -301,9 +301,14 @@ def _forest_with_images(model: PreTrainedModel, flat: bool) -> Forest:
     grids = torch.tensor([[1, 2 * merge, 3 * merge], [1, 4 * merge, 2 * merge]])
     generator = torch.Generator().manual_seed(0)
     patches = [torch.randn([int(grid.prod()), *shape], generator=generator) for grid in grids]
-    shared, own = (np.full(int(grid.prod()) // merge**2, token) for grid in grids)
+    shared, single = (np.full(int(grid.prod()) // merge**2, token) for grid in grids)
     start = [trunk[:3], shared, trunk[3:]]
-    paths = [([*start, first, own, second], [0, 1]), ([*start, last], [0]), ([*start, first[:6]], [0]), ([last], [])]
+    paths = [
+        ([*start, first, single, second], [0, 1]),
+        ([*start, last], [0]),
+        ([*start, first[:6]], [0]),
+        ([last], []),
+    ]
     branches: list[dict[str, Any]] = []
     for pieces, chosen in paths:
         ids = np.concatenate(pieces)
@@ -324,7 +329,7 @@ def _vocab_size(model: PreTrainedModel) -> int:
 
 
 def checked_positions(trees: list[PrefixTree]) -> list[np.ndarray]:
-    """For each branch of the row, the positions in the row of its last tokens."""
+    """For each branch, the positions of its last tokens in the packed sequence."""
     positions, start = [], 0
     for tree in trees:
         positions += [path[-CHECKED_TOKENS:] + start for path in tree.paths()]
@@ -371,15 +376,15 @@ def _other_attention(model: PreTrainedModel, name: str | None) -> Iterator[None]
 @contextmanager
 def coarsest_dtype(model: torch.nn.Module) -> Iterator[set[torch.dtype]]:
     """The dtypes in which the linear layers answer."""
-    found: set[torch.dtype] = set()
+    dtypes: set[torch.dtype] = set()
 
     def note(module: torch.nn.Module, args: tuple, output: Any) -> None:
         if isinstance(output, torch.Tensor):  # a router may return a tuple
-            found.add(output.dtype)
+            dtypes.add(output.dtype)
 
     handles = [m.register_forward_hook(note) for m in model.modules() if isinstance(m, torch.nn.Linear)]
     try:
-        yield found
+        yield dtypes
     finally:
         for handle in handles:
             handle.remove()

@@ -46,7 +46,7 @@ def verify_adapters(model: PreTrainedModel, forward: Callable) -> None:
 
     Args:
         model (`PreTrainedModel`): The prepared causal LM. Nothing of it has changed afterwards.
-        forward (`Callable`): What is called, `model` itself or its wrapper under FSDP or DDP.
+        forward (`Callable`): The function to call: `model` itself or its wrapper under FSDP or DDP.
 
     Raises:
         `ValueError`: where an adapter does not give a tree the logits and gradients of its branches.
@@ -57,16 +57,16 @@ def verify_adapters(model: PreTrainedModel, forward: Callable) -> None:
     with undisturbed(model), coarsest_dtype(model) as dtypes, _randomized(layers) as (parameters, reset):
         # gradients of sharded weights are reduced by hooks
         runs = _Runs(model, forward, parameters if is_materialized(model) else [], reset)
-        expected, found, again = runs.of_branches(), runs.of_tree(), runs.of_tree()
+        expected, tree, again = runs.of_branches(), runs.of_tree(), runs.of_tree()
         model.eval()
         runs.parameters = []
         evaluated = _error(runs.of_tree(), runs.of_branches())
     rounding = rounding_of({expected[0].dtype, *dtypes})
-    errors = {"training": _error(found, expected), "evaluation": evaluated, "two equal calls": _error(again, found)}
+    errors = {"training": _error(tree, expected), "evaluation": evaluated, "two equal calls": _error(again, tree)}
     numbers = ", ".join(f"{name} {logits:.1e} / {grads:.1e}" for name, (logits, grads) in errors.items())
     logger.info("Adapters of %s on trees (logits / gradients): %s.", type(model).__name__, numbers)
     # some draw for a dropout of 0, without effect
-    if (runs.draws and not torch.equal(again[0], found[0])) or not _is_close(errors["two equal calls"], rounding / 10):
+    if (runs.draws and not torch.equal(again[0], tree[0])) or not _is_close(errors["two equal calls"], rounding / 10):
         reason = "draws random numbers in each call, so that the branches of a tree share what they would draw apart"
     elif not _is_close(errors["training"], rounding) or not _is_close(evaluated, rounding):
         reason = "computes something over all tokens of a call, so that the branches of a tree change each other"
@@ -163,7 +163,7 @@ def _randomized(layers: list[Any]) -> Iterator[tuple[list[torch.nn.Parameter], C
 
 
 def _own(named: Iterable[tuple[str, Any]]) -> list[Any]:
-    """What belongs to an adapter, not to the layer that it wraps."""
+    """The named values that belong to an adapter, not to the layer that it wraps."""
     return [x for name, x in named if name.split(".")[0] not in ("base_layer", "original_module")]
 
 
@@ -176,14 +176,14 @@ def _local(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _attributes(modules: list[torch.nn.Module]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    found = []
+    kept_attributes = []
     for module in modules:
         names = [
             n for n in vars(module) if n in ("_buffers", "_disable_adapters") or (n[0] != "_" and n != "training")
         ]
         kept = {name: vars(module)[name] for name in names}
-        found.append((vars(module), {n: dict(x) if isinstance(x, dict) else x for n, x in kept.items()}))
-    return found
+        kept_attributes.append((vars(module), {n: dict(x) if isinstance(x, dict) else x for n, x in kept.items()}))
+    return kept_attributes
 
 
 def _restore(attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
@@ -196,11 +196,11 @@ def _restore(attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
                 now[name] = value
 
 
-def _error(found: Result, expected: Result) -> tuple[float, float]:
+def _error(actual: Result, expected: Result) -> tuple[float, float]:
     """Relative errors of logits and of gradients, the largest over tokens and over parameters."""
-    logits = distance(found[0], expected[0]) / distance(expected[0], torch.zeros_like(expected[0]))
+    logits = distance(actual[0], expected[0]) / distance(expected[0], torch.zeros_like(expected[0]))
     norms = [gradient.double().norm().item() for gradient in expected[1]]
-    errors = [(x.double() - y.double()).norm().item() for x, y in zip(found[1], expected[1], strict=True)]
+    errors = [(x.double() - y.double()).norm().item() for x, y in zip(actual[1], expected[1], strict=True)]
     # rounding of the others is all that a parameter without influence has
     floor = 1e-2 * max(norms, default=0.0)
     return logits, max(

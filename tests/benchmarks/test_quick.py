@@ -16,7 +16,7 @@ from benchmarks.microbatches import BranchStep, pack, scan_starts_anew
 from benchmarks.packed import Packed
 from benchmarks.shapes import FOLD_SHAPES, QUICK, SHAPES, build, conversation_trees, leaf_first_rows, lightest_first
 from examples.demo.dialogues import generate_dialogues
-from hf_prefix_tree.modeling.attention.mask import dense_mask
+from hf_prefix_tree.modeling.attention.masks.causal import dense_mask
 from hf_prefix_tree.modeling.flops import flop_counts
 
 original_scan = modeling_qwen3_5.torch_chunk_gated_delta_rule

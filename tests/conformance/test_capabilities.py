@@ -15,7 +15,7 @@ from conformance.configs import tiny_config
 from conformance.forest import conformance_forest
 from hf_prefix_tree import prepare_model, unprepare_model
 from hf_prefix_tree.modeling.attention.interface import prefix_tree_attention
-from hf_prefix_tree.modeling.attention.mask import dense_mask, tree_block_mask
+from hf_prefix_tree.modeling.attention.masks.causal import dense_mask, tree_block_mask
 from hf_prefix_tree.modeling.batch import concatenate_trees
 from hf_prefix_tree.modeling.checks import attention_windows, checked_length, rope_limit
 from hf_prefix_tree.modeling.context import TreeContext

@@ -17,7 +17,7 @@ from conformance.forest import conformance_forest
 from conformance.runner import run_all
 from conformance.table import markdown_table, read_statuses
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
-from hf_prefix_tree.modeling.attention.mask import dense_mask
+from hf_prefix_tree.modeling.attention.masks.causal import dense_mask
 from hf_prefix_tree.modeling.batch import Supervised, decode_weights
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
@@ -121,7 +121,7 @@ def index_window(prefix_tree, window=None, chunk=None):
 
 
 def no_chunks(prefix_tree, window=None, chunk=None):
-    return dense_mask(prefix_tree, window)
+    return dense_mask(prefix_tree, window=window)
 
 
 def positions_by_depth(model, prefix_tree, input_ids, image_grid_thw):

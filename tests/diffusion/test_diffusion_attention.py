@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, Lfm2Config, LlamaCon
 
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.diffusion.model import prepare_diffusion_model, unprepare_diffusion_model
-from hf_prefix_tree.modeling.attention.spans import LAYOUTS, block_mask, dense_mask, spans
+from hf_prefix_tree.modeling.attention.masks.spans import LAYOUTS, block_mask, dense_mask, spans
 from hf_prefix_tree.modeling.double import keep_double
 from tests.support.diffusion_models import block_of, pair, sees, stock_logits
 from tests.support.models import CONFIGS, VOCAB, gradients, make_model
@@ -256,7 +256,7 @@ def test_everything_is_undone():
         prepare_model(model)  # its own check runs
         with pytest.raises(ValueError, match="`unprepare_model"):
             prepare_diffusion_model(model)
-    with pytest.raises(ValueError, match="attends to both sides"):
+    with pytest.raises(ValueError, match="`unprepare_diffusion_model"):
         prepare_model(prepare_diffusion_model(before))
 
 

@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_prefix_tree import diffusion_generate
-from hf_prefix_tree.diffusion.interface import diffusion_attention
 from hf_prefix_tree.diffusion.model import prepare_diffusion_model
+from hf_prefix_tree.modeling.attention.interface import diffusion_attention
 from hf_prefix_tree.modeling.attention.kernels import attend_dense, attend_flex
-from hf_prefix_tree.modeling.attention.spans import LAYOUTS, block_mask, dense_mask, spans
+from hf_prefix_tree.modeling.attention.masks.spans import LAYOUTS, block_mask, dense_mask, spans
 from tests.support.models import CONFIGS, VOCAB, gradients
 
 pytestmark = pytest.mark.gpu

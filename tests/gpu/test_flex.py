@@ -37,7 +37,7 @@ def test_flex_equals_the_dense_reference(case):
 def test_the_output_lies_in_memory_as_its_query():
     """Otherwise the projection that follows copies it, and the backward keeps it twice."""
     row = row_of(forest(0))
-    mask = TreeContext(row["prefix_tree"], attn_backend="flex").mask(None, flex=True)
+    mask = TreeContext(row["prefix_tree"], attn_backend="flex").mask(flex=True)
     length = row["input_ids"].shape[1]
     query, key = (torch.randn(1, length, heads, 64, device="cuda").transpose(1, 2) for heads in (4, 2))
     assert attend_flex(query, key, key, mask).transpose(1, 2).is_contiguous()

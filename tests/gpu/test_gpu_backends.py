@@ -11,7 +11,7 @@ import hf_prefix_tree.modeling.attention.backend as backend
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.modeling.attention.backend import AttentionCall, choose_backend
 from hf_prefix_tree.modeling.attention.interface import prefix_tree_attention
-from hf_prefix_tree.modeling.attention.mask import tree_block_mask
+from hf_prefix_tree.modeling.attention.masks.causal import tree_block_mask
 from hf_prefix_tree.modeling.context import TreeContext
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from tests.support.gpu_rows import attend, error, model_of, row_of
@@ -155,7 +155,7 @@ def test_the_mask_waits_for_nothing():
 
 
 def test_rows_with_blocks_of_256(monkeypatch):
-    import hf_prefix_tree.modeling.attention.mask as mask_module
+    import hf_prefix_tree.modeling.attention.masks.causal as mask_module
 
     case = {"heads": (4, 2), "head_dim": 64, "window": None}
     exact = attend("sdpa", torch.float64, **case)

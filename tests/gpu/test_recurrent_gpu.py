@@ -14,8 +14,8 @@ from hf_prefix_tree import prepare_model
 from hf_prefix_tree.modeling.batch import concatenate_trees
 from hf_prefix_tree.modeling.context import TreeContext
 from hf_prefix_tree.modeling.double import keep_double
-from hf_prefix_tree.modeling.recurrent import delta_rule, scan
-from hf_prefix_tree.modeling.recurrent.segments import Segments
+from hf_prefix_tree.modeling.recurrent import layers, scan
+from hf_prefix_tree.modeling.recurrent.scan import Segments
 from hf_prefix_tree.tree.prefix_tree import fold
 from tests.support.hybrids import make_hybrid
 from tests.support.models import branch_runs, gradients, random_branches
@@ -82,7 +82,7 @@ def cast(inputs, dtype):
 def on_tree(rule, way, trees, inputs, grad, dtype, by_kernel):
     leaves, segments = cast(inputs, dtype), segments_of(trees)
     name = KERNEL[rule]
-    recurrence = delta_rule.delta_rule(name, reference(rule), *leaves, use_qk_l2norm_in_kernel=True)
+    recurrence = layers.delta_rule(name, reference(rule), *leaves, use_qk_l2norm_in_kernel=True)
     assert recurrence.padded is not by_kernel
     out = way(segments, recurrence)
     count = torch.zeros(len(out), 1, 1, device=DEVICE)
@@ -121,7 +121,7 @@ def error(got, expected):
 def test_kernels_on_a_tree_are_as_exact_as_on_branches(monkeypatch, rule, way, dtype):
     trees = forest(1, 2, num_branches=12, max_length=200)
     inputs, grad = inputs_of(rule, segments_of(trees).num_tokens)
-    kernel = delta_rule.line_kernel(KERNEL[rule], "cuda")
+    kernel = layers.line_kernel(KERNEL[rule], "cuda")
     with keep_double():
         exact = by_branch(rule, trees, inputs, grad.double(), torch.float64, reference(rule))
     branches = error(by_branch(rule, trees, inputs, grad, dtype, kernel), exact)
@@ -132,7 +132,7 @@ def test_kernels_on_a_tree_are_as_exact_as_on_branches(monkeypatch, rule, way, d
 
 @pytest.mark.parametrize("way", [scan.fork, scan.link])
 def test_padded_batches_on_a_gpu_are_exact(monkeypatch, way):
-    monkeypatch.setattr(delta_rule, "line_kernel", lambda name, device_type: None)
+    monkeypatch.setattr(layers, "line_kernel", lambda name, device_type: None)
     trees = forest(2, 2, num_branches=8, max_length=100)
     inputs, grad = inputs_of("delta", segments_of(trees).num_tokens)
     with keep_double():
@@ -179,7 +179,7 @@ def test_bf16_models_are_as_exact_as_their_branches(monkeypatch, caplog, model_t
     exact = hybrid(model_type, torch.float32)
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="hf_prefix_tree.modeling.recurrent"):
-        delta_rule.line_kernel.cache_clear()
+        layers.line_kernel.cache_clear()
         rounded = hybrid(model_type, torch.bfloat16)
     if model_type == "qwen3_5_text":  # which scan runs is said once, never silently
         assert len([r for r in caplog.records if "recurrent layers scan the segments" in r.message]) == 1

@@ -14,7 +14,7 @@ from hf_prefix_tree import prepare_model
 from hf_prefix_tree.modeling.attention.backend import AttentionCall, choose_backend
 from hf_prefix_tree.modeling.attention.interface import prefix_tree_attention
 from hf_prefix_tree.modeling.attention.kernels import attend_dense
-from hf_prefix_tree.modeling.attention.mask import dense_mask, tree_block_mask
+from hf_prefix_tree.modeling.attention.masks.causal import dense_mask, tree_block_mask
 from hf_prefix_tree.modeling.batch import concatenate_trees
 from hf_prefix_tree.modeling.context import TreeContext
 from tests.support.models import CONFIGS, make_model, random_forest
@@ -46,7 +46,7 @@ def hopper(monkeypatch):
     """A Hopper GPU with a good build of flash-attn-4, which was checked already."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(backend, "_flash_version", lambda: Version("4.0.0b36"))
-    monkeypatch.setattr(backend, "_checked", {(GPU, torch.bfloat16, "plain", True, 2, 128, 128): None})
+    monkeypatch.setattr(backend, "_checked", {(GPU, torch.bfloat16, "causal", True, 2, 128, 128): None})
     monkeypatch.setattr(backend, "_sparse", {})
     backend._log_once.cache_clear()
 
@@ -208,7 +208,7 @@ def test_the_comparison_is_outside_of_the_hooks_of_the_step(monkeypatch):
         assert backend._agrees_with_triton(call, lambda: chain(4)) is None
 
 
-CHANGES = [{"window": 99}, {"chunk": 99}, {"length": 39 * 128}, {"heads": 8}, {"head_dim": 64}]
+CHANGES = [{"mask_kind": "window"}, {"mask_kind": "chunk"}, {"length": 39 * 128}, {"heads": 8}, {"head_dim": 64}]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -226,13 +226,13 @@ def test_every_kind_of_call_is_compared(change, monkeypatch):
 @pytest.mark.parametrize("kind", ["window", "chunk"])
 def test_windows_and_chunks_get_flash_where_it_is_asked_for(kind, monkeypatch):
     monkeypatch.setattr(backend, "_agrees_with_triton", lambda call, mask: None)
-    call = CALL._replace(**{kind: 256})
+    call = CALL._replace(mask_kind=kind)
     assert choose_backend("auto", call, never) == "flex"
     assert choose_backend("flash", call, never) == "flash"
 
 
 def test_a_failed_comparison_is_flex_under_auto_and_an_error_when_forced(monkeypatch):
-    monkeypatch.setattr(backend, "_checked", {(GPU, torch.bfloat16, "plain", True, 2, 128, 128): "it differs"})
+    monkeypatch.setattr(backend, "_checked", {(GPU, torch.bfloat16, "causal", True, 2, 128, 128): "it differs"})
     assert choose_backend("auto", CALL, lambda: chain(64)) == "flex"
     with pytest.raises(ValueError, match="`attn_backend='flash'`"):
         choose_backend("flash", CALL, never)
@@ -311,7 +311,9 @@ def test_sinks_are_known_before_the_call(monkeypatch):
         model = prepare_model(make_model(name))
         seen.clear()
         model(**row)
-        assert {(call.sinks, call.window) for call in seen} == {(name == "gpt_oss", None), (name == "gpt_oss", 6)}
+        assert {(call.sinks, call.mask_kind) for call in seen} == {
+            (name == "gpt_oss", x) for x in ("causal", "window")
+        }
 
 
 def test_flash_gets_no_call_that_it_does_not_serve():

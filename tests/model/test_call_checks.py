@@ -17,7 +17,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from conformance.build import build_model
 from hf_prefix_tree import PrefixTree, prepare_model, tree_log_probs, unprepare_model
-from hf_prefix_tree.modeling import checks as refusals
+from hf_prefix_tree.modeling import call_checks as refusals
 from hf_prefix_tree.modeling.batch import WEIGHTED_BY_CALLER, concatenate_trees
 from hf_prefix_tree.modeling.checks import base_causal_lm
 from hf_prefix_tree.modeling.prepare import install_tree_hooks

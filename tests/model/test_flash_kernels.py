@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_prefix_tree.modeling.attention.flash as flash
 from hf_prefix_tree.modeling.attention.kernels import attend_dense, one_graph_for_all_lengths
-from hf_prefix_tree.modeling.attention.mask import dense_mask
+from hf_prefix_tree.modeling.attention.masks.causal import dense_mask
 from hf_prefix_tree.modeling.batch import concatenate_trees
 from hf_prefix_tree.modeling.context import TreeContext
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
@@ -298,7 +298,7 @@ def test_the_order_of_blocks_is_given_back_after_an_error(monkeypatch):
         flash.attend_flash(*leaves, TreeContext(tree).mask(flex=True))
 
 
-LIMITS = {"plain": {}, "window": {"window": 300}, "chunk": {"chunk": 256}}
+LIMITS = {"causal": {}, "window": {"window": 300}, "chunk": {"chunk": 256}}
 
 
 @pytest.mark.usefixtures("cute")

@@ -10,8 +10,8 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hf_prefix_tree.modeling.attention.kernels as kernels
-import hf_prefix_tree.modeling.attention.mask as mask_module
-from hf_prefix_tree.modeling.attention.mask import dense_mask, tree_block_mask
+import hf_prefix_tree.modeling.attention.masks.causal as mask_module
+from hf_prefix_tree.modeling.attention.masks.causal import dense_mask, tree_block_mask
 from hf_prefix_tree.modeling.batch import concatenate_trees
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
 
@@ -42,8 +42,8 @@ def test_one_graph_for_each_kind_of_mask_whatever_the_length(monkeypatch, softca
             query, key, value = (torch.randn(1, tree.shape[-1], n, head_dim).transpose(1, 2) for n in (4, 2, 2))
             options = {"scale": 0.2, "softcap": softcap, "sinks": torch.randn(4)}
             with torch.no_grad():
-                found = kernels.attend_flex(query, key, value, tree_block_mask(tree, window), **options)
-                expected = kernels.attend_dense(query, key, value, dense_mask(tree, window), **options)
+                found = kernels.attend_flex(query, key, value, tree_block_mask(tree, window=window), **options)
+                expected = kernels.attend_dense(query, key, value, dense_mask(tree, window=window), **options)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         assert counters["stats"]["unique_graphs"] == expected_graphs
     assert not counters["graph_break"]

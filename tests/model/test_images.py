@@ -11,7 +11,7 @@ from conformance.build import build_forest, build_model
 from hf_prefix_tree import prepare_model, unprepare_model
 from hf_prefix_tree.data.images import fold_images
 from hf_prefix_tree.modeling.batch import concatenate_trees
-from hf_prefix_tree.modeling.images import image_model, place_images
+from hf_prefix_tree.modeling.positions import image_model, place_images
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
 
 IMAGE = 90

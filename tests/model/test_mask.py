@@ -10,8 +10,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import hf_prefix_tree.modeling.attention.mask as mask_module
-from hf_prefix_tree.modeling.attention.mask import dense_mask, tree_block_mask
+import hf_prefix_tree.modeling.attention.masks.causal as mask_module
+from hf_prefix_tree.modeling.attention.masks.causal import dense_mask, tree_block_mask
 from hf_prefix_tree.modeling.batch import concatenate_trees
 from tests.support.models import random_forest
 
@@ -31,7 +31,7 @@ def test_dense_mask_is_path_membership(window):
         while key >= 0 and (window is None or distance < window):
             expected[query, key] = True
             key, distance = tree[0, 2, key].item(), distance + 1
-    assert torch.equal(dense_mask(tree, window)[0, 0], expected)
+    assert torch.equal(dense_mask(tree, window=window)[0, 0], expected)
 
 
 @pytest.mark.parametrize("window", [None, 7, 130, 300])
@@ -40,8 +40,8 @@ def test_block_mask_equals_create_block_mask(seed, window):
     forest = rows(seed, 2, 1280, num_branches=30, max_length=400)
     tree = torch.cat([forest, rows(seed + 50, 1, 1280, num_branches=40, max_length=700)])
     batch_size, _, length = tree.shape
-    block_mask = tree_block_mask(tree, window)
-    dense = dense_mask(tree, window)
+    block_mask = tree_block_mask(tree, window=window)
+    dense = dense_mask(tree, window=window)
     generic = create_block_mask(
         lambda b, h, q, k: dense[b, 0, q, k], B=batch_size, H=None, Q_LEN=length, KV_LEN=length, device="cpu"
     )

@@ -9,7 +9,7 @@ import torch
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.modeling.batch import concatenate_trees
 from hf_prefix_tree.modeling.double import keep_double
-from hf_prefix_tree.modeling.recurrent import convolution, hooks, scan
+from hf_prefix_tree.modeling.recurrent import hooks, layers, scan
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from tests.support.hybrids import FAMILIES, KINDS, errors, make_hybrid, served_here
 from tests.support.models import branch_runs, gradients, random_forest, relative_error
@@ -155,7 +155,7 @@ def nothing_above(segments, taps):
     return reads, is_nothing, kept, writes
 
 
-starts_of_runs = convolution._starts_of_runs
+starts_of_runs = layers._starts_of_runs
 
 
 def first_parent(values, among, find=scan._places):
@@ -165,7 +165,7 @@ def first_parent(values, among, find=scan._places):
 CONTROLS = {
     "states are not handed over": lambda patch: patch.setattr(scan, "_scan", from_zero),
     "states come from the wrong parent": lambda patch: patch.setattr(scan, "_places", first_parent),
-    "the convolution sees no path": lambda patch: patch.setattr(convolution, "_starts_of_runs", nothing_above),
+    "the convolution sees no path": lambda patch: patch.setattr(layers, "_starts_of_runs", nothing_above),
     "the convolution reads the row": lambda patch: patch.setitem(hooks._ON_TREE, "causal_conv1d_fn", as_one_row),
     "the delta rule scans the row": lambda patch: patch.setitem(
         hooks._ON_TREE, "torch_chunk_gated_delta_rule", as_one_row

@@ -15,7 +15,7 @@ from hf_prefix_tree.modeling.batch import concatenate_trees
 from hf_prefix_tree.modeling.context import TreeContext
 from hf_prefix_tree.modeling.double import keep_double
 from hf_prefix_tree.modeling.recurrent import hooks
-from hf_prefix_tree.modeling.recurrent.delta_rule import line_kernel
+from hf_prefix_tree.modeling.recurrent.layers import line_kernel
 from tests.support.hybrids import FAMILIES, KINDS, errors, make_hybrid, served_here
 from tests.support.models import branch_runs, gradients, random_forest, relative_error
 

@@ -7,9 +7,8 @@ import torch
 from hf_prefix_tree.modeling.batch import concatenate_trees
 from hf_prefix_tree.modeling.context import TreeContext
 from hf_prefix_tree.modeling.recurrent import scan
-from hf_prefix_tree.modeling.recurrent.convolution import convolve_on_tree
-from hf_prefix_tree.modeling.recurrent.scan import Recurrence, fork, forking_is_cheaper, link
-from hf_prefix_tree.modeling.recurrent.segments import Segments
+from hf_prefix_tree.modeling.recurrent.layers import convolve_on_tree
+from hf_prefix_tree.modeling.recurrent.scan import Recurrence, Segments, fork, forking_is_cheaper, link
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from tests.support.models import random_forest
 

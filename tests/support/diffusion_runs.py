@@ -11,7 +11,7 @@ from examples.demo.tokenizer import train_tokenizer
 from hf_prefix_tree import DataCollatorForDiffusionLM, DiffusionSFTConfig, DiffusionSFTTrainer
 from hf_prefix_tree.diffusion.loss import block_diffusion_loss, hybrid_loss, mdlm_loss
 from hf_prefix_tree.diffusion.noise import corrupt_uniform, noise_seeds
-from hf_prefix_tree.modeling.attention.spans import spans
+from hf_prefix_tree.modeling.attention.masks.spans import spans
 from tests.support.models import VOCAB, make_model
 
 MASK, SIZE = VOCAB - 1, 4

@@ -8,7 +8,7 @@ import torch
 import hf_prefix_tree.modeling.context as context_module
 import hf_prefix_tree.modeling.verify as verify_module
 from hf_prefix_tree import TreeSFTTrainer
-from hf_prefix_tree.modeling.attention.mask import dense_mask
+from hf_prefix_tree.modeling.attention.masks.causal import dense_mask
 from tests.support.trainer_runs import config, make_model, make_trees, tokenizer, tree_dataset
 
 

@@ -7,8 +7,8 @@
 | `"flex"` | FlexAttention's Triton kernels with a block mask |
 | `"flash"` | the kernels of `flash-attn-4` with the same block mask: faster on Hopper, younger |
 
-What the config, the device and the installed versions say costs nothing. Two things cost a wait for the device, once:
-whether FLASH agrees with Triton on the shapes at hand, and how sparse the masks of a range of row lengths are.
+Reading the config, the device and the installed versions costs nothing. Two checks wait for the device, once: whether
+FLASH agrees with Triton on the shapes at hand, and how sparse the masks of a range of lengths are.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from packaging.version import Version
 
-from hf_prefix_tree.modeling.attention.flash import attend_flash
+from hf_prefix_tree.modeling.attention.flash import FLASH_KINDS, attend_flash
 from hf_prefix_tree.modeling.attention.kernels import attend_flex
-from hf_prefix_tree.modeling.attention.mask import TreeBlockMask, mask_kind
+from hf_prefix_tree.modeling.attention.masks.causal import TreeBlockMask
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
 
 logger = logging.getLogger(__name__)
@@ -45,19 +45,18 @@ _CHECKED_TOKENS = 2**17  # times key-value heads: bounds the memory of the compa
 
 
 class AttentionCall(NamedTuple):
-    """What the choice of a backend depends on."""
+    """The facts that the choice of a backend depends on."""
 
     device: torch.device
     dtype: torch.dtype
-    length: int  # tokens of a row
+    length: int  # tokens of a packed sequence
     heads: int
     kv_heads: int
     head_dim: int  # of queries and keys
     value_dim: int
     softcap: bool = False
     sinks: bool = False
-    window: int | None = None
-    chunk: int | None = None
+    mask_kind: str = "causal"
 
     @classmethod
     def of(cls, config: Any, device: torch.device, dtype: torch.dtype, length: int, **kwargs: Any) -> AttentionCall:
@@ -67,9 +66,9 @@ class AttentionCall(NamedTuple):
         Args:
             config (`PretrainedConfig`): The config of the language model.
             device (`torch.device`): Where it runs.
-            dtype (`torch.dtype`): What attention runs in.
+            dtype (`torch.dtype`): The dtype that attention runs in.
             length (`int`): Tokens of a row.
-            kwargs: `sinks`, `window` and `chunk`.
+            kwargs: `sinks` and `mask_kind`.
         """
         heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
         if not (isinstance(heads, int) and isinstance(kv_heads, int | None)):
@@ -104,10 +103,10 @@ def choose_backend(
     The backend of a call, logged with the reason whenever either is new.
 
     `"auto"` takes FLASH where it is installed in a version that is known to be right, on a Hopper GPU, in half
-    precision, for heads of 64 or 128 without softcap, sinks, windows and chunks, on rows of at least 40 blocks that
-    are mostly full, and agrees with Triton, forward and backward, at these head sizes; FlexAttention's Triton kernels
-    elsewhere on a GPU; SDPA where FlexAttention cannot train. The first row of a length between two powers of two
-    decides for all of these lengths, so that the device is waited for once.
+    precision, for heads of 64 or 128 without softcap and sinks, under the plain tree mask, on packed sequences of at
+    least 40 blocks that are mostly full, and agrees with Triton, forward and backward, at these head sizes;
+    FlexAttention's Triton kernels elsewhere on a GPU; SDPA where FlexAttention cannot train. The first packed sequence
+    of a length between two powers of two decides for all of these lengths, so that the device is waited for once.
 
     Args:
         requested (`str`): `"auto"`, or the backend to use.
@@ -125,7 +124,7 @@ def choose_backend(
         return _log(requested, call, "sdpa", "it was asked for")
     no_flex = no_flex or why_not_flex(call.device, call.dtype, min(call.head_dim, call.value_dim), call.length)
     if requested == "auto" and call.length == BLOCK_SIZE:
-        no_flex = no_flex or "a single block needs a graph of its own and is nothing to a dense mask"
+        no_flex = no_flex or "a single block needs another graph, and a dense mask of it is small"
     if no_flex is not None:
         return _log(requested, call, "sdpa", no_flex)
     if requested == "flex":
@@ -171,7 +170,7 @@ def why_not_flex(device: torch.device, dtype: torch.dtype, head_dim: int, length
 
 
 def _why_not_flash(call: AttentionCall) -> str | None:
-    """What stands against FLASH before any number is computed."""
+    """The reason against FLASH that is known before any number is computed, if there is one."""
     version = _flash_version()
     if version is None:
         return "`flash-attn-4` is not installed"
@@ -186,6 +185,8 @@ def _why_not_flash(call: AttentionCall) -> str | None:
         return f"head sizes {call.head_dim} and {call.value_dim} are not among those it is right for (64, 128)"
     if call.sinks:
         return "attention sinks need gradients through the log-sum-exp, which it does not have"
+    if call.mask_kind not in FLASH_KINDS:
+        return f"it has no {call.mask_kind} mask"
     if call.softcap:
         return "its gradients under a softcap are not tested"
     if call.length > 4096 * BLOCK_SIZE:
@@ -208,8 +209,7 @@ _checked: dict[tuple, str | None] = {}  # reasons by device, dtype, kind of mask
 
 
 def _not_measured(call: AttentionCall) -> str | None:
-    kind = mask_kind(call.window, call.chunk)
-    return None if kind == "plain" else f"its speed under a {kind} was not measured"
+    return None if call.mask_kind == "causal" else f"its speed under a {call.mask_kind} was not measured"
 
 
 def _too_sparse(call: AttentionCall, mask: Callable[[], TreeBlockMask]) -> str | None:
@@ -218,9 +218,9 @@ def _too_sparse(call: AttentionCall, mask: Callable[[], TreeBlockMask]) -> str |
         return f"rows of fewer than {_LEAST_FLASH_BLOCKS} blocks are not known to gain"
     key = (call.device, blocks.bit_length())
     if key not in _sparse:
-        found = mask()
-        assert found.full_kv_num_blocks is not None
-        partial, full = (count.sum().item() for count in (found.kv_num_blocks, found.full_kv_num_blocks))
+        block_mask = mask()
+        assert block_mask.full_kv_num_blocks is not None
+        partial, full = (count.sum().item() for count in (block_mask.kv_num_blocks, block_mask.full_kv_num_blocks))
         share = partial / (partial + full)
         _sparse[key] = None if share <= _MOST_PARTIAL else f"{share:.0%} of the visible blocks are partial"
     return _sparse[key]
@@ -230,7 +230,7 @@ def _agrees_with_triton(call: AttentionCall, mask: Callable[[], TreeBlockMask]) 
     """`None` where it does; looked at once for each key of [`_checked`]."""
     sizes = (call.heads // call.kv_heads, call.head_dim, call.value_dim)
     is_long = call.length >= _LEAST_FLASH_BLOCKS * BLOCK_SIZE  # shorter ones may have no full block to look at
-    key = (call.device, call.dtype, mask_kind(call.window, call.chunk), is_long, *sizes)
+    key = (call.device, call.dtype, call.mask_kind, is_long, *sizes)
     if key not in _checked:
         if torch.is_inference_mode_enabled():
             return "it was not compared with Triton yet, and cannot be in inference mode"
@@ -262,7 +262,7 @@ def _difference_to_triton(call: AttentionCall, mask: TreeBlockMask) -> str | Non
     kept = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)  # not by offloading or checkpointing
     with torch.enable_grad(), torch.autocast(call.device.type, enabled=False), kept:
         try:
-            found = run(attend_flash)
+            actual = run(attend_flash)
             if call.device.type == "cuda":
                 torch.cuda.synchronize(call.device)  # what the kernels fail with is told here
         except (torch.cuda.OutOfMemoryError, torch.AcceleratorError):
@@ -272,7 +272,7 @@ def _difference_to_triton(call: AttentionCall, mask: TreeBlockMask) -> str | Non
                 raise
             return f"it failed with {type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
         expected = run(attend_flex)
-    errors = [((x - y).float().norm() / y.float().norm()).item() for x, y in zip(found, expected, strict=True)]
+    errors = [((x - y).float().norm() / y.float().norm()).item() for x, y in zip(actual, expected, strict=True)]
     names = ("output", "query gradient", "key gradient", "value gradient")
     wrong = [f"{name} {error:.1e}" for name, error in zip(names, errors, strict=True) if not error < _TOLERANCE]
     return f"it differs from Triton by {', '.join(wrong)} (relative)" if wrong else None

@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """Tree attention by the Hopper kernels of `flash-attn-4`.
 
-FlexAttention's FLASH backend runs the same kernels. Called directly they can be told what it has no words for:
+FlexAttention's FLASH backend runs the same kernels. Called directly they expose options that FlexAttention does not:
 
 - Query heads that share keys are rows of the batch, views of the same keys. Otherwise the kernels sum the gradients of
   keys and values in float32 in memory.
@@ -10,7 +10,7 @@ FlexAttention's FLASH backend runs the same kernels. Called directly they can be
   all wait for them.
 - The mask looks up the tree by address. The kernels wrap every index of a tensor that a mask reads.
 
-An operator of its own, so that compiled layers stay one graph. Everything private of `flash-attn-4` is touched here.
+A custom operator keeps compiled layers one graph. Everything private of `flash-attn-4` is touched here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from typing import Any
 
 import torch
 
-from hf_prefix_tree.modeling.attention.mask import TreeBlockMask
+from hf_prefix_tree.modeling.attention.masks.causal import TreeBlockMask
+
+FLASH_KINDS = ("causal", "window", "chunk")  # of masks that are written in the language of the kernels
 
 
 def attend_flash(
@@ -172,11 +174,11 @@ def _mask(row: int, rows: Sequence[torch.Tensor], lists: Sequence[torch.Tensor],
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     assert all(x.is_contiguous() and x.dtype == torch.int32 for x in rows)  # they are read by address
-    own = [x[row] if x.dim() == 2 else x for x in rows]  # a limit is the same for all
+    row_tensors = [x[row] if x.dim() == 2 else x for x in rows]  # a limit is the same for all
     size = rows[0].shape[1] // lists[0].shape[-1]
     return {
         "mask_mod": _mask_mod(kind),
-        "aux_scalars": tuple(Int64(x.data_ptr()) for x in own),
+        "aux_scalars": tuple(Int64(x.data_ptr()) for x in row_tensors),
         "block_sparse_tensors": BlockSparseTensorsTorch(*(x[row, None] for x in lists), block_size=(size, size)),
     }
 
@@ -184,20 +186,20 @@ def _mask(row: int, rows: Sequence[torch.Tensor], lists: Sequence[torch.Tensor],
 @functools.cache
 def _mask_mod(kind: str) -> Callable:
     """
-    Whether a pair is visible, in the language of the kernels; see [`~attention.mask.dense_mask`]. The scalars are the
-    addresses of the tree rows.
+    Whether a pair is visible, in the language of the kernels; see [`~attention.masks.causal.dense_mask`]. The
+    scalars are the addresses of the tree rows.
     """
     import cutlass
     import cutlass.cute as cute
 
     def lookup(address: Any, index: Any) -> Any:
         pointer = cute.make_ptr(cutlass.Int32, address, cute.AddressSpace.gmem, assumed_align=4)
-        found = cute.make_rmem_tensor(1, cutlass.Int32)
-        found[0] = cute.make_tensor(pointer, cute.make_layout(2**30))[index]
-        return found.load()
+        element = cute.make_rmem_tensor(1, cutlass.Int32)
+        element[0] = cute.make_tensor(pointer, cute.make_layout(2**30))[index]
+        return element.load()
 
     @cute.jit
-    def plain(b: Any, h: Any, q: Any, k: Any, info: Any, tensors: Any, scalars: Any) -> Any:
+    def causal(b: Any, h: Any, q: Any, k: Any, info: Any, tensors: Any, scalars: Any) -> Any:
         return (k <= q) & (q < lookup(scalars[0], k[0]))
 
     @cute.jit
@@ -211,7 +213,7 @@ def _mask_mod(kind: str) -> Callable:
         same = lookup(scalars[1], q[0]) // size == lookup(scalars[1], k[0]) // size
         return (k <= q) & (q < lookup(scalars[0], k[0])) & same
 
-    chosen = {"plain": plain, "window": window, "chunk": chunk}[kind]
+    chosen = {"causal": causal, "window": window, "chunk": chunk}[kind]
     # compiled kernels are kept under it, on disk as well
     chosen.__cute_hash__ = f"hf_prefix_tree {_digest()}: {kind}"
     return chosen
@@ -222,7 +224,7 @@ def _digest() -> str:
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 
 
-_compiling = threading.RLock()  # the backward runs in threads of its own
+_compiling = threading.RLock()  # the backward runs in other threads
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Attention implementations: a model's default, and which parts of it run the tree's attention.
+"""Attention implementations: a model's default, and which parts of it run ours.
 
-The language model runs the tree's attention; vision and audio towers keep their own.
+The language model runs ours; vision and audio towers keep theirs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,11 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
+IMPLEMENTATION = "prefix_tree"
+DIFFUSION_IMPLEMENTATION = "diffusion"
+
+FALLBACK_HINT = "Train it on unfolded branches with a stock trainer."
+
 _MODELING_UTILS = sys.modules[PreTrainedModel.__module__]  # where the interface itself lives
 
 
@@ -22,8 +27,8 @@ def default_implementation(config_class: type) -> str:
     """`"sdpa"` where the models of this config class support it, otherwise `"eager"`."""
     if getattr(config_class, "attn_logit_softcapping", None):  # Transformers before 5.24 lets sdpa drop the softcap
         return "eager"
-    found = _model_classes(config_class)
-    return "sdpa" if any(c._supports_sdpa and _interface_in_source(c) for c in found) else "eager"
+    model_classes = _model_classes(config_class)
+    return "sdpa" if any(c._supports_sdpa and _interface_in_source(c) for c in model_classes) else "eager"
 
 
 @functools.cache
@@ -38,13 +43,13 @@ def _interface_in_source(model_class: type) -> bool:
 
 
 def _model_classes(config_class: type) -> list[type[PreTrainedModel]]:
-    found: list[type[PreTrainedModel]] = []
+    matching: list[type[PreTrainedModel]] = []
     classes: list[type[PreTrainedModel]] = [PreTrainedModel]
     for model_class in classes:
         if getattr(model_class, "config_class", None) is config_class:
-            found.append(model_class)
+            matching.append(model_class)
         classes.extend(model_class.__subclasses__())
-    return found
+    return matching
 
 
 def default_attention(module: torch.nn.Module) -> Callable:
@@ -66,19 +71,20 @@ def implementations(model: PreTrainedModel) -> dict[str, str]:
     return {"": model.config._attn_implementation, **named}
 
 
-def with_tree_attention(model: PreTrainedModel) -> dict[str, str]:
+def with_implementation(model: PreTrainedModel, implementation: str) -> dict[str, str]:
     """
-    The same with the tree's for the language model, and the default for a tower that was loaded with the tree's.
+    The same with ours for the language model, and the default for a tower that was loaded with ours.
 
     Args:
         model (`PreTrainedModel`): A causal LM, not wrapped.
+        implementation (`str`): [`IMPLEMENTATION`] or [`DIFFUSION_IMPLEMENTATION`].
     """
     text, wanted = model.config.get_text_config(), implementations(model)
-    for name, implementation in wanted.items():
+    for name, present in wanted.items():
         part = getattr(model.config, name) if name else text
         if part is text:
-            wanted[name] = IMPLEMENTATION
-        elif implementation == IMPLEMENTATION:
+            wanted[name] = implementation
+        elif present == implementation:
             wanted[name] = default_implementation(part.__class__)
     return wanted
 
@@ -89,14 +95,9 @@ def set_implementations(model: PreTrainedModel, wanted: dict[str, str]) -> None:
 
     Args:
         model (`PreTrainedModel`): A causal LM, not wrapped.
-        wanted (`dict[str, str]`): What [`implementations`] or [`with_tree_attention`] gave.
+        wanted (`dict[str, str]`): The result of [`implementations`] or [`with_implementation`].
     """
     model.set_attn_implementation(wanted)
     if model.config._attn_implementation != wanted[""]:
         # Architectures outside Transformers' attention interface only warn; their mask functions read this name.
         model.config._attn_implementation_internal = wanted[""]
-
-
-IMPLEMENTATION = "prefix_tree"
-
-FALLBACK_HINT = "Train it on unfolded branches with a stock trainer."

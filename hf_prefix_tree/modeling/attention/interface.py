@@ -1,10 +1,11 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""What `attn_implementation="prefix_tree"` means to Transformers: one attention function and one mask function.
+"""The attention and mask functions that Transformers calls for `"prefix_tree"` and `"diffusion"`.
 
-Without a tree both hand over to the model's default implementation: sdpa, or eager where the model has no sdpa. With a
-tree the mask function chooses a backend and returns the tree's mask of the layer type, and the attention function runs
-FlexAttention where it got a block mask, SDPA where it got a dense one, and plain matmul and softmax where a dense mask
-meets softcap or sinks.
+Without a tree those of `"prefix_tree"` call the model's default implementation: sdpa, or eager where the model has no
+sdpa. With a tree the mask function chooses a backend and returns the tree's mask of the layer type, and the attention
+function runs FlexAttention where it got a block mask, SDPA where it got a dense one, and plain matmul and softmax
+where a dense mask meets softcap or sinks. Those of `"diffusion"` do the same with the mask of the call, whatever mask
+the model asks for; a call without a layout is one of full attention.
 """
 
 from __future__ import annotations
@@ -18,9 +19,16 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, causal_mask_function
 
-from hf_prefix_tree.modeling.attention.backend import FLASH_DTYPES, FLASH_HEAD_SIZES, AttentionCall, choose_backend
+from hf_prefix_tree.modeling.attention.backend import (
+    FLASH_DTYPES,
+    FLASH_HEAD_SIZES,
+    AttentionCall,
+    choose_backend,
+    why_not_flex,
+)
 from hf_prefix_tree.modeling.attention.flash import attend_flash
 from hf_prefix_tree.modeling.attention.implementations import (
+    DIFFUSION_IMPLEMENTATION,
     FALLBACK_HINT,
     IMPLEMENTATION,
     default_attention,
@@ -28,8 +36,10 @@ from hf_prefix_tree.modeling.attention.implementations import (
     uses_attention_interface,
 )
 from hf_prefix_tree.modeling.attention.kernels import attend_dense, attend_flex, attention_dtype
-from hf_prefix_tree.modeling.attention.mask import TreeBlockMask
-from hf_prefix_tree.modeling.context import Mask, TreeContext, active_context
+from hf_prefix_tree.modeling.attention.masks.causal import TreeBlockMask, kind_of, limit_asked_by
+from hf_prefix_tree.modeling.attention.masks.spans import block_mask, spans
+from hf_prefix_tree.modeling.attention.masks.spans import dense_mask as dense_mask_of_spans
+from hf_prefix_tree.modeling.context import DiffusionContext, Mask, TreeContext, active_context, active_tree
 
 # Layers that pick keys from a dense mask of what is visible.
 _DERIVED_MASKS = {"indexed_attention", "deepseek_sparse_attention"}  # two names of the same
@@ -41,9 +51,11 @@ _NOT_FOR_ATTENTION = {
 
 
 def register() -> None:
-    """Makes `"prefix_tree"` an attention implementation that Transformers knows."""
+    """Registers `"prefix_tree"` and `"diffusion"` as attention implementations of Transformers."""
     AttentionInterface.register(IMPLEMENTATION, prefix_tree_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, prefix_tree_mask)
+    AttentionInterface.register(DIFFUSION_IMPLEMENTATION, diffusion_attention)
+    AttentionMaskInterface.register(DIFFUSION_IMPLEMENTATION, diffusion_mask)
 
 
 def prefix_tree_mask(
@@ -59,7 +71,7 @@ def prefix_tree_mask(
     **kwargs: Any,
 ) -> Mask | None:
     """The mask function behind `"prefix_tree"`; called by Transformers once per layer type and forward."""
-    context = active_context()
+    context = active_tree()
     if context is None:
         return AttentionMaskInterface()[default_implementation(config.__class__)](
             config=config,
@@ -74,28 +86,29 @@ def prefix_tree_mask(
         )
     if mask_function is bidirectional_mask_function:
         return None  # of a cross attention that this call does not use; an attention that does refuses it
-    overlaid = use_vmap or (local_size is None and mask_function is not causal_mask_function)
-    if overlaid or (local_size is not None and not allow_is_causal_skip):
+    is_overlaid = use_vmap or (
+        mask_function is not causal_mask_function if local_size is None else not allow_is_causal_skip
+    )
+    limit = limit_asked_by(config, local_size, is_overlaid)
+    if is_overlaid and not limit:
         raise ValueError(
             f"{type(config).__name__}: this model overlays its causal mask with one of its own, which the tree mask "
             f"does not carry. {FALLBACK_HINT}"
         )
-    chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
-    window, chunk = (None, local_size) if chunked else (local_size, None)
     additive = not uses_attention_interface(config.__class__)
     no_flex = None
     if additive:
         no_flex = "this architecture computes its attention by itself and takes a dense mask"
-    elif _DERIVED_MASKS & set(getattr(config, "layer_types", None) or []) or not allow_is_causal_skip:
+    elif _DERIVED_MASKS & set(getattr(config, "layer_types", None) or []) or not (allow_is_causal_skip or is_overlaid):
         no_flex = "this architecture computes sparse masks from a dense one"
     length = context.prefix_tree.shape[-1]
-    kinds = {"window": window, "chunk": chunk, "sinks": context.sinks}
-    call = AttentionCall.of(config, device, attention_dtype(device, dtype), length, **kinds)
-    build: Any = functools.partial(context.mask, window, chunk, flex=True)
+    options = {"sinks": context.sinks, "mask_kind": kind_of(limit)[0]}
+    call = AttentionCall.of(config, device, attention_dtype(device, dtype), length, **options)
+    build: Any = functools.partial(context.mask, flex=True, **limit)
     backend = choose_backend(context.attn_backend, call, build, no_flex)
     if additive:
-        return context.additive_mask(dtype, window, chunk)
-    mask = context.mask(window, chunk, flex=backend != "sdpa")
+        return context.additive_mask(dtype, **limit)
+    mask = context.mask(flex=backend != "sdpa", **limit)
     if isinstance(mask, TreeBlockMask):
         mask.backend = backend
     return mask
@@ -118,14 +131,14 @@ def prefix_tree_attention(
         query (`torch.Tensor` of shape `(B, heads, N, head_dim)`): Queries.
         key (`torch.Tensor` of shape `(B, kv_heads, N, head_dim)`): Keys.
         value (`torch.Tensor` of shape `(B, kv_heads, N, value_dim)`): Values.
-        attention_mask (`torch.Tensor` or `BlockMask`, *optional*): What [`prefix_tree_mask`] returned.
+        attention_mask (`torch.Tensor` or `BlockMask`, *optional*): The result of [`prefix_tree_mask`].
         prefix_tree ([`TreeContext`], *optional*): The call's tree; without it the model's default attention runs.
 
     Returns:
         `tuple`: the output `(B, N, heads, value_dim)` and the attention weights where the default gives them.
     """
     if prefix_tree is None:
-        context = active_context()
+        context = active_tree()
         if context is None and not _made_for_a_tree(module, attention_mask):
             if kwargs.get("indices") is not None:  # what eager and sdpa find in their mask
                 attention_mask = _keep_chosen(attention_mask, kwargs.pop("indices"), key.shape[2], query.dtype)
@@ -169,30 +182,40 @@ def _tree_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: Mask,
+    is_causal: bool | None = None,
+    indices: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    if is_causal is False:
+        raise ValueError(f"{type(module).__name__} attends to both sides, which no tree does. {FALLBACK_HINT}")
+    if indices is not None:
+        mask = _keep_chosen(mask, indices, key.shape[2], query.dtype)
+    return _attend(module, query, key, value, mask, FALLBACK_HINT, **kwargs)
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Mask,
+    hint: str,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    is_causal: bool | None = None,
     position_bias: torch.Tensor | None = None,
-    indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
+    """The attention of both implementations, by the kernel that the mask is made for."""
     if dropout:
-        raise ValueError(f"attention dropout ({dropout}) cannot be shared by branches: set `attention_dropout=0.0`.")
-    if position_bias is not None or is_causal is False:
-        raise ValueError(
-            f"{type(module).__name__} adds a position bias or attends to both sides, which the tree path does not "
-            f"carry. {FALLBACK_HINT}"
-        )
+        raise ValueError(f"attention dropout ({dropout}) is not supported: set `attention_dropout=0.0`.")
     unknown = [name for name, x in kwargs.items() if isinstance(x, torch.Tensor) and name not in _NOT_FOR_ATTENTION]
-    if unknown:
+    if position_bias is not None or unknown:
         raise ValueError(
-            f"{type(module).__name__} hands its attention {unknown}, which the tree path does not know. "
-            f"{FALLBACK_HINT}"
+            f"{type(module).__name__} hands its attention {unknown or ['position_bias']}, which is not supported. "
+            f"{hint}"
         )
-    if indices is not None:
-        mask = _keep_chosen(mask, indices, key.shape[2], query.dtype)
     dtype = attention_dtype(query.device, value.dtype)
     query, key, value = (x.to(dtype) for x in (query, key, value))
     if isinstance(mask, TreeBlockMask) and mask.backend == "flash":
@@ -217,3 +240,90 @@ def _keep_chosen(mask: Mask | None, indices: torch.Tensor, length: int, dtype: t
     chosen = torch.zeros((*indices.shape[:2], length), dtype=torch.bool, device=indices.device)
     chosen = chosen.scatter(-1, indices.long(), True)[:, None]
     return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(dtype).min)
+
+
+def diffusion_mask(
+    *,
+    config: Any,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> Mask:
+    """The mask function behind `"diffusion"`; called by Transformers once per layer type and forward."""
+    context = active_context()
+    if not isinstance(context, DiffusionContext):
+        raise ValueError(
+            f"`attn_implementation={DIFFUSION_IMPLEMENTATION!r}` works on prepared models only: call "
+            "`hf_prefix_tree.diffusion.model.prepare_diffusion_model(model)`, and call the causal LM, not its parts."
+        )
+    if use_vmap:
+        raise ValueError(
+            f"{type(config).__name__}: this model overlays its mask with one of its own, which a diffusion language "
+            "model can't keep. Use a text model with plain attention."
+        )
+    if q_length != kv_length:
+        raise ValueError(
+            f"{q_length} tokens attend to {kv_length}: a diffusion language model keeps no cache, because earlier "
+            "tokens see later ones. Pass whole sequences, or use `diffusion_generate`."
+        )
+    longest = q_length if context.longest is None else context.longest
+    if local_size is not None and local_size < longest:
+        raise ValueError(
+            f"{type(config).__name__} has layers that see {local_size} tokens only, and a sequence has {longest}. "
+            "Such a window looks back, and is not defined for a model that looks both ways: use sequences of at most "
+            f"{local_size} tokens, or a model without sliding or chunked layers."
+        )
+    if context.mask is None:  # of all layers that have one
+        layout = context.layout
+        if layout is None:
+            attended = attention_mask
+            if attended is None:
+                attended = torch.ones((batch_size, q_length), dtype=torch.bool, device=device)
+            layout = spans(attended)
+        call = AttentionCall.of(config, device, attention_dtype(device, dtype), q_length)
+        reason = why_not_flex(device, call.dtype, min(call.head_dim, call.value_dim), q_length)
+        if context.attn_backend == "flex" and reason is not None:
+            raise ValueError(f"`attn_backend='flex'` cannot serve this call: {reason}. Use `attn_backend='auto'`.")
+        flex = context.attn_backend != "sdpa" and reason is None
+        context.mask = block_mask(layout) if flex else dense_mask_of_spans(layout)
+    return context.mask
+
+
+def diffusion_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Mask | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """
+    The attention function behind `"diffusion"`, with the signature that Transformers expects.
+
+    Args:
+        module (`torch.nn.Module`): The attention layer.
+        query (`torch.Tensor` of shape `(B, heads, N, head_dim)`): Queries.
+        key (`torch.Tensor` of shape `(B, kv_heads, N, head_dim)`): Keys.
+        value (`torch.Tensor` of shape `(B, kv_heads, N, value_dim)`): Values.
+        attention_mask (`torch.Tensor` or `BlockMask`): The result of [`diffusion_mask`].
+
+    Returns:
+        `tuple`: the output `(B, N, heads, value_dim)`, and `None` for the attention weights.
+    """
+    is_ours = isinstance(attention_mask, BlockMask) or (
+        isinstance(attention_mask, torch.Tensor) and attention_mask.dtype == torch.bool
+    )
+    if not is_ours:
+        raise ValueError(
+            f"{type(module).__name__} got an attention mask that is not the call's: the model builds or changes masks "
+            "by itself, or the call went around the causal LM. Use a model that leaves its masks to Transformers."
+        )
+    assert attention_mask is not None
+    hint = "A diffusion language model needs plain attention."
+    return _attend(module, query, key, value, attention_mask, hint, **kwargs)

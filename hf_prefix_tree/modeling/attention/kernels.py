@@ -131,9 +131,9 @@ def _triton(
     is_divisible = True if query.shape[2] % mask.BLOCK_SIZE[0] == 0 else False  # noqa: SIM210 - becomes a guard
     options: Any = {"IS_DIVISIBLE": is_divisible}
     if query.dtype == torch.float32 and _splits_products(query.device.type):
-        for head_dim, own in _FLOAT32_OPTIONS.items():  # a symbolic size can be compared, not looked up
+        for head_dim, tuned in _FLOAT32_OPTIONS.items():  # a symbolic size can be compared, not looked up
             if query.shape[-1] == head_dim and value.shape[-1] == head_dim:
-                options |= own
+                options |= tuned
     output, aux = flex_attention(
         query,
         key,

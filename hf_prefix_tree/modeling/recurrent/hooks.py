@@ -21,11 +21,9 @@ from typing import Any
 import torch
 
 from hf_prefix_tree.modeling.attention.implementations import FALLBACK_HINT
-from hf_prefix_tree.modeling.attention.positions import Handle
-from hf_prefix_tree.modeling.context import TreeContext, active_context
-from hf_prefix_tree.modeling.recurrent.convolution import convolve_on_tree
-from hf_prefix_tree.modeling.recurrent.delta_rule import delta_rule_on_tree
-from hf_prefix_tree.modeling.recurrent.mamba2 import mamba2_on_tree
+from hf_prefix_tree.modeling.context import TreeContext, active_tree
+from hf_prefix_tree.modeling.positions import Handle
+from hf_prefix_tree.modeling.recurrent.layers import convolve_on_tree, delta_rule_on_tree, mamba2_on_tree
 
 
 def _not_fused(fused: Callable, context: TreeContext, *args: Any, **kwargs: Any) -> None:
@@ -144,12 +142,12 @@ def _calls(forward: Callable) -> dict[str, bool]:
         source = inspect.getsource(inspect.unwrap(forward))
     except (OSError, TypeError):  # without a source file
         return {}
-    found: dict[str, bool] = {}
+    spreads: dict[str, bool] = {}
     for node in ast.walk(ast.parse(textwrap.dedent(source))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             spread = any(keyword.arg is None for keyword in node.keywords)
-            found[node.func.id] = found.get(node.func.id, True) and spread
-    return found
+            spreads[node.func.id] = spreads.get(node.func.id, True) and spread
+    return spreads
 
 
 def _tree_aware(replaced: _Replaced) -> Callable:
@@ -166,7 +164,7 @@ def _tree_aware(replaced: _Replaced) -> Callable:
             )
         # The compiler cannot read a context variable; the self-verification ran without it. Nobody uses a function
         # that somebody wrapped and kept: newer ones call it through theirs.
-        if not torch.compiler.is_compiling() and replaced.users and active_context() is not None:
+        if not torch.compiler.is_compiling() and replaced.users and active_tree() is not None:
             raise ValueError(
                 f"`{name}` was called without the tree in a call that has one: this architecture drops the keyword "
                 f"arguments of the call. {FALLBACK_HINT}"

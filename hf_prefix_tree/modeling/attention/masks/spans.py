@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""The masks of diffusion language models: who sees whom, as at most two spans of keys per query.
+"""The masks of diffusion language models: at most two spans of keys that each query sees.
 
 Every mask here is: query q sees key k iff `start0 <= k < end0` or `start1 <= k < end1`, for spans of q's own, and k is
 attended; and every token sees itself, so that no row of the softmax is empty. That covers full attention, block-causal
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from hf_prefix_tree.modeling.attention.mask import listed_blocks
+from hf_prefix_tree.modeling.attention.masks.causal import listed_blocks
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
 
 LAYOUTS = ("full", "block_causal", "block_diffusion", "hybrid")
@@ -35,20 +35,20 @@ def spans(
 
     - `"full"`: every token sees every attended one.
     - `"block_causal"`: a token sees its own block and all earlier ones.
-    - `"block_diffusion"`: the row is `[x_t | x_0]`, twice as long. A noisy token sees its own noisy block and all
+    - `"block_diffusion"`: the sequence is `[x_t | x_0]`, twice as long. A masked token sees its masked block and all
       earlier clean blocks; a clean token sees the clean blocks up to its own.
-    - `"hybrid"`: the same row, but a clean token sees the clean tokens up to itself: they are those of an
+    - `"hybrid"`: the same sequence, but a clean token sees the clean tokens up to itself: they are those of an
       autoregressive model, and the one after them is not among them.
 
     Args:
         attention_mask (`torch.Tensor` of shape `(B, L)`, int64 or bool):
-            What may be seen by others. A token that is not attended still sees what its place sees.
+            The tokens that others may see. A token that is not attended still sees the spans of its position.
         layout (`str`, *optional*, defaults to `"full"`):
             One of the above.
         block_size (`int`, *optional*):
             Tokens of a block; needed for all layouts but `"full"`.
         window_start (`torch.Tensor` of shape `(B,)`, int64, *optional*):
-            Where the blocks begin; what is before it is one block of its own. Defaults to 0.
+            Where the blocks begin; the tokens before it are one block. Defaults to 0.
         causal_before (`torch.Tensor` of shape `(B,)`, int64, *optional*):
             For `"block_causal"`: tokens before this index see the tokens up to themselves only.
 

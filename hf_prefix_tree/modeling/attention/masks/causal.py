@@ -1,0 +1,304 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""The plain tree mask: key k is visible to query q iff `k <= q < subtree_end[k]`.
+
+The other kinds of [`KINDS`] hide some of these pairs, by the depths of query and key and one number. [`dense_mask`] is
+the reference: an N x N tensor, plain and slow. [`tree_block_mask`] describes the same mask to FlexAttention, built
+directly from block-wise minima and maxima: O(N + (N/128)^2) time and memory, no N x N tensor and no wait for the
+device. [`tree_mask_mod`] is the mask as FlexAttention's function of a pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from hf_prefix_tree.modeling.attention.masks import chunk, window
+from hf_prefix_tree.modeling.batch import BLOCK_SIZE, DEPTH, SUBTREE_END
+
+
+class MaskKind(Protocol):
+    """The functions that the module of a kind defines; see `masks/window.py`."""
+
+    def sees(self, query_depth: torch.Tensor, key_depth: torch.Tensor, limit: Any, /) -> torch.Tensor: ...
+
+    def block_bounds(
+        self,
+        query_low: torch.Tensor,
+        query_high: torch.Tensor,
+        key_low: torch.Tensor,
+        key_high: torch.Tensor,
+        limit: int,
+        /,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def asked_by(self, config: Any, local_size: int | None, is_overlaid: bool) -> int | None: ...
+
+    def size_in(self, config: Any) -> int | None: ...
+
+
+# The first kind that a config asks for is the mask of the layer.
+KINDS: dict[str, MaskKind] = {"chunk": chunk, "window": window}
+
+
+def limit_asked_by(config: Any, local_size: int | None, is_overlaid: bool) -> dict[str, int]:
+    """
+    The limit of a layer's mask, by its kind, as [`dense_mask`] takes it; none for the plain mask.
+
+    Args:
+        config (`PretrainedConfig`): The config of the language model.
+        local_size (`int`, *optional*): Window or chunk size that Transformers asks the mask function for.
+        is_overlaid (`bool`): Whether the model lays a mask of its own over the causal one.
+    """
+    for name, kind in KINDS.items():
+        limit = kind.asked_by(config, local_size, is_overlaid)
+        if limit is not None:
+            return {name: limit}
+    return {}
+
+
+def kind_of(limit: Mapping[str, int | None]) -> tuple[str, int | None]:
+    """
+    The name of a kind and its limit, of keyword arguments as [`dense_mask`] takes them.
+
+    Args:
+        limit (`Mapping[str, int | None]`): At most one number by the name of its kind; the others are `None`.
+
+    Example:
+
+    ```python
+    >>> kind_of({"window": None}), kind_of({"window": 8})
+    (('causal', None), ('window', 8))
+
+    ```
+    """
+    if unknown := sorted(limit.keys() - KINDS):
+        raise TypeError(f"{unknown} are no kinds of masks: use one of {sorted(KINDS)}.")
+    given = [(name, number) for name, number in limit.items() if number is not None]
+    if len(given) > 1:
+        raise ValueError(f"A mask has one limit, got {dict(given)}.")
+    return given[0] if given else ("causal", None)
+
+
+def dense_mask(prefix_tree: torch.Tensor, **limit: int | None) -> torch.Tensor:
+    """
+    The mask as one boolean per pair of tokens.
+
+    Args:
+        prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): The tree rows of the batch contract.
+        limit: At most one of `window` (`int`), tokens of path distance that a token sees, and `chunk` (`int`): a token
+            sees its own chunk of so many tokens of depth.
+
+    Returns:
+        `torch.Tensor` of shape `(B, 1, N, N)`, bool: `True` where the query (third axis) sees the key (fourth).
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> tree = torch.tensor([[[3, 2, 3], [0, 1, 1], [-1, 0, 0]]], dtype=torch.int32)  # a root with two children
+    >>> dense_mask(tree)[0, 0].int()
+    tensor([[1, 0, 0],
+            [1, 1, 0],
+            [1, 0, 1]], dtype=torch.int32)
+
+    ```
+    """
+    kind, number = kind_of(limit)
+    subtree_end, depth = prefix_tree[:, SUBTREE_END], prefix_tree[:, DEPTH]
+    index = torch.arange(subtree_end.shape[1], device=subtree_end.device, dtype=subtree_end.dtype)
+    mask = (index[None, None, :] <= index[None, :, None]) & (index[None, :, None] < subtree_end[:, None, :])
+    if number is not None:
+        mask &= KINDS[kind].sees(depth[:, :, None], depth[:, None, :], number)
+    return mask[:, None]
+
+
+class TreeBlockMask(BlockMask):
+    """A block mask, what runs it (`"flex"`: Triton, or `"flash"`), and what the pairs of a partial block depend on."""
+
+    backend: str = "flex"
+    subtree_end: torch.Tensor  # [B, N] int32
+    depth: torch.Tensor  # [B, N] int32
+    kind: str  # "causal" or one of `KINDS`
+    limit: torch.Tensor | None  # [1] int32: the window, or the size of chunks
+
+
+def tree_block_mask(prefix_tree: torch.Tensor, **limit: int | None) -> TreeBlockMask:
+    """
+    The mask as FlexAttention's [`~torch.nn.attention.flex_attention.BlockMask`].
+
+    For a block of keys strictly before the block of queries, with the largest and smallest `subtree_end` of its keys:
+    no pair is visible iff `max <= first query`, all are iff `min > last query`. Blocks on the diagonal are partial.
+    The bounds of another kind are by the smallest and the largest depth of a block.
+
+    Args:
+        prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): The tree rows; N a multiple of 128.
+        limit: As in [`dense_mask`].
+
+    Raises:
+        `ValueError`: if N is not a multiple of 128.
+    """
+    kind, number = kind_of(limit)
+    length = prefix_tree.shape[2]
+    if length % BLOCK_SIZE != 0:
+        raise ValueError(
+            f"`prefix_tree` has {length} tokens per packed sequence, FlexAttention needs multiples of {BLOCK_SIZE}: "
+            f"build the batch with `DataCollatorForPrefixTree(pad_to_multiple_of={BLOCK_SIZE})`."
+        )
+    subtree_end, depth = _rows(prefix_tree)
+    size = block_size(length)
+    end_low, end_high = _block_bounds(subtree_end, size)
+    block = torch.arange(end_low.shape[1], device=subtree_end.device, dtype=subtree_end.dtype)
+    first_query = (block * size)[:, None]
+    last_query = (block * size + size - 1).clamp(max=length - 1)[:, None]
+    before = block[None, :] < block[:, None]
+    visible = before & (end_high[:, None, :] > first_query)  # [B, query blocks, key blocks]
+    full = before & (end_low[:, None, :] > last_query)
+    if number is not None:
+        low, high = _block_bounds(depth, size)
+        some, every = KINDS[kind].block_bounds(low[:, :, None], high[:, :, None], low[:, None], high[:, None], number)
+        visible &= some
+        full &= every
+    partial = visible.logical_and_(~full).logical_or_(block[None, :] == block[:, None])
+    number_on_device = _on_device(number, depth)
+    mask = TreeBlockMask(
+        (length, length),
+        *listed_blocks(partial),
+        *listed_blocks(full),
+        *listed_blocks(partial.transpose(1, 2)),  # the queries of a block of keys, for the backward
+        *listed_blocks(full.transpose(1, 2)),
+        (size, size),
+        _mask_mod(subtree_end, depth, kind, number_on_device),
+    )
+    mask.subtree_end, mask.depth = subtree_end, depth
+    mask.kind, mask.limit = kind, number_on_device
+    return mask
+
+
+def tree_mask_mod(prefix_tree: torch.Tensor, **limit: int | None) -> Callable[..., torch.Tensor]:
+    """
+    The mask as a `mask_mod` of FlexAttention: a function of batch, head, query and key that tells whether the query
+    sees the key. `create_block_mask` takes it, but [`tree_block_mask`] is much faster.
+
+    Args:
+        prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): The tree rows of the batch contract.
+        limit: As in [`dense_mask`].
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hf_prefix_tree import Branch, DataCollatorForPrefixTree, fold, tree_mask_mod
+    >>> paths = [5, 6, 7, 8, 9], [5, 6, 7, 3], [5, 6, 4, 2]
+    >>> tree = fold([Branch(path, [1] * len(path)) for path in paths])
+    >>> rows = DataCollatorForPrefixTree(pad_token_id=0, pad_to_multiple_of=8)([tree])["prefix_tree"]
+    >>> query, key = torch.arange(8)[:, None], torch.arange(8)
+    >>> for row in tree_mask_mod(rows)(0, 0, query, key).int():
+    ...     print(*(".#"[seen] for seen in row))
+    # . . . . . . .
+    # # . . . . . .
+    # # # . . . . .
+    # # # # . . . .
+    # # # # # . . .
+    # # # . . # . .
+    # # . . . . # .
+    # # . . . . # #
+    >>> for row in tree_mask_mod(rows, window=2)(0, 0, query, key).int():
+    ...     print(*(".#"[seen] for seen in row))
+    # . . . . . . .
+    # # . . . . . .
+    . # # . . . . .
+    . . # # . . . .
+    . . . # # . . .
+    . . # . . # . .
+    . # . . . . # .
+    . . . . . . # #
+
+    ```
+    """
+    kind, number = kind_of(limit)
+    subtree_end, depth = _rows(prefix_tree)
+    return _mask_mod(subtree_end, depth, kind, _on_device(number, depth))
+
+
+def _rows(prefix_tree: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # Clones, not views: the compiler would also specialise on the tensor that they are views of.
+    subtree_end, depth = (
+        prefix_tree[:, row].clone(memory_format=torch.contiguous_format) for row in (SUBTREE_END, DEPTH)
+    )
+    return subtree_end, depth
+
+
+def block_size(length: int) -> int:
+    """
+    The block of a packed sequence: 128 tokens, doubled until the sequence has at most 4,096 blocks. The four lists of
+    blocks then take at most 256 MiB, where 128-token blocks of a million tokens would take 1 GiB.
+
+    Args:
+        length (`int`): Tokens of the packed sequence.
+
+    Example:
+
+    ```python
+    >>> block_size(40_960), block_size(524_288), block_size(1_048_576)
+    (128, 128, 256)
+
+    ```
+    """
+    size = BLOCK_SIZE
+    while length > size * _MOST_BLOCKS:
+        size *= 2
+    return size
+
+
+_MOST_BLOCKS = 4096
+_LISTED_AT_ONCE = 2**22  # pairs of blocks: bounds what a listing needs beside its result
+
+
+def _block_bounds(values: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Smallest and largest value of each block, `[B, nb]` each; the last block may be shorter."""
+    missing = -values.shape[1] % size
+    if missing:
+        values = torch.cat([values, values[:, -1:].expand(-1, missing)], dim=1)
+    return values.unflatten(1, (-1, size)).aminmax(dim=-1)
+
+
+def listed_blocks(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per row of blocks, how many are set and which, the set ones first: `[B, 1, nb]` and `[B, 1, nb, nb]` int32."""
+    batch_size, num_blocks, _ = blocks.shape
+    column = torch.arange(num_blocks, device=blocks.device, dtype=torch.int32)
+    counts = torch.empty((batch_size, 1, num_blocks), dtype=torch.int32, device=blocks.device)
+    indices = torch.empty((batch_size, 1, num_blocks, num_blocks), dtype=torch.int32, device=blocks.device)
+    rows = max(1, _LISTED_AT_ONCE // (batch_size * num_blocks))
+    for start in range(0, num_blocks, rows):
+        listed = blocks[:, start : start + rows]
+        rank = listed.cumsum(dim=-1, dtype=torch.int32)  # set blocks up to this one
+        count = rank[..., -1:]
+        place = torch.where(listed, rank - 1, count + column - rank).long()
+        indices[:, 0, start : start + rows].scatter_(-1, place, column.expand_as(place))
+        counts[:, 0, start : start + rows] = count[..., 0]
+    return counts, indices
+
+
+def _on_device(number: int | None, like: torch.Tensor) -> torch.Tensor | None:
+    return None if number is None else torch.full((1,), number, device=like.device, dtype=like.dtype)
+
+
+def _mask_mod(
+    subtree_end: torch.Tensor, depth: torch.Tensor, kind: str, limit: torch.Tensor | None
+) -> Callable[..., torch.Tensor]:
+    # Code objects that read tensors, never Python numbers: FlexAttention compiles each once for each kind. A window
+    # may be a scalar of the model, but the kernel reads it from a tensor: one compiled graph for all windows.
+    def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return (k <= q) & (q < subtree_end[b, k])
+
+    if limit is None:
+        return visible
+    sees = KINDS[kind].sees
+
+    def visible_and_seen(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return (k <= q) & (q < subtree_end[b, k]) & sees(depth[b, q], depth[b, k], limit[0])
+
+    return visible_and_seen

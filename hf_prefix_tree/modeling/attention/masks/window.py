@@ -1,0 +1,35 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""The sliding window of a tree: a token sees the last tokens of its path, by depth and never by index."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def sees(query_depth: torch.Tensor, key_depth: torch.Tensor, window: int | torch.Tensor) -> torch.Tensor:
+    """Which keys of its path a query sees; for the dense mask and the `mask_mod`."""
+    return query_depth - key_depth < window
+
+
+def block_bounds(
+    query_low: torch.Tensor, query_high: torch.Tensor, key_low: torch.Tensor, key_high: torch.Tensor, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Pairs of blocks, by the smallest and the largest depth of each, of which some pair may be visible (the closest
+    depths are near enough), and those of which all are (the farthest are).
+    """
+    return query_low - key_high < window, query_high - key_low < window
+
+
+def asked_by(config: Any, local_size: int | None, is_overlaid: bool) -> int | None:
+    """The window of a call of the mask function: every size that no other kind takes."""
+    return None if is_overlaid else local_size
+
+
+def size_in(config: Any) -> int | None:
+    """The window of a model's sliding layers, if it has any."""
+    types = getattr(config, "layer_types", None) or ["sliding_attention"]
+    used = getattr(config, "use_sliding_window", True) and "sliding_attention" in types
+    return getattr(config, "sliding_window", None) if used else None

@@ -1,0 +1,266 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Which calls are served. Everything else is refused before any number is computed.
+
+The checks read names, types and shapes, and cost little: together at most 50 microseconds a call.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_prefix_tree.modeling.batch import DEPTH
+from hf_prefix_tree.modeling.positions import IMAGE_INPUTS
+
+logger = logging.getLogger(__name__)
+
+_WITH = {"tree": "together with `prefix_tree`", "diffusion": "with a diffusion language model"}
+_NO_SEQUENCES = "sequences are told apart by the mask alone."
+_NO_WEIGHTS = "the kernels keep no attention weights."
+_NO_CACHE = {
+    "tree": "a KV cache holds one path only.",
+    "diffusion": "earlier tokens see later ones. Use `diffusion_generate` instead of `generate`.",
+}
+# By kind: options that a call may not have, with the reason.
+_REFUSED_OPTIONS = {
+    kind: {
+        "past_key_values": _NO_CACHE[kind],
+        "cache": _NO_CACHE[kind],
+        "seq_idx": _NO_SEQUENCES,
+        "output_attentions": _NO_WEIGHTS,
+    }
+    for kind in _WITH
+}
+_REFUSED_OPTIONS["diffusion"]["labels"] = (
+    "they would be shifted by one, but it predicts tokens at their own place: use the losses of "
+    "`hf_prefix_tree.diffusion.loss`, or `DiffusionSFTTrainer`, or pass `shift_labels` as well."
+)
+_REFUSED_OPTIONS["tree"] |= {
+    "shift_labels": "pass unshifted `labels`.",
+    "logits_to_keep": "pass `labels`, which select the logits.",
+}
+_TEXT_INPUTS = {"input_ids", "position_ids", "labels", "attention_mask", "loss_weights", "prefix_tree", "tree_stats"}
+
+
+def refuse_partial_batch(kwargs: dict[str, Any]) -> None:
+    """
+    Raises `ValueError` where a call without `prefix_tree` holds what only makes sense with it.
+
+    Args:
+        kwargs (`dict[str, Any]`): Keyword arguments of the call.
+    """
+    for name in ("loss_weights", "tree_stats"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"`{name}` came without `prefix_tree`, so a tree row would be read as one sequence: pass the "
+                "whole batch of `DataCollatorForPrefixTree`."
+            )
+
+
+def refuse_options(kind: str, kwargs: dict[str, Any]) -> None:
+    """
+    Raises `ValueError` for options of a call that have no meaning on a tree, or for a diffusion language model.
+
+    Args:
+        kind (`str`): The purpose that the model is prepared for, `"tree"` or `"diffusion"`.
+        kwargs (`dict[str, Any]`): Keyword arguments of the call.
+    """
+    for name, reason in _REFUSED_OPTIONS[kind].items():
+        value = kwargs.get(name)
+        if value is None or value is False or (isinstance(value, int) and value == 0):
+            continue
+        if name == "labels" and kwargs.get("shift_labels") is not None:  # which are used instead
+            continue
+        raise ValueError(f"`{name}` cannot be used {_WITH[kind]}: {reason}")
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() != 2:
+        raise ValueError(
+            f"`attention_mask` has the shape {tuple(mask.shape)}: pass one number per token. Custom masks are not "
+            f"taken {_WITH[kind]}."
+        )
+
+
+def refuse_other_inputs(model: PreTrainedModel, kwargs: dict[str, Any], image_refusal: str | None) -> None:
+    """
+    Raises `ValueError` for images, videos and sounds that the tree path cannot place.
+
+    Args:
+        model (`PreTrainedModel`): The causal LM.
+        kwargs (`dict[str, Any]`): Keyword arguments of a call with `prefix_tree`.
+        image_refusal (`str`, *optional*): Why this model's images are not served; `None` where they are.
+    """
+    if not model.config.sub_configs:  # no part for anything but text
+        return
+    others = {name for name, x in kwargs.items() if isinstance(x, torch.Tensor) and x.dim() > 0} - _TEXT_INPUTS
+    images = others & set(IMAGE_INPUTS)
+    if others - images:
+        raise ValueError(
+            f"{sorted(others - images)} cannot be used together with `prefix_tree`: of a multimodal model, trees "
+            "train text, and images where the model has multimodal rotary positions."
+        )
+    if images and image_refusal is not None:
+        raise ValueError(f"{sorted(images)} cannot be used together with `prefix_tree`: {image_refusal}")
+    if ("pixel_values" in images) != ("image_grid_thw" in images):
+        raise ValueError("`pixel_values` and `image_grid_thw` belong together: pass both or none.")
+
+
+def refuse_long_branches(tree: torch.Tensor, limit: int | None) -> None:
+    """
+    Raises `ValueError` for a branch beyond which the rotary frequencies of the whole call would change.
+
+    Args:
+        tree (`torch.Tensor` of shape `(B, 3, N)`, int32): The tree rows.
+        limit (`int`, *optional*): Tokens, from [`~hf_prefix_tree.modeling.checks.rope_limit`].
+    """
+    if limit is None or tree.shape[2] <= limit:
+        return
+    longest = int(tree[:, DEPTH].max()) + 1
+    if longest > limit:
+        raise ValueError(
+            f"A branch has {longest} tokens, but the rotary frequencies of this model change for the whole call "
+            f"beyond {limit} tokens (dynamic or longrope scaling), so it would change the other branches. Use "
+            f"branches of at most {limit} tokens."
+        )
+
+
+def refuse_overwritten_inputs(kwargs: dict[str, Any]) -> None:
+    """
+    Raises `ValueError` where `position_ids` are not the depths of the tree, or `attention_mask` hides a token of it:
+    the tree path would ignore both. On CUDA the values are compared without waiting for the device, so that the error
+    is a device-side assertion with the same text.
+
+    Args:
+        kwargs (`dict[str, Any]`): Keyword arguments of a call with `prefix_tree`, of the shapes of the contract.
+    """
+    tree, position_ids, mask = kwargs["prefix_tree"], kwargs.get("position_ids"), kwargs.get("attention_mask")
+    if tree.is_meta or (position_ids is None and mask is None):
+        return
+    message = (
+        "`position_ids` must be the depth of each token and `attention_mask` must be 1 at every token of the tree, "
+        "but something overwrote them: pass both as `DataCollatorForPrefixTree` makes them, or neither."
+    )
+    if torch.compiler.is_compiling() or tree.is_cuda:
+        torch._assert_async(_agree(tree[:, DEPTH], position_ids, mask), message)
+    elif not _agree_on_host(*(None if value is None else value.cpu().numpy() for value in (tree, position_ids, mask))):
+        raise ValueError(message)
+
+
+def _agree(depth: torch.Tensor, position_ids: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor:
+    """Padding, whose depth is 0, comes last in a row."""
+    positions = depth if position_ids is None else position_ids
+    if mask is None:
+        return (positions == depth).all()
+    is_right = (mask * positions == depth).all()  # a hidden token's product is 0
+    # the product says nothing about roots: what follows a hidden one is visible
+    return is_right & (mask[:, 1:] <= mask[:, :-1]).all()
+
+
+def _agree_on_host(tree: Any, position_ids: Any, mask: Any) -> bool:
+    """The same on arrays, in fewer and cheaper operations: the first hidden token must begin the padding."""
+    for row, depth in enumerate(tree[:, DEPTH]):
+        length = len(depth)
+        if mask is not None and not mask[row, first := mask[row].argmin()]:
+            length = first
+            if depth[length:].any():
+                return False
+        if position_ids is not None and not (position_ids[row, :length].astype(depth.dtype) == depth[:length]).all():
+            return False
+    return True
+
+
+def refuse_counted_items(num_items_in_batch: Any) -> None:
+    """
+    Raises `ValueError` where the divisor of the loss is a number of labels. The summed weights of a step are a Python
+    float or a float64 tensor; `Trainer` passes its count of labels as an integer or, divided by its parallel ranks,
+    in float32.
+
+    Args:
+        num_items_in_batch (`Any`): The argument of the call with this name.
+    """
+    if num_items_in_batch is None or isinstance(num_items_in_batch, float):
+        return
+    is_tensor = isinstance(num_items_in_batch, torch.Tensor)
+    if is_tensor and num_items_in_batch.dtype == torch.float64:
+        return
+    what = f"a tensor of {num_items_in_batch.dtype}" if is_tensor else repr(num_items_in_batch)
+    raise ValueError(
+        f"`num_items_in_batch` is {what}, which counts labels where trees divide by weights: call "
+        "`prepare_model(model)` before making the Trainer, use `TreeSFTTrainer`, or pass the summed weights of the "
+        "step as a float (or a float64 tensor)."
+    )
+
+
+def refuse_missing_labels(kwargs: dict[str, Any], trains: bool) -> None:
+    """
+    Raises `ValueError` for a training call that has weights but no labels, so that a loss is computed elsewhere, from
+    logits alone. Without gradients that is an ordinary way to get logits: it is only logged, once.
+
+    Args:
+        kwargs (`dict[str, Any]`): Keyword arguments of a call with `prefix_tree`.
+        trains (`bool`): Whether it is a training call.
+    """
+    if kwargs.get("labels") is not None or kwargs.get("loss_weights") is None:
+        return
+    if trains:
+        raise ValueError(
+            "A training call has `loss_weights` but no `labels`, so that a loss of its logits would know neither the "
+            "weights nor the branches: leave out `label_smoothing_factor`, `compute_loss_func` or the `compute_loss` "
+            "that takes the labels, or, where your loss follows `prefix_tree`, leave out `loss_weights`."
+        )
+    _warn_of_logits_without_labels()
+
+
+@functools.cache
+def _warn_of_logits_without_labels() -> None:
+    logger.warning(
+        "A call has `loss_weights` but no `labels`. Its logits are those after each token on its path: a loss that "
+        "shifts labels along the row, as label smoothing and `compute_loss_func` of a stock `Trainer` do, is wrong. "
+        "Leave out `loss_weights` where only logits are wanted."
+    )
+
+
+def refuse_noisy_embeddings(embeddings: Any) -> None:
+    """
+    Raises `ValueError` where NEFTune is on, by Trainer or by hand: the size of its noise follows the length of the
+    row, and a shared token would draw one noise for all its branches.
+
+    Args:
+        embeddings (`torch.nn.Module`): The input embeddings of the model.
+    """
+    hooks, patched = embeddings._forward_hooks, embeddings.__dict__.get("forward")
+    if not hooks and patched is None:
+        return
+    alpha = getattr(embeddings, "neftune_noise_alpha", None)
+    names = [getattr(call, "__qualname__", "").lower() for call in (*hooks.values(), patched)]
+    if alpha or (alpha is None and any("neftune" in name for name in names)):
+        raise ValueError(
+            f"NEFTune (`neftune_noise_alpha={alpha!r}`) scales its noise by the length of the row, not of a branch: "
+            "leave it out, or train the unfolded branches."
+        )
+
+
+def warn_of_router_loss(config: Any, kwargs: dict[str, Any]) -> None:
+    """
+    Logs once that the auxiliary loss of a router is one of the tree's tokens, where branches are weighted.
+
+    Args:
+        config (`PretrainedConfig`): The config of a language model with routers.
+        kwargs (`dict[str, Any]`): Keyword arguments of a call with `prefix_tree` and `labels`.
+    """
+    is_on = kwargs.get("output_router_logits")
+    if is_on is None:
+        is_on = config.output_router_logits
+    if is_on and kwargs.get("loss_weights") is not None and getattr(config, "router_aux_loss_coef", None) != 0:
+        _warn_of_router_loss()
+
+
+@functools.cache
+def _warn_of_router_loss() -> None:
+    logger.warning(
+        "The auxiliary loss of the router counts a token that branches share once on a tree, where unfolded branches "
+        "count it once each: training balances the experts over other counts. `router_aux_loss_coef=0` turns it off."
+    )

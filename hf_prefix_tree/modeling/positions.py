@@ -1,0 +1,263 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Positions that are not rotary embeddings of `position_ids`.
+
+Tables that count from another number, tables that the model indexes by itself, and ALiBi are made to follow the depth
+in the tree, by hooks that act in a tree call only. [`place_images`] gives each token of a packed sequence with images
+the position that the model's `get_rope_index` gives it in its branch: on the host, linear in the tokens of the
+branches.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+
+from hf_prefix_tree.modeling.batch import DEPTH, PREDECESSOR, SUBTREE_END
+from hf_prefix_tree.modeling.context import active_tree
+
+_ALIBI_METHODS = ("build_alibi_tensor", "build_mpt_alibi_tensor")
+
+
+class Handle(Protocol):
+    """Undoes a hook."""
+
+    def remove(self) -> None:
+        """Undoes it."""
+
+
+def place_by_depth(model: PreTrainedModel) -> list[Handle]:
+    """
+    Hooks the parts of a model that turn positions into something else than a rotary embedding.
+
+    Args:
+        model (`PreTrainedModel`): A causal LM, not wrapped.
+
+    Returns:
+        `list[Handle]`: the hooks; models with rotary embeddings have none.
+    """
+    handles: list[Handle] = []
+    for module in model.modules():
+        forward = inspect.signature(type(module).forward).parameters
+        if hasattr(module, "create_position_ids_from_input_ids") and "position_ids" in forward:
+            handles.append(module.register_forward_pre_hook(_count_from_padding, with_kwargs=True))
+        elif isinstance(module, torch.nn.Embedding) and "position_ids" in forward:
+            handles.append(module.register_forward_pre_hook(_index_by_depth, with_kwargs=True))
+            handles.append(module.register_forward_hook(_back_to_rows))
+        elif getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+            handles.append(module.register_forward_pre_hook(_note_tree, with_kwargs=True))
+            handles.append(module.register_forward_hook(_forget_tree, always_call=True))
+            handles.append(module.q_proj.register_forward_hook(functools.partial(_temper_by_depth, module)))
+        handles += [_AlibiByDepth(module, name) for name in _ALIBI_METHODS if hasattr(module, name)]
+    return handles
+
+
+def _count_from_padding(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    # RoBERTa and its kin count positions from `padding_idx + 1`, and skip tokens that are padding.
+    context = active_tree()
+    if context is None:
+        return None
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+    input_ids, depth = kwargs.get("input_ids"), context.prefix_tree[:, DEPTH].long()
+    if input_ids is not None and bool(((input_ids == module.padding_idx) & (depth > 0)).any()):
+        raise ValueError(
+            f"`input_ids` hold the padding token {module.padding_idx} inside a branch; {type(module).__name__} counts "
+            "positions by what is not padding. Take that token out of the branches."
+        )
+    return (), {**kwargs, "position_ids": depth + module.padding_idx + 1}
+
+
+def _index_by_depth(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    # Tables of learned or sinusoidal positions take one flat list of positions: that of all rows.
+    context = active_tree()
+    if context is None:
+        return None
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+    return (), {**kwargs, "position_ids": context.prefix_tree[:, DEPTH].reshape(-1).long()}
+
+
+def _back_to_rows(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor | None:
+    context = active_tree()
+    if context is None or context.prefix_tree.shape[0] == 1:  # one row: the shape is the model's own
+        return None
+    batch_size, _, length = context.prefix_tree.shape
+    return output.reshape(batch_size, length, output.shape[-1])
+
+
+def _note_tree(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    # Recomputation under checkpointing runs after the call: the layer's keyword argument is what still knows the tree.
+    module._prefix_tree_context = kwargs.get("prefix_tree")
+
+
+def _forget_tree(module: Any, args: tuple, output: Any) -> None:
+    module._prefix_tree_context = None
+
+
+def _temper_by_depth(
+    attention: Any, module: torch.nn.Module, args: tuple, output: torch.Tensor
+) -> torch.Tensor | None:
+    # Llama 4 multiplies queries without rotary embedding by a factor of their index, which is linear up to the scores:
+    # multiply by what is missing to the factor of their depth.
+    context = attention._prefix_tree_context
+    if context is None:
+        return None
+    depth = context.prefix_tree[:, DEPTH]
+    index = torch.arange(depth.shape[1], device=depth.device)
+    by_depth, by_index = (
+        torch.log1p(torch.floor((x.float() + 1.0) / attention.floor_scale)) * attention.attn_scale + 1.0
+        for x in (depth, index)
+    )
+    return output * (by_depth.double() / by_index.double())[..., None].to(output.dtype)
+
+
+class _AlibiByDepth:
+    """
+    Makes a model's method that builds ALiBi's biases give each key that of its depth.
+
+    A softmax does not change when all its scores move by the same number, so a bias that grows with the depth of the
+    key is the bias that falls with the distance. The method itself makes the biases of a straight line, from which the
+    depths pick theirs.
+    """
+
+    def __init__(self, module: torch.nn.Module, name: str) -> None:
+        self.module, self.name = module, name
+        setattr(module, name, functools.partial(_pick_by_depth, getattr(module, name)))
+
+    def remove(self) -> None:
+        """Gives the model its method back."""
+        delattr(self.module, self.name)
+
+
+def _pick_by_depth(build: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
+    line = build(*args, **kwargs)
+    context = active_tree()
+    if context is None:
+        return line
+    depth = context.prefix_tree[:, DEPTH].long()
+    batch_size = depth.shape[0]
+    if isinstance(args[0], torch.Tensor):  # the padding mask, one for each row: Bloom
+        line = build(torch.ones_like(args[0]), *args[1:], **kwargs)
+    elif batch_size > 1:
+        raise ValueError(
+            f"This model has one ALiBi bias for all rows of a batch: use a batch of 1 row, not {batch_size}."
+        )
+    heads = line.shape[0] // batch_size
+    return line.gather(2, depth.repeat_interleave(heads, dim=0)[:, None])
+
+
+# Inputs beside the batch contract of a model that takes images. The token types are computed anew.
+IMAGE_INPUTS = ("pixel_values", "image_grid_thw", "mm_token_type_ids")
+
+
+def image_model(model: PreTrainedModel) -> Any | None:
+    """
+    The part of a causal LM that computes positions of images, or `None` where it takes none that a tree can place.
+
+    Args:
+        model (`PreTrainedModel`): A causal LM, not wrapped.
+    """
+    if getattr(model.config, "image_token_id", None) is None:
+        return None
+    needed = {"mm_token_type_ids", "image_grid_thw"}
+    for part in model.modules():
+        method = getattr(part, "get_rope_index", None)
+        if method is not None and needed <= set(inspect.signature(method).parameters):
+            return part
+    return None
+
+
+def place_images(
+    model: PreTrainedModel, prefix_tree: torch.Tensor, input_ids: torch.Tensor, image_grid_thw: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """
+    The positions and token types of rows with images, each token's as in its branch.
+
+    Args:
+        model (`PreTrainedModel`): A causal LM for which [`image_model`] finds a part.
+        prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): The tree rows of the batch contract.
+        input_ids (`torch.Tensor` of shape `(B, N)`, int64): Tokens in layout order.
+        image_grid_thw (`torch.Tensor` of shape `(images, 3)`, int64): Patches of each image along time, height and
+            width; the images in the order of their tokens, row by row.
+
+    Returns:
+        `dict[str, torch.Tensor]`: `position_ids` of shape `(D, B, N)` with the model's D axes, and
+        `mm_token_type_ids` of shape `(B, N)`, 1 at images, both int64.
+
+    Raises:
+        `ValueError`: If the images don't fit the image tokens, or a position depends on more than what comes before.
+    """
+    part, grids = image_model(model), image_grid_thw.cpu()
+    assert part is not None  # the caller checked
+    tree, ids = prefix_tree.cpu().numpy(), input_ids.cpu().numpy()
+    is_image = ids == model.config.image_token_id
+    starts = is_image.copy()  # first tokens of images
+    for row in range(len(ids)):
+        predecessor = tree[row, PREDECESSOR]
+        starts[row] &= (predecessor < 0) | ~is_image[row, predecessor]
+    _check_images(model, tree, is_image, starts, grids)
+    number = (np.cumsum(starts) - 1).reshape(starts.shape)  # of the image that starts here
+    positions: npt.NDArray[np.int64] | None = None
+    leaves = tree[:, SUBTREE_END] == np.arange(tree.shape[-1]) + 1
+    for row, leaf in zip(*np.nonzero(leaves), strict=True):
+        path = np.flatnonzero(tree[row, SUBTREE_END, : leaf + 1] > leaf)
+        if not is_image[row, path].any():
+            continue
+        branch_positions, _ = part.get_rope_index(
+            input_ids=torch.from_numpy(ids[row, path])[None],
+            mm_token_type_ids=torch.from_numpy(is_image[row, path].astype(np.int64))[None],
+            image_grid_thw=grids[number[row, path][starts[row, path]]],
+        )
+        branch_positions = branch_positions[:, 0].cpu().numpy()
+        if positions is None:
+            positions = np.repeat(tree[None, :, DEPTH].astype(np.int64), len(branch_positions), axis=0)
+            placed = np.zeros(ids.shape, dtype=bool)
+        again = placed[row, path]
+        if (positions[:, row, path] != branch_positions)[:, again].any():
+            raise ValueError(
+                f"{type(part).__name__}.get_rope_index gives a token of a shared prefix other positions in other "
+                "branches: this model's images cannot be shared. Train it on unfolded branches with a stock trainer."
+            )
+        positions[:, row, path] = branch_positions
+        placed[row, path] = True
+    assert positions is not None  # there is an image, so a branch has one
+    device = input_ids.device
+    return {
+        "position_ids": torch.from_numpy(positions).to(device),
+        "mm_token_type_ids": torch.from_numpy(is_image.astype(np.int64)).to(device),
+    }
+
+
+def _check_images(
+    model: PreTrainedModel,
+    tree: npt.NDArray[np.int32],
+    is_image: npt.NDArray[np.bool_],
+    starts: npt.NDArray[np.bool_],
+    grids: torch.Tensor,
+) -> None:
+    """Every image has as many tokens as it needs, one after another on one path."""
+    merge = getattr(model.config.vision_config, "spatial_merge_size", 1)
+    tokens = (grids.prod(dim=1) // merge**2).tolist()
+    runs = list(zip(*np.nonzero(starts), strict=True))
+    if len(runs) != len(tokens) or is_image.sum() != sum(tokens):
+        raise ValueError(
+            f"`image_grid_thw` describes {len(tokens)} images of {sum(tokens)} tokens, but `input_ids` has "
+            f"{len(runs)} images of {is_image.sum()} tokens: give every image of the row once, in the order of its "
+            "tokens, as `hf_prefix_tree.fold_images` does."
+        )
+    for i, ((row, start), count) in enumerate(zip(runs, tokens, strict=True)):
+        run = slice(start, start + count)
+        follows = tree[row, PREDECESSOR, start + 1 : start + count] == np.arange(start, start + count - 1)
+        unforked = tree[row, SUBTREE_END, run] == tree[row, SUBTREE_END, start]  # of a chain all are the same
+        if not (len(follows) == count - 1 and follows.all() and unforked.all() and is_image[row, run].all()):
+            raise ValueError(
+                f"image {i} of `image_grid_thw` needs {count} tokens, but branches fork or end inside it: fold the "
+                "branches with `hf_prefix_tree.fold_images`, and don't truncate inside an image."
+            )
