@@ -231,7 +231,7 @@ class DiffusionSFTTrainer(StepMixin, SFTTrainer):
     def loss_terms(
         self, model: torch.nn.Module, inputs: dict[str, Any], items: torch.Tensor, return_outputs: bool
     ) -> LossTerms:
-        args, is_training = self.args, self.model.training
+        args, is_training = self.args, self._is_training
         noised = draw_noise(
             inputs,
             args,

@@ -108,8 +108,8 @@ class TreeLossMixin(StepMixin):
         else:
             # A divisor of 1 travels as a Python number: mixed precision casts float tensors on their way to the model.
             inputs, is_empty = without_empty_mask(inputs)
-            _, outputs = self.trainer_loss(model, {**inputs, "num_items_in_batch": 1.0}, return_outputs=True)
-            loss_sum, auxiliary = check_loss(self, outputs), getattr(outputs, "aux_loss", None)
+            loss, outputs = self.trainer_loss(model, {**inputs, "num_items_in_batch": 1.0}, return_outputs=True)
+            loss_sum, auxiliary = check_loss(self, loss, outputs), getattr(outputs, "aux_loss", None)
             if auxiliary is not None:
                 auxiliary = self.accelerator.unwrap_model(model).router_aux_loss_coef * auxiliary.to(loss_sum.device)
                 loss_sum = loss_sum - auxiliary

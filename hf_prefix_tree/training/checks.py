@@ -346,10 +346,10 @@ def check_tree_batch(batch: Mapping[str, Any]) -> None:
         )
 
 
-def check_loss(trainer: Any, outputs: Any) -> torch.Tensor:
-    """The loss of the model; raises `ValueError` where there is none."""
+def check_loss(trainer: Any, returned: torch.Tensor, outputs: Any) -> torch.Tensor:
+    """The loss of the model; raises `ValueError` where there is none, or the trainer returned another one."""
     loss = getattr(outputs, "loss", None)
-    if loss is None:
+    if loss is None or returned is not loss:
         raise ValueError(
             f"{type(trainer).__name__} or its model computes the loss by itself, so it cannot be weighted: put "
             "`TreeLossMixin` before `transformers.Trainer` or TRL's `SFTTrainer`."

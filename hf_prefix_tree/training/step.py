@@ -43,6 +43,8 @@ class StepMixin(Trainer):  # so that it comes before Trainer whatever else a cla
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._sums: dict[str, torch.Tensor] = {}
         self._counted: dict[str, torch.Tensor] = {}  # of the step whose batches were fetched last
+        self._is_training = False  # inside `training_step`; a model's `training` flag may say otherwise
+        self._step_items: torch.Tensor | None = None
         for value in (*args, *kwargs.values()):
             if isinstance(value, TrainingArguments):
                 refuse_options(value)  # before a trainer reads them
@@ -159,6 +161,15 @@ class StepMixin(Trainer):  # so that it comes before Trainer whatever else a cla
             self._add(name, value)
         return result
 
+    def training_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        self._is_training, self._step_items = True, num_items_in_batch
+        try:
+            return super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            self._is_training, self._step_items = False, None
+
     def compute_loss(
         self,
         model: torch.nn.Module,
@@ -166,10 +177,10 @@ class StepMixin(Trainer):  # so that it comes before Trainer whatever else a cla
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        is_training = self.model.training
-        if num_items_in_batch is None or not is_training:
-            num_items_in_batch = self.count_items(inputs)
-        terms = self.loss_terms(model, inputs, num_items_in_batch.double(), return_outputs)
+        is_training = self._is_training
+        # Not the argument: an override of `compute_loss` may not hand it on, and evaluation divides by its own items.
+        items = self.count_items(inputs) if self._step_items is None else self._step_items
+        terms = self.loss_terms(model, inputs, items.double(), return_outputs)
         self._add("train" if is_training else "eval", terms.sums)
         loss = terms.loss
         if is_training:
@@ -195,7 +206,7 @@ class StepMixin(Trainer):  # so that it comes before Trainer whatever else a cla
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         # only a window's end logs "loss", on every rank; evaluations and users log too, the latter on one rank perhaps
-        sums = self._gathered("train") if self.model.training and "loss" in logs else None
+        sums = self._gathered("train") if "loss" in logs else None
         if sums is not None:
             logs |= self.window_metrics(sums, self._sums.pop("counts", None), self._sums.pop("peaks", None))
         super().log(logs, *args, **kwargs)

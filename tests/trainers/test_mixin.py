@@ -117,11 +117,19 @@ def test_functions_that_would_see_packed_sequences_are_refused(tmp_path, name):
         MixedTrainer(make_model(), arguments, data_collator=DataCollatorForPrefixTree(0), **{name: print})
 
 
-def test_a_trainer_with_a_loss_of_its_own_is_refused(tmp_path):
-    class Own(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            outputs = model(**{name: x for name, x in inputs.items() if name not in ("labels", "loss_weights")})
-            return (outputs.logits.sum(), outputs) if return_outputs else outputs.logits.sum()
+def own_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    outputs = model(**{name: x for name, x in inputs.items() if name not in ("labels", "loss_weights")})
+    return (outputs.logits.sum(), outputs) if return_outputs else outputs.logits.sum()
+
+
+def scaled_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    loss, outputs = Trainer.compute_loss(self, model, inputs, True, num_items_in_batch)
+    return (3 * loss, outputs) if return_outputs else 3 * loss
+
+
+@pytest.mark.parametrize("compute_loss", [own_loss, scaled_loss])
+def test_a_trainer_with_a_loss_of_its_own_is_refused(tmp_path, compute_loss):
+    Own = type("Own", (Trainer,), {"compute_loss": compute_loss})
 
     class Mixed(TreeLossMixin, Own):
         pass
@@ -131,6 +139,28 @@ def test_a_trainer_with_a_loss_of_its_own_is_refused(tmp_path):
     made = Mixed(model=make_model(), args=args, train_dataset=TorchDataset(groups_of(4, 3)), data_collator=collator)
     with pytest.raises(ValueError, match="Mixed or its model computes the loss by itself"):
         made.train()
+
+
+def without_items(self, model, inputs, return_outputs=False, **kwargs):
+    return super(type(self), self).compute_loss(model, inputs, return_outputs)
+
+
+def test_a_divisor_that_an_override_does_not_hand_on(tmp_path):
+    groups = groups_of(8, 3)
+    override = type("Override", (MixedTrainer,), {"compute_loss": without_items})
+    args = TrainingArguments(str(tmp_path), **OPTIONS)
+    collator = DataCollatorForPrefixTree(0)
+    trainer = override(model=make_model(), args=args, train_dataset=TorchDataset(groups), data_collator=collator)
+    trainer.train()
+    check(trainer, [groups[:4], groups[4:]])
+
+
+def test_a_model_that_stays_in_evaluation_mode(tmp_path):
+    groups, model = groups_of(8, 3), make_model()
+    model.train = lambda mode=True: model
+    trainer = plain(tmp_path, groups, model=model.eval())
+    trainer.train()
+    check(trainer, [groups[:4], groups[4:]])
 
 
 @pytest.mark.parametrize("prepared", [False, True])
