@@ -215,7 +215,7 @@ class Eagle3Trainer(StepMixin, Trainer):
         in_vocabulary = t2d_from_ids(draft.draft_ids.to(batch["input_ids"].device), draft.config.vocab_size)
         allowed = batch["loss_mask"] * in_vocabulary[batch["target_ids"]]
         return torch.stack(
-            [supervised_slots(allowed, batch["doc_remaining"], k).sum() for k in range(self.args.ttt_steps)]
+            [supervised_positions(allowed, batch["doc_remaining"], k).sum() for k in range(self.args.ttt_steps)]
         )
 
     def _add_states(self, batch: dict[str, Any]) -> None:
