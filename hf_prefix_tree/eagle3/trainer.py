@@ -19,7 +19,7 @@ from hf_prefix_tree.data.rows import columns_of
 from hf_prefix_tree.eagle3.collator import HIDDEN_STATES, PACKED_COLUMNS, DataCollatorForEagle3
 from hf_prefix_tree.eagle3.config import Eagle3Config, Eagle3DraftConfig
 from hf_prefix_tree.eagle3.data import SampleOptions, padding_token, prepare_eagle3_rows
-from hf_prefix_tree.eagle3.loss import StepSums, weighted_steps
+from hf_prefix_tree.eagle3.loss import StepSums, supervised_positions, weighted_steps
 from hf_prefix_tree.eagle3.model import Eagle3DraftModel
 from hf_prefix_tree.eagle3.target import STATES, TARGET_FILE, Eagle3Target
 from hf_prefix_tree.eagle3.vocabulary import load_or_build_token_mapping, t2d_from_ids
