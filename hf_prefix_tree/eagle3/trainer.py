@@ -19,7 +19,7 @@ from hf_prefix_tree.data.rows import columns_of
 from hf_prefix_tree.eagle3.collator import HIDDEN_STATES, PACKED_COLUMNS, DataCollatorForEagle3
 from hf_prefix_tree.eagle3.config import Eagle3Config, Eagle3DraftConfig
 from hf_prefix_tree.eagle3.data import SampleOptions, padding_token, prepare_eagle3_rows
-from hf_prefix_tree.eagle3.loss import StepSums, weighted_steps
+from hf_prefix_tree.eagle3.loss import StepSums, supervised_positions, weighted_steps
 from hf_prefix_tree.eagle3.model import Eagle3DraftModel
 from hf_prefix_tree.eagle3.target import STATES, TARGET_FILE, Eagle3Target
 from hf_prefix_tree.eagle3.vocabulary import load_or_build_token_mapping, t2d_from_ids
@@ -215,7 +215,7 @@ class Eagle3Trainer(StepMixin, Trainer):
         in_vocabulary = t2d_from_ids(draft.draft_ids.to(batch["input_ids"].device), draft.config.vocab_size)
         allowed = batch["loss_mask"] * in_vocabulary[batch["target_ids"]]
         return torch.stack(
-            [supervised_slots(allowed, batch["doc_remaining"], k).sum() for k in range(self.args.ttt_steps)]
+            [supervised_positions(allowed, batch["doc_remaining"], k).sum() for k in range(self.args.ttt_steps)]
         )
 
     def _add_states(self, batch: dict[str, Any]) -> None:
