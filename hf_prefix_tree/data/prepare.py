@@ -179,7 +179,6 @@ def check_preparation(
     Example:
 
     ```python
-    >>> check_preparation(max_length=512, overlong="drop")
     >>> check_preparation(overlong="shorten")
     Traceback (most recent call last):
     ValueError: `overlong` is 'shorten'; pass one of 'truncate', 'drop', 'raise'.
