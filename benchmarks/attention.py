@@ -92,7 +92,7 @@ class StockContext(TreeContext):
 
 def through_the_project(rows: torch.Tensor, backend: str, context_class: type[TreeContext] = TreeContext) -> Attend:
     context = context_class(rows, attn_backend=backend)
-    mask = context.mask(None, flex=backend != "sdpa")
+    mask = context.mask(flex=backend != "sdpa")
     if isinstance(mask, TreeBlockMask):
         mask.backend = backend
     module = torch.nn.Module()

@@ -249,7 +249,7 @@ def packed_attention(
     """An attention function for Transformers on packed branches; `packed` is a keyword argument of the model."""
     assert packed is not None and attention_mask is None and not kwargs.get("dropout")
     if packed.kernel == "flex":
-        mask = packed.context.mask(None, flex=True)
+        mask = packed.context.mask(flex=True)
         return prefix_tree_attention(module, query, key, value, mask, prefix_tree=packed.context, scaling=scaling)
     if packed.kernel in ("cudnn", "sdpa"):
         return _by_length(query, key, value, packed, scaling), None

@@ -61,7 +61,7 @@ def attend(
     q, k, v = (x.to(d).requires_grad_() for x, d in zip((q, k, v), dtypes, strict=True))
     sinks = None if sinks is None else torch.linspace(-1, 3, heads[0], device="cuda", dtype=dtype).requires_grad_()
     context = TreeContext(row["prefix_tree"], attn_backend=backend)
-    mask = context.mask(window, flex=backend != "sdpa")
+    mask = context.mask(window=window, flex=backend != "sdpa")
     if backend == "flash":
         mask.backend = backend
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
