@@ -5,108 +5,21 @@ Importing the package registers `attn_implementation="prefix_tree"` with Transfo
 first use: neither TRL nor datasets is imported before a name that needs them.
 """
 
+import ast
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from hf_prefix_tree.modeling.attention.interface import register
 from hf_prefix_tree.version import __version__ as __version__
 
-if TYPE_CHECKING:  # what tools see; at run time `__getattr__` loads the same names on first use
-    from hf_prefix_tree.data.baselines import flat_steps as flat_steps
-    from hf_prefix_tree.data.baselines import per_branch as per_branch
-    from hf_prefix_tree.data.images import fold_images as fold_images
-    from hf_prefix_tree.data.prepare import prepare_trees as prepare_trees
-    from hf_prefix_tree.data.turns import conversation_branches as conversation_branches
-    from hf_prefix_tree.diffusion.collator import DataCollatorForDiffusionLM as DataCollatorForDiffusionLM
-    from hf_prefix_tree.diffusion.config import DiffusionSFTConfig as DiffusionSFTConfig
-    from hf_prefix_tree.diffusion.generation import diffusion_generate as diffusion_generate
-    from hf_prefix_tree.diffusion.trainer import DiffusionSFTTrainer as DiffusionSFTTrainer
-    from hf_prefix_tree.eagle3.collator import DataCollatorForEagle3 as DataCollatorForEagle3
-    from hf_prefix_tree.eagle3.config import Eagle3Config as Eagle3Config
-    from hf_prefix_tree.eagle3.config import Eagle3DraftConfig as Eagle3DraftConfig
-    from hf_prefix_tree.eagle3.data import build_eagle3_dataloader as build_eagle3_dataloader
-    from hf_prefix_tree.eagle3.data import pack_eagle3_dataset as pack_eagle3_dataset
-    from hf_prefix_tree.eagle3.export import export_for_serving as export_for_serving
-    from hf_prefix_tree.eagle3.model import Eagle3DraftModel as Eagle3DraftModel
-    from hf_prefix_tree.eagle3.trainer import Eagle3Trainer as Eagle3Trainer
-    from hf_prefix_tree.eagle3.vocabulary import build_token_mapping as build_token_mapping
-    from hf_prefix_tree.eagle3.vocabulary import load_or_build_token_mapping as load_or_build_token_mapping
-    from hf_prefix_tree.eagle3.vocabulary import load_token_mapping as load_token_mapping
-    from hf_prefix_tree.eagle3.vocabulary import save_token_mapping as save_token_mapping
-    from hf_prefix_tree.modeling.attention.masks.causal import tree_mask_mod as tree_mask_mod
-    from hf_prefix_tree.modeling.prepare import prepare_model as prepare_model
-    from hf_prefix_tree.modeling.prepare import unprepare_model as unprepare_model
-    from hf_prefix_tree.nemo import CROSS_ENTROPY_IGNORE_IDX as CROSS_ENTROPY_IGNORE_IDX
-    from hf_prefix_tree.nemo import DLLMCollator as DLLMCollator
-    from hf_prefix_tree.nemo import FoldedRollouts as FoldedRollouts
-    from hf_prefix_tree.nemo import fold_shared_prefix_rollouts as fold_shared_prefix_rollouts
-    from hf_prefix_tree.nemo import prefix_tree_collate_fn as prefix_tree_collate_fn
-    from hf_prefix_tree.rl.folded_forward import fold_shared_prefixes as fold_shared_prefixes
-    from hf_prefix_tree.rl.log_probs import tree_log_probs as tree_log_probs
-    from hf_prefix_tree.rl.policy import TreeGRPOTrainer as TreeGRPOTrainer
-    from hf_prefix_tree.rl.policy import TreeRLOOTrainer as TreeRLOOTrainer
-    from hf_prefix_tree.rl.preference import TreeDPOTrainer as TreeDPOTrainer
-    from hf_prefix_tree.rl.preference import TreeKTOTrainer as TreeKTOTrainer
-    from hf_prefix_tree.sft.collator import DataCollatorForPrefixTree as DataCollatorForPrefixTree
-    from hf_prefix_tree.sft.config import TreeSFTConfig as TreeSFTConfig
-    from hf_prefix_tree.sft.mixin import TreeLossMixin as TreeLossMixin
-    from hf_prefix_tree.sft.trainer import TreeSFTTrainer as TreeSFTTrainer
-    from hf_prefix_tree.tree.packing import pack_rows as pack_rows
-    from hf_prefix_tree.tree.prefix_tree import Branch as Branch
-    from hf_prefix_tree.tree.prefix_tree import PrefixTree as PrefixTree
-    from hf_prefix_tree.tree.prefix_tree import fold as fold
-    from hf_prefix_tree.tree.splitting import split_tree as split_tree
-    from hf_prefix_tree.tree.synthetic import caterpillar as caterpillar
-    from hf_prefix_tree.tree.synthetic import caterpillar_set as caterpillar_set
-
-
+# Listed once, in the stub that type checkers read; `__getattr__` loads a name on first use.
 _HOMES = {
-    "flat_steps": "data.baselines",
-    "per_branch": "data.baselines",
-    "fold_images": "data.images",
-    "prepare_trees": "data.prepare",
-    "conversation_branches": "data.turns",
-    "DataCollatorForDiffusionLM": "diffusion.collator",
-    "DiffusionSFTConfig": "diffusion.config",
-    "diffusion_generate": "diffusion.generation",
-    "DiffusionSFTTrainer": "diffusion.trainer",
-    "DataCollatorForEagle3": "eagle3.collator",
-    "Eagle3Config": "eagle3.config",
-    "Eagle3DraftConfig": "eagle3.config",
-    "build_eagle3_dataloader": "eagle3.data",
-    "export_for_serving": "eagle3.export",
-    "Eagle3DraftModel": "eagle3.model",
-    "pack_eagle3_dataset": "eagle3.data",
-    "Eagle3Trainer": "eagle3.trainer",
-    "build_token_mapping": "eagle3.vocabulary",
-    "load_or_build_token_mapping": "eagle3.vocabulary",
-    "load_token_mapping": "eagle3.vocabulary",
-    "save_token_mapping": "eagle3.vocabulary",
-    "tree_mask_mod": "modeling.attention.masks.causal",
-    "prepare_model": "modeling.prepare",
-    "unprepare_model": "modeling.prepare",
-    "CROSS_ENTROPY_IGNORE_IDX": "nemo",
-    "DLLMCollator": "nemo",
-    "FoldedRollouts": "nemo",
-    "fold_shared_prefix_rollouts": "nemo",
-    "prefix_tree_collate_fn": "nemo",
-    "fold_shared_prefixes": "rl.folded_forward",
-    "tree_log_probs": "rl.log_probs",
-    "TreeGRPOTrainer": "rl.policy",
-    "TreeRLOOTrainer": "rl.policy",
-    "TreeDPOTrainer": "rl.preference",
-    "TreeKTOTrainer": "rl.preference",
-    "DataCollatorForPrefixTree": "sft.collator",
-    "TreeSFTConfig": "sft.config",
-    "TreeLossMixin": "sft.mixin",
-    "TreeSFTTrainer": "sft.trainer",
-    "pack_rows": "tree.packing",
-    "Branch": "tree.prefix_tree",
-    "PrefixTree": "tree.prefix_tree",
-    "fold": "tree.prefix_tree",
-    "split_tree": "tree.splitting",
-    "caterpillar": "tree.synthetic",
-    "caterpillar_set": "tree.synthetic",
+    alias.name: statement.module
+    for statement in ast.parse(Path(__file__).with_suffix(".pyi").read_text()).body
+    if isinstance(statement, ast.ImportFrom) and statement.module
+    for alias in statement.names
+    if alias.name != "__version__"
 }
 __all__ = ["__version__", *sorted(_HOMES)]
 
@@ -116,7 +29,7 @@ register()
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
