@@ -83,7 +83,7 @@ class CodeWatch:
         self._known_children = [*map(dict, self._children)]
         self._remember_hooks()
         self.embeddings = model.get_input_embeddings()
-        self._weights = self.embeddings._parameters
+        self._weights, self._weight = self._find_weight()
         self.kept: list[Any] = []
         self.unknown: list[str] = []
         self.key = self._make_key(model, modules)
@@ -107,7 +107,16 @@ class CodeWatch:
     @property
     def device_type(self) -> str:
         """The device of the weights, as `model.device` finds it in more time."""
-        return self._weights["weight"].device.type
+        weight = self._weights.get(self._weight)
+        if weight is None:  # pruned or parametrized since
+            self._weights, self._weight = self._find_weight()
+            weight = self._weights[self._weight]
+        return weight.device.type
+
+    def _find_weight(self) -> tuple[dict[str, Any], str]:
+        """The first parameter of the model, as an entry of its module: `.to()` may replace the parameter."""
+        tables = (attributes["_parameters"] for attributes in self._attributes)
+        return next((table, name) for table in tables for name, weight in table.items() if weight is not None)
 
     def _look(self) -> tuple[list[Any], ...]:
         get: Any = dict.get

@@ -148,6 +148,33 @@ def test_dropout_is_warned_of_and_no_reason_to_refuse():
             prepare_model(adapted(config))
 
 
+ON_EMBEDDINGS = {
+    "lora": {"target_modules": ["embed_tokens", "q_proj"]},
+    "saved": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 6, 7]},
+}
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("name", ON_EMBEDDINGS)
+def test_adapters_of_the_embeddings_are_exact(name, later):
+    model = make_model("llama", dtype=torch.float64)
+    if later:
+        prepare_model(model)
+    config = LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, **ON_EMBEDDINGS[name])
+    model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    prepare_model(model)
+    trees = random_forest(3)
+    with keep_double():
+        loss = model(**concatenate_trees(trees, pad_token_id=0)).loss
+        loss.backward()
+        found = gradients(model)
+        model.zero_grad()
+        expected = branch_runs(model, trees)[0]
+        expected.backward()
+    assert abs(loss - expected).item() < 1e-10 and relative_error(found, gradients(model)) < 1e-9
+
+
 def test_reentrant_checkpointing_is_no_obstacle():
     model = adapted(EXACT["lora"]()).train()
     model.gradient_checkpointing_enable({"use_reentrant": True})

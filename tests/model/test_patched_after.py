@@ -218,3 +218,12 @@ def test_the_fingerprint_tells_code_apart():
     assert watch.unchanged()
     model.model.layers[0].mlp.forward = MethodType(LlamaMLP.forward, model.model.layers[0].mlp)
     assert not watch.unchanged()
+
+
+def test_the_device_is_found_after_the_embeddings_are_parametrized():
+    model = prepare_model(make_model("llama", dtype=torch.float32))
+    watch = CodeWatch(model)
+    torch.nn.utils.parametrize.register_parametrization(model.model.embed_tokens, "weight", torch.nn.Identity())
+    assert watch.device_type == CodeWatch(model).device_type == "cpu"
+    assert model(**batch()).loss > 0
+    assert CodeWatch(model.to("meta")).device_type == "meta"
