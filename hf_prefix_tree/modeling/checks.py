@@ -163,7 +163,7 @@ def check_support(model: PreTrainedModel, kind: str) -> None:
             "`device_map` spreads the layers over several devices; load the model with `device_map=None`."
         )
     if kind == "tree":
-        _warn_about_dropout(model)
+        warn_of_dropout(model)
 
 
 def _hides_by_index(buffer: torch.Tensor) -> bool:
@@ -234,7 +234,7 @@ def _layer_types(config: Any) -> list[str]:
     return list(dict.fromkeys(getattr(config, "layer_types", None) or []))
 
 
-def _warn_about_dropout(model: PreTrainedModel) -> None:
+def warn_of_dropout(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     jitters = [n for n in ("router_jitter_noise", "input_jitter_noise", "jitter_noise") if getattr(config, n, None)]
     if jitters:

@@ -184,3 +184,13 @@ def test_reentrant_checkpointing_is_no_obstacle():
         warnings.simplefilter("error", UserWarning)
         model(**concatenate_trees(random_forest(0), pad_token_id=0)).loss.backward()
     assert any(re.search("lora_B", n) and p.grad is not None for n, p in model.named_parameters())
+
+
+def test_the_check_under_inference_mode_compares_gradients():
+    model, refused = adapted(EXACT["lora"]()), adapted(REFUSED["velora"][0]())
+    with torch.inference_mode():
+        assert prepare_model(model)(**concatenate_trees(random_forest(0), pad_token_id=0)).loss > 0
+        with pytest.raises(ValueError, match="VeloraLinearVariant"):
+            prepare_model(refused)
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM were made under `torch.inference_mode\(\)`"):
+            prepare_model(adapted(EXACT["lora"]()))
