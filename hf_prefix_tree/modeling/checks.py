@@ -84,6 +84,11 @@ def refuse_adapters(model: Any) -> None:
                 f"PEFT adapter {name!r} is an activated LoRA (`alora_invocation_tokens`), which starts at one place "
                 "of the row, not of each branch. Use LoRA without `alora_invocation_tokens`."
             )
+        if hasattr(config, "xlora_depth"):
+            raise ValueError(
+                f"PEFT adapter {name!r} is an X-LoRA ({type(config).__name__}), which runs the model once more to mix "
+                "its experts, without the tree. Use LoRA."
+            )
 
 
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel | None:

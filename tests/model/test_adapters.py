@@ -194,3 +194,18 @@ def test_the_check_under_inference_mode_compares_gradients():
             prepare_model(refused)
         with pytest.raises(ValueError, match=r"LlamaForCausalLM were made under `torch.inference_mode\(\)`"):
             prepare_model(adapted(EXACT["lora"]()))
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_x_lora_is_refused(later, tmp_path):
+    adapted(EXACT["lora"]()).save_pretrained(tmp_path)
+    model = make_model("llama", dtype=torch.float32)
+    model.config.use_cache = False
+    if later:
+        prepare_model(model)
+    config = peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, adapters={"a": str(tmp_path)})
+    model = get_peft_model(model, config)
+    with pytest.raises(ValueError, match=r"PEFT adapter 'default' is an X-LoRA \(XLoraConfig\)"):
+        model(**concatenate_trees(random_forest(0), pad_token_id=0)) if later else prepare_model(model)
+    with pytest.raises(ValueError, match="X-LoRA"):
+        prepare_model(model)
