@@ -193,6 +193,8 @@ def check_batch(batch: Mapping[str, object]) -> None:
                 f"`{name}` must hold integers, got {value.dtype}: something cast it on the way. Build the batch with "
                 "`DataCollatorForPrefixTree`."
             )
+        if name == "labels" and value.dtype != torch.int64:
+            raise ValueError(f"`labels` must be of dtype torch.int64, got {value.dtype}: pass `labels.long()`.")
 
 
 def gather_supervised(

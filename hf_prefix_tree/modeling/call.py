@@ -139,7 +139,8 @@ def check_options(module: PreTrainedModel, kind: Kind, kwargs: dict[str, Any]) -
             f"`{kind.function}` prepared the model, but its attention is {module.config._attn_implementation!r} now: "
             f"call `{kind.function}(model)` again."
         )
-    refuse_adapters(module)  # they may have come after it
+    if "peft_config" in vars(module):  # adapters may have come after it
+        refuse_adapters(module)
     refuse_options(kind.name, kwargs)
 
 

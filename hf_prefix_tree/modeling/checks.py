@@ -84,6 +84,11 @@ def refuse_adapters(model: Any) -> None:
                 f"PEFT adapter {name!r} is an activated LoRA (`alora_invocation_tokens`), which starts at one place "
                 "of the row, not of each branch. Use LoRA without `alora_invocation_tokens`."
             )
+        if hasattr(config, "xlora_depth"):
+            raise ValueError(
+                f"PEFT adapter {name!r} is an X-LoRA ({type(config).__name__}), which runs the model once more to mix "
+                "its experts, without the tree. Use LoRA."
+            )
 
 
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel | None:
@@ -163,7 +168,7 @@ def check_support(model: PreTrainedModel, kind: str) -> None:
             "`device_map` spreads the layers over several devices; load the model with `device_map=None`."
         )
     if kind == "tree":
-        _warn_about_dropout(model)
+        warn_of_dropout(model)
 
 
 def _hides_by_index(buffer: torch.Tensor) -> bool:
@@ -234,7 +239,7 @@ def _layer_types(config: Any) -> list[str]:
     return list(dict.fromkeys(getattr(config, "layer_types", None) or []))
 
 
-def _warn_about_dropout(model: PreTrainedModel) -> None:
+def warn_of_dropout(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     jitters = [n for n in ("router_jitter_noise", "input_jitter_noise", "jitter_noise") if getattr(config, n, None)]
     if jitters:

@@ -8,6 +8,7 @@ the libraries that trainers put around a model (mixed precision, FSDP, checkpoin
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import itertools
@@ -36,7 +37,16 @@ _IRRELEVANT_FIELDS = {
     *("use_cache", "return_dict", "output_hidden_states", "output_attentions", "dtype", "torch_dtype"),
     *("pad_token_id", "bos_token_id", "eos_token_id", "architectures", "id2label", "label2id", "problem_type"),
 }
-_forward = operator.attrgetter("forward")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # of a module
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)  # of all modules
+_TURNS = 8  # calls in which the classes of all leaves are compared once: there are many, and hardly any change
+_code_of_class = operator.attrgetter("forward", "__call__")
+# What a hook may call that only looks, on tensors, containers and loggers.
+_LOOKS = {
+    *("abs", "all", "amax", "any", "append", "clone", "cpu", "debug", "detach", "dim", "double", "extend", "float"),
+    *("get", "id", "info", "int", "isfinite", "isinstance", "isnan", "item", "items", "len", "max", "mean", "min"),
+    *("norm", "numel", "perf_counter", "print", "size", "square", "std", "str", "sum", "time", "tolist", "type"),
+}
 
 
 class CodeWatch:
@@ -66,10 +76,15 @@ class CodeWatch:
         modules = dict(model.named_modules())
         parents = [module for module in modules.values() if module._modules]
         self._attributes = [vars(module) for module in modules.values()]
-        self._hooks = [hooks for m in modules.values() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+        self._hooks = [getattr(module, name) for module in modules.values() for name in _HOOKS]
+        self._hooks += [getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS]
         self._parents, self._children = parents, [parent._modules for parent in parents]
+        leaves = [module for module in modules.values() if not module._modules]
+        shares = [leaves[start::_TURNS] for start in range(_TURNS)]
+        self._leaves = itertools.cycle([(share, [*map(type, share)]) for share in shares])
         self._classes: list[Any] = list(dict.fromkeys(map(type, modules.values())))
         called = _functions_called(self._classes)
+        called.append((vars(torch.nn.functional), "scaled_dot_product_attention"))  # of every file, ours included
         self._files, self._names = [file for file, _ in called], [name for _, name in called]
         configs = {
             id(part.config): vars(part.config) for part in modules.values() if isinstance(part, PreTrainedModel)
@@ -83,7 +98,7 @@ class CodeWatch:
         self._known_children = [*map(dict, self._children)]
         self._remember_hooks()
         self.embeddings = model.get_input_embeddings()
-        self._weights = self.embeddings._parameters
+        self._weights, self._weight = self._find_weight()
         self.kept: list[Any] = []
         self.unknown: list[str] = []
         self.key = self._make_key(model, modules)
@@ -91,6 +106,9 @@ class CodeWatch:
     def unchanged(self) -> bool:
         """Whether the model still runs the same code, as far as references tell."""
         if self._look() != self._references or self._children != self._known_children:
+            return False
+        leaves, classes = next(self._leaves)
+        if [*map(type, leaves)] != classes:
             return False
         # the counter grows with every hook that is registered, anywhere
         if RemovableHandle.next_id != self._registered or [*map(tuple, self._hooked)] != self._hook_ids:
@@ -107,29 +125,41 @@ class CodeWatch:
     @property
     def device_type(self) -> str:
         """The device of the weights, as `model.device` finds it in more time."""
-        return self._weights["weight"].device.type
+        weight = self._weights.get(self._weight)
+        if weight is None:  # pruned or parametrized since
+            self._weights, self._weight = self._find_weight()
+            weight = self._weights[self._weight]
+        return weight.device.type
+
+    def _find_weight(self) -> tuple[dict[str, Any], str]:
+        """The first parameter of the model, as an entry of its module: `.to()` may replace the parameter."""
+        tables = (attributes["_parameters"] for attributes in self._attributes)
+        return next((table, name) for table in tables for name, weight in table.items() if weight is not None)
 
     def _look(self) -> tuple[list[Any], ...]:
         get: Any = dict.get
         return (
             [*map(get, self._attributes, repeat("forward"))],
             [*map(type, self._parents)],
-            [*map(_forward, self._classes)],
+            [*map(_code_of_class, self._classes)],
             [*map(get, self._files, self._names)],
             [*map(get, self._configs, self._fields)],
             [*map(get, self._tuners, repeat("_active_adapter"))],
             [ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION], ALL_MASK_ATTENTION_FUNCTIONS[IMPLEMENTATION]],
         )
 
-    def _look_at_hooks(self) -> list[tuple[int, Any]]:
+    def _look_at_hooks(self) -> list[tuple[int, Any, list[Any]]]:
         """
-        The code of unknown hooks that may change numbers, by place: hooks are often made anew for each step, from the
-        same code. Those that only look (counters, profilers) cost no check, which would go through them.
+        The code of unknown hooks that may change numbers, by place, and what it was made with: hooks are often made
+        anew for each step, from the same code. Those that only look (counters, profilers) cost no check, which would
+        go through them.
         """
         functions_of_hooks = []
         for place, hooks in enumerate(self._hooks):
             functions = [function for hook in hooks.values() for function in _functions_of(hook)] if hooks else []
-            functions_of_hooks += [(place, getattr(f, "__code__", f)) for f in functions if not _only_looks(f)]
+            functions_of_hooks += [
+                (place, getattr(f, "__code__", f), _made_with(f)) for f in functions if not _only_looks(f)
+            ]
         return functions_of_hooks
 
     def _make_key(self, model: PreTrainedModel, modules: dict[str, Any]) -> tuple:
@@ -138,7 +168,7 @@ class CodeWatch:
             of_class = [self._ids(code, True) for code in (type(module).forward, type(module).__call__)]
             parts += [name, *of_class, self._ids(vars(module).get("forward"))]
         parts += [(name, self._ids(file.get(name), True)) for file, name in zip(self._files, self._names, strict=True)]
-        parts += [(place, self._ids(code)) for place, code in self._hook_functions]
+        parts += [(place, self._ids(code), repr(given)) for place, code, given in self._hook_functions]
         parts += [(name, repr(config.get(name))) for config, name in zip(self._configs, self._fields, strict=True)]
         parts += [repr(attributes.get("_active_adapter")) for attributes in self._tuners]
         parts += [(name, repr(config)) for name, config in getattr(model, "peft_config", {}).items()]
@@ -175,9 +205,21 @@ def _functions_of(code: Any) -> Iterator[Any]:
 def _package(function: Any) -> str:
     if isinstance(function, types.CodeType):
         return ""
-    # `functools.wraps` copies `__module__`, but not the globals
-    name = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
+    # `functools.wraps` copies `__module__`, but not the globals; code made by `exec` may have no name there
+    if isinstance(function, types.FunctionType):
+        return function.__globals__.get("__name__", "").split(".")[0]
+    name = getattr(function, "__module__", None)
     return (name or type(function).__module__).split(".")[0]
+
+
+def _made_with(hook: Any) -> list[Any]:
+    """The numbers, texts and functions in the closure and in the defaults of a hook; others are new in each step."""
+    values = [*(getattr(hook, "__defaults__", None) or ()), *(getattr(hook, "__kwdefaults__", None) or {}).values()]
+    for cell in getattr(hook, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            values.append(cell.cell_contents)
+    values = [getattr(value, "__code__", value) for value in values]
+    return [value for value in values if isinstance(value, types.CodeType | int | float | str)]
 
 
 def _only_looks(hook: Any) -> bool:
@@ -185,18 +227,31 @@ def _only_looks(hook: Any) -> bool:
     if _package(hook) in _KNOWN:
         return True
     code = getattr(hook, "__code__", None) or getattr(type(hook).__call__, "__code__", None)
-    if code is None or any(name.endswith("_") and not name.endswith("__") for name in code.co_names):
+    if code is None:
         return False
     steps = list(dis.get_instructions(code))
+    # what is called is looked up together with a null, or as a method
+    called = [step.argval for step in steps if step.opname == "LOAD_METHOD" or "NULL" in step.argrepr]
+    operations = {step.opname for step in steps}
+    if not _LOOKS.issuperset(called) or operations & {
+        "PUSH_NULL",
+        "CALL_FUNCTION_EX",
+        "MAKE_FUNCTION",
+        "STORE_SUBSCR",
+    }:
+        return False
+    if any(isinstance(constant, tuple) and "out" in constant for constant in code.co_consts):  # names of arguments
+        return False
     # `lambda ...: found.append(...)` returns nothing
-    methods = [step.argval for step in steps if step.opname in ("LOAD_METHOD", "LOAD_ATTR")]
-    if methods[:1] == ["append"] and steps[-2].opname == "CALL" and not any("JUMP" in step.opname for step in steps):
+    appends = called[:1] == ["append"] and steps[-2].opname.startswith("CALL") and steps[-1].opname == "RETURN_VALUE"
+    if appends and not any("JUMP" in name for name in operations):
         return True
     for last, step in itertools.pairwise(steps):
         returns = step.opname == "RETURN_VALUE" and (last.opname != "LOAD_CONST" or last.argval is not None)
-        # `x += y` on a variable may be in place; on an attribute, it counts something
+        # `x += y` on a variable may be in place; on an attribute of its own, it counts something
         writes = step.opname in ("STORE_FAST", "STORE_DEREF") and last.argrepr.endswith("=")
-        if returns or writes or step.opname == "STORE_SUBSCR" or (step.opname == "RETURN_CONST" and step.argval):
+        writes |= step.opname == "STORE_ATTR" and (code.co_varnames[0] != "self" or hasattr(torch.Tensor, step.argval))
+        if returns or writes or (step.opname == "RETURN_CONST" and step.argval is not None):
             return False
     return True
 

@@ -38,7 +38,7 @@ from hf_prefix_tree.modeling.call_checks import (
     refuse_partial_batch,
     warn_of_router_loss,
 )
-from hf_prefix_tree.modeling.checks import base_causal_lm, rope_limit
+from hf_prefix_tree.modeling.checks import base_causal_lm, rope_limit, warn_of_dropout
 from hf_prefix_tree.modeling.compilation import compile_decoder_layers
 from hf_prefix_tree.modeling.context import TreeContext, active_tree, separate_calls
 from hf_prefix_tree.modeling.fingerprint import CodeWatch
@@ -46,7 +46,7 @@ from hf_prefix_tree.modeling.loss import weighted_token_loss
 from hf_prefix_tree.modeling.positions import place_by_depth, place_images
 from hf_prefix_tree.modeling.recurrent.hooks import follow_branches, followed_functions
 from hf_prefix_tree.modeling.verify import is_materialized, verify_images, verify_loss, verify_tree_forward
-from hf_prefix_tree.modeling.verify_adapters import verify_adapters
+from hf_prefix_tree.modeling.verify_adapters import verify_adapters, verify_training
 
 logger = logging.getLogger(__name__)
 
@@ -249,11 +249,14 @@ def _forget_checks(state: _TreeState) -> None:
 
 
 def _verify(base: PreTrainedModel, state: _TreeState, forward: Callable | None = None) -> None:
+    if _has_changed(state):  # `prepare_model` warned of the others
+        warn_of_dropout(base)
     state.verifying = True
     try:
         assert state.watch is not None  # made by `_is_verified`
         with separate_calls():
             verify_tree_forward(base, forward or base, state.watch.unknown)
+            verify_training(base, forward or base, state.watch.unknown)
             verify_adapters(base, forward or base)
             state.image_refusal = verify_images(base, forward or base)
             state.loss_refusal = verify_loss(base, forward or base)

@@ -77,11 +77,10 @@ def verify_tree_forward(model: PreTrainedModel, forward: Callable, unknown: Sequ
     longest = checked_length(config)
     if unknown:
         mixes_by_itself = not uses_attention_interface(config.__class__) or any(map(has_convolution, model.modules()))
-        if mixes_by_itself:
-            longest = min(max(longest, FAR), position_limit(config))
-        else:
+        if not mixes_by_itself:
             _refuse_bypass(model, forward, unknown)
-    _verify(model, forward, make_forest(model, longest))
+        longest = min(max(longest, FAR), position_limit(config))
+    _verify(model, forward, make_forest(model, longest, with_late_fork=bool(unknown)))
 
 
 def _refuse_bypass(model: PreTrainedModel, forward: Callable, unknown: Sequence[str]) -> None:
@@ -271,7 +270,8 @@ def tree_logits(model: PreTrainedModel, forward: Callable, batch: dict[str, torc
     return logits[0]
 
 
-def make_forest(model: PreTrainedModel, longest: int) -> Forest:
+def make_forest(model: PreTrainedModel, longest: int, with_late_fork: bool = False) -> Forest:
+    """With a short branch, if asked for, that is far from its prefix in the row, and near to it on the path."""
     config = model.config.get_text_config()
     if longest <= SECOND_TREE:
         raise ValueError(
@@ -284,6 +284,8 @@ def make_forest(model: PreTrainedModel, longest: int) -> Forest:
     trunk, fork = ids[:longest], 2 * longest // 3
     sibling = np.concatenate([trunk[:fork], ids[longest : longest + longest - fork]])
     paths = [[trunk, sibling, trunk[: longest - 4]], [ids[2 * longest : 2 * longest + SECOND_TREE]]]
+    if with_late_fork:
+        paths[0].append(np.concatenate([trunk[: longest // 3], ids[3 * longest :][: min(SECOND_TREE, longest // 2)]]))
     return Forest([fold([Branch(path, np.ones(len(path))) for path in tree]) for tree in paths])
 
 

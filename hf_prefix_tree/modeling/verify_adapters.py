@@ -1,16 +1,17 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Self-verification of PEFT adapters: with weights that matter, and of gradients, too.
+"""Self-verification in training mode, gradients included: of code that nobody knows, and of PEFT adapters.
 
 New adapters are zero somewhere, so that the check of the model cannot see what they do. Here their weights get noise
 for the time of the check. Adapters may also average over the call (in the forward or in the backward alone) or draw
-random numbers in training: the layers are compared in training mode, without dropout, gradients included.
+random numbers in training: the layers are compared in training mode, without dropout, gradients included. So is a
+whole model that runs unknown code or normalises over the call.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
+from hf_prefix_tree.modeling.attention.implementations import FALLBACK_HINT
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE, concatenate_trees
 from hf_prefix_tree.modeling.verify import (
     checked_positions,
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 PATH = 24  # tokens of the longest path: what adapters do depends on no distance
 NOISE = 0.1  # standard deviation of what is added to the weights of adapters
 
+SMALL = 2**20  # the most numbers of a parameter whose gradient is compared; norms, biases and routers have fewer
+
 Result = tuple[torch.Tensor, list[torch.Tensor]]  # logits, gradients of the parameters of adapters
 
 
@@ -54,7 +58,13 @@ def verify_adapters(model: PreTrainedModel, forward: Callable) -> None:
     layers = [module for module in model.modules() if hasattr(module, "adapter_layer_names")]
     if not layers:
         return
-    with undisturbed(model), coarsest_dtype(model) as dtypes, _randomized(layers) as (parameters, reset):
+    _refuse_inference_tensors(model)
+    with (
+        torch.inference_mode(False),
+        undisturbed(model),
+        coarsest_dtype(model) as dtypes,
+        _randomized(layers) as (parameters, reset),
+    ):
         # gradients of sharded weights are reduced by hooks
         runs = _Runs(model, forward, parameters if is_materialized(model) else [], reset)
         expected, tree, again = runs.of_branches(), runs.of_tree(), runs.of_tree()
@@ -76,6 +86,89 @@ def verify_adapters(model: PreTrainedModel, forward: Callable) -> None:
         f"PEFT adapter {_names(model, layers)} {reason} ({numbers}). Use LoRA or another adapter that treats each "
         "token by itself."
     )
+
+
+def verify_training(model: PreTrainedModel, forward: Callable, unknown: Sequence[str] = ()) -> None:
+    """
+    Compares the tree path with independent runs of the branches in training mode, without dropout. Of unknown code,
+    the gradients of small parameters are compared as well.
+
+    Args:
+        model (`PreTrainedModel`): The prepared causal LM. Nothing of it has changed afterwards.
+        forward (`Callable`): What is called, `model` itself or its wrapper under FSDP or DDP.
+        unknown (`Sequence[str]`, *optional*): Functions that the model runs and that are from no known package.
+            Without any, only a model that normalises over the call is compared.
+
+    Raises:
+        `ValueError`: where training mode does not give a tree the logits and gradients of its branches.
+    """
+    norms = {type(x).__name__ for x in model.modules() if isinstance(x, torch.nn.modules.batchnorm._BatchNorm)}
+    if not unknown and not norms:
+        return
+    _refuse_inference_tensors(model)
+    small = [p for p in model.parameters() if p.is_floating_point() and p.numel() <= SMALL]
+    compared = small if unknown and is_materialized(model) else []
+    with (
+        torch.inference_mode(False),
+        undisturbed(model),
+        coarsest_dtype(model) as dtypes,
+        _in_training(model, compared),
+    ):
+        runs = _Runs(model, forward, compared, lambda: None)
+        expected, found, again = runs.of_branches(), runs.of_tree(), runs.of_tree()
+    rounding = rounding_of({expected[0].dtype, *dtypes})
+    errors = {"training": _error(found, expected), "two equal calls": _error(again, found)}
+    numbers = ", ".join(f"{name} {logits:.1e} / {grads:.1e}" for name, (logits, grads) in errors.items())
+    logger.info("Training mode of %s on trees (logits / gradients): %s.", type(model).__name__, numbers)
+    if not _is_close(errors["two equal calls"], rounding / 10):
+        reason = "draws random numbers in each call, so that the branches of a tree share what they would draw apart"
+    elif not _is_close(errors["training"], rounding):
+        reason = "computes something over all tokens of a call, so that the branches of a tree change each other"
+    else:
+        return
+    raise ValueError(
+        f"{type(model).__name__} {reason}, in training mode or in the backward ({numbers}). It runs "
+        f"{', '.join(dict.fromkeys([*unknown, *sorted(norms)]))}. {FALLBACK_HINT}"
+    )
+
+
+def _refuse_inference_tensors(model: PreTrainedModel) -> None:
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise ValueError(
+            f"The weights of {type(model).__name__} were made under `torch.inference_mode()`, which leaves no "
+            "gradients to check: make the model outside of it."
+        )
+
+
+@contextmanager
+def _in_training(model: PreTrainedModel, parameters: list[torch.nn.Parameter]) -> Iterator[None]:
+    """
+    A model in training mode, which the caller restores, without dropout and NEFTune (of which others speak), and with
+    gradients of these parameters. The causal LM itself stays in evaluation: fused heads give no logits in training.
+    """
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    rates: list[tuple[dict[Any, Any], Any, Any]] = []
+    for module in model.modules():
+        module.training = module is not model
+        table = vars(module)
+        names = [name for name in table if "drop" in name or "jitter" in name or name == "neftune_noise_alpha"]
+        found = [(table, name) for name in names]
+        found += [(table[name], key) for name in names if isinstance(table[name], dict) for key in table[name]]
+        found += [(table, "p")] if isinstance(module, torch.nn.modules.dropout._DropoutNd) else []
+        rates += [(where, key, where[key]) for where, key in found if isinstance(where[key], float)]
+        if table.get("gradient_checkpointing") is True:  # whose reentrant form wants inputs that have gradients
+            rates.append((table, "gradient_checkpointing", True))
+    try:
+        for where, key, value in rates:
+            where[key] = type(value)(0)
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for where, key, value in rates:
+            where[key] = value
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 class _Runs:

@@ -148,6 +148,33 @@ def test_dropout_is_warned_of_and_no_reason_to_refuse():
             prepare_model(adapted(config))
 
 
+ON_EMBEDDINGS = {
+    "lora": {"target_modules": ["embed_tokens", "q_proj"]},
+    "saved": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 6, 7]},
+}
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("name", ON_EMBEDDINGS)
+def test_adapters_of_the_embeddings_are_exact(name, later):
+    model = make_model("llama", dtype=torch.float64)
+    if later:
+        prepare_model(model)
+    config = LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, **ON_EMBEDDINGS[name])
+    model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    prepare_model(model)
+    trees = random_forest(3)
+    with keep_double():
+        loss = model(**concatenate_trees(trees, pad_token_id=0)).loss
+        loss.backward()
+        found = gradients(model)
+        model.zero_grad()
+        expected = branch_runs(model, trees)[0]
+        expected.backward()
+    assert abs(loss - expected).item() < 1e-10 and relative_error(found, gradients(model)) < 1e-9
+
+
 def test_reentrant_checkpointing_is_no_obstacle():
     model = adapted(EXACT["lora"]()).train()
     model.gradient_checkpointing_enable({"use_reentrant": True})
@@ -157,3 +184,28 @@ def test_reentrant_checkpointing_is_no_obstacle():
         warnings.simplefilter("error", UserWarning)
         model(**concatenate_trees(random_forest(0), pad_token_id=0)).loss.backward()
     assert any(re.search("lora_B", n) and p.grad is not None for n, p in model.named_parameters())
+
+
+def test_the_check_under_inference_mode_compares_gradients():
+    model, refused = adapted(EXACT["lora"]()), adapted(REFUSED["velora"][0]())
+    with torch.inference_mode():
+        assert prepare_model(model)(**concatenate_trees(random_forest(0), pad_token_id=0)).loss > 0
+        with pytest.raises(ValueError, match="VeloraLinearVariant"):
+            prepare_model(refused)
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM were made under `torch.inference_mode\(\)`"):
+            prepare_model(adapted(EXACT["lora"]()))
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_x_lora_is_refused(later, tmp_path):
+    adapted(EXACT["lora"]()).save_pretrained(tmp_path)
+    model = make_model("llama", dtype=torch.float32)
+    model.config.use_cache = False
+    if later:
+        prepare_model(model)
+    config = peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, adapters={"a": str(tmp_path)})
+    model = get_peft_model(model, config)
+    with pytest.raises(ValueError, match=r"PEFT adapter 'default' is an X-LoRA \(XLoraConfig\)"):
+        model(**concatenate_trees(random_forest(0), pad_token_id=0)) if later else prepare_model(model)
+    with pytest.raises(ValueError, match="X-LoRA"):
+        prepare_model(model)

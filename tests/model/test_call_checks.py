@@ -165,6 +165,13 @@ def test_inputs_that_were_cast_are_refused(name, plain_model):
         plain_model(**{**row, name: row[name].float()})
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.bool])
+def test_labels_of_other_integers_are_refused(dtype, plain_model):
+    row = batch()
+    with pytest.raises(ValueError, match=f"`labels` must be of dtype torch.int64, got {dtype}"):
+        plain_model(**{**row, "labels": row["labels"].to(dtype)})
+
+
 # ---- positions and masks ----
 
 

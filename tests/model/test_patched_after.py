@@ -7,10 +7,12 @@ from types import MethodType
 import pytest
 import torch
 from peft import LilyConfig, LoraConfig, get_peft_model
+from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
+import hf_prefix_tree.modeling.fingerprint as fingerprint
 import hf_prefix_tree.modeling.prepare as model_module
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.modeling.batch import concatenate_trees
@@ -18,7 +20,7 @@ from hf_prefix_tree.modeling.fingerprint import CodeWatch
 from hf_prefix_tree.modeling.prepare import ensure_verified
 from tests.support.models import VOCAB, make_model, random_forest
 
-WRONG = "attention interface|does not give the same logits"
+WRONG = "attention interface|does not give the same logits|computes something over all tokens of a call"
 
 
 def batch():
@@ -87,6 +89,72 @@ def patch_submodule(model, monkeypatch):
     model.model.layers[1].mlp = new
 
 
+def patch_call_of_class(model, monkeypatch):
+    call = LlamaMLP.__call__
+    monkeypatch.setattr(LlamaMLP, "__call__", lambda self, x: call(self, x) + call(self, x).roll(1, dims=1))
+
+
+def patch_sdpa(model, monkeypatch):
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def sdpa(q, k, v, attn_mask=None, is_causal=False, **kwargs):
+        return original(q, k, v, is_causal=True, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
+
+
+def patch_hook_of_all_modules(model, monkeypatch):
+    def hook(module, args, output):
+        return output + output.roll(1, dims=1) if isinstance(module, LlamaMLP) else None
+
+    register_module_forward_hook(hook)
+
+
+def patch_backward_hook(model, monkeypatch):
+    model.model.layers[1].mlp.register_full_backward_hook(
+        lambda module, inputs, outputs: (inputs[0] - inputs[0].mean(dim=1, keepdim=True),)
+    )
+
+
+def patch_hook_of_data(model, monkeypatch):
+    def hook(module, args, output):
+        output.data = (output + output.roll(1, dims=1)).data
+
+    model.model.layers[0].mlp.register_forward_hook(hook)
+
+
+def shift(x):
+    with torch.no_grad():
+        x.add_(x.roll(1, dims=1))
+
+
+def patch_hook_that_calls(model, monkeypatch):
+    def hook(module, args, output):
+        shift(output)
+
+    model.model.layers[0].mlp.register_forward_hook(hook)
+
+
+def patch_hook_with_out(model, monkeypatch):
+    def hook(module, args, output):
+        x = output.detach()
+        torch.square(x - x.mean(dim=1, keepdim=True), out=x)
+
+    model.model.layers[0].mlp.register_forward_hook(hook)
+
+
+def patch_hook_that_appends(model, monkeypatch):
+    model.model.layers[0].mlp.register_forward_hook(
+        lambda module, args, output: [].append(1) or output + output.roll(1, dims=1)
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_hooks_of_all_modules():
+    yield
+    torch.nn.modules.module._global_forward_hooks.clear()
+
+
 PATCHES = [function for name, function in list(globals().items()) if name.startswith("patch_")]
 
 
@@ -102,6 +170,61 @@ def test_what_is_patched_later_is_refused(patch, training, monkeypatch):
     monkeypatch.undo()
     if patch in (patch_class, patch_function_of_the_file):  # undone: the code that was checked
         assert torch.equal(model(**batch()).loss, expected)
+
+
+class ShiftingNorm(LlamaRMSNorm):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states.roll(1, dims=1))
+
+
+def test_another_class_of_a_leaf_is_refused_within_some_calls():
+    model = prepare_model(make_model("llama", dtype=torch.float32))
+    model.model.layers[1].post_attention_layernorm.__class__ = ShiftingNorm
+    with pytest.raises(ValueError, match=WRONG):
+        for _ in range(fingerprint._TURNS):
+            model(**batch())
+
+
+def test_a_hook_made_with_another_number_is_checked():
+    def make(scale, look=len):
+        return lambda module, args, output: output + scale * output.roll(1, dims=1)
+
+    model = prepare_model(make_model("llama", dtype=torch.float32))
+    mlp = model.model.layers[0].mlp
+    for scale in (0.0, 0.0, 1.0):
+        handle = mlp.register_forward_hook(make(scale))
+        if scale:
+            with pytest.raises(ValueError, match=WRONG):
+                model(**batch())
+        else:
+            assert model(**batch()).loss > 0
+        handle.remove()
+
+
+def test_code_without_the_name_of_a_file_is_unknown():
+    model = make_model("llama", dtype=torch.float32)
+    names = {"mlp": type(model.model.layers[0].mlp).forward}
+    exec("def forward(self, x):\n    return mlp(self, x)", names)
+    model.model.layers[0].mlp.forward = MethodType(names["forward"], model.model.layers[0].mlp)
+    assert CodeWatch(model).unknown == ["`forward`"]
+
+
+def test_dropout_that_comes_later_is_warned_of():
+    model = prepare_model(make_model("llama", dtype=torch.float32))
+    lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", lora_dropout=0.3)
+    with pytest.warns(UserWarning, match=r"dropout \(p=\[0.3\]\)"):
+        get_peft_model(model, lora)(**batch())
+
+
+def test_hooks_have_the_names_that_the_fingerprint_reads():
+    for name in (*fingerprint._HOOKS, *fingerprint._GLOBAL_HOOKS):
+        owner = torch.nn.modules.module if "global" in name else torch.nn.Linear(1, 1)
+        assert isinstance(getattr(owner, name), dict), name
+    handle = register_module_full_backward_hook(print)
+    try:
+        assert print in torch.nn.modules.module._global_backward_hooks.values()
+    finally:
+        handle.remove()
 
 
 def test_another_implementation_under_our_name_is_refused(monkeypatch):
@@ -218,3 +341,12 @@ def test_the_fingerprint_tells_code_apart():
     assert watch.unchanged()
     model.model.layers[0].mlp.forward = MethodType(LlamaMLP.forward, model.model.layers[0].mlp)
     assert not watch.unchanged()
+
+
+def test_the_device_is_found_after_the_embeddings_are_parametrized():
+    model = prepare_model(make_model("llama", dtype=torch.float32))
+    watch = CodeWatch(model)
+    torch.nn.utils.parametrize.register_parametrization(model.model.embed_tokens, "weight", torch.nn.Identity())
+    assert watch.device_type == CodeWatch(model).device_type == "cpu"
+    assert model(**batch()).loss > 0
+    assert CodeWatch(model.to("meta")).device_type == "meta"

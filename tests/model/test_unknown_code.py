@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AttentionInterface
 from transformers.models.llama import modeling_llama
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.modeling.batch import concatenate_trees
@@ -112,6 +112,144 @@ def test_attention_behind_a_copied_name_is_refused():
             lambda *args, own=own, **kw: own(*args, **kw)
         )
     with pytest.raises(ValueError, match="around Transformers' attention interface"):
+        prepare_model(model)
+
+
+class BatchNorm(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(width)
+
+    def forward(self, x):
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+class SubtractsTheMean(LlamaMLP):
+    def forward(self, x):
+        y = super().forward(x)
+        return y - y.mean(dim=1, keepdim=True) if self.training else y
+
+
+class AddLoss(torch.autograd.Function):
+    """As in DeepSeek's remote code."""
+
+    @staticmethod
+    def forward(ctx, x, loss):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, torch.ones((), dtype=gradient.dtype)
+
+
+class HasALossOfItsOwn(LlamaMLP):
+    def forward(self, x):
+        return AddLoss.apply(super().forward(x), 0.1 * x.square().mean())
+
+
+def with_batch_norm(model):
+    model.model.layers[0].post_attention_layernorm = BatchNorm(32)
+
+
+def with_hook_in_training(model):
+    def hook(module, args, output):
+        return output + output.mean(dim=1, keepdim=True) if module.training else output
+
+    model.model.embed_tokens.register_forward_hook(hook)
+
+
+def with_noise(model):
+    def hook(module, args, output):
+        return output + torch.rand_like(output) if module.training else output
+
+    model.model.embed_tokens.register_forward_hook(hook)
+
+
+def with_backward_hook(model):
+    model.model.layers[1].mlp.register_full_backward_hook(
+        lambda module, inputs, outputs: (inputs[0] - inputs[0].mean(dim=1, keepdim=True),)
+    )
+
+
+def with_mean(model):
+    swap_mlps(model, SubtractsTheMean)
+
+
+def with_loss(model):
+    swap_mlps(model, HasALossOfItsOwn)
+
+
+def swap_mlps(model, make):
+    for layer in model.model.layers:
+        layer.mlp.__class__ = make
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [with_batch_norm, with_hook_in_training, with_noise, with_mean, with_loss, with_backward_hook],
+    ids=lambda f: f.__name__,
+)
+def test_what_acts_in_training_or_in_the_backward_is_refused(change, training):
+    model = make_model("llama", dtype=torch.float32)
+    change(model)
+    model.train(training)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    message = "draws random numbers" if change is with_noise else "computes something over all tokens"
+    with pytest.raises(ValueError, match=f"LlamaForCausalLM {message}.* in training mode or in the backward"):
+        prepare_model(model)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert all(module.training is training for module in model.modules())
+
+
+class DropsOut(LlamaMLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.dropout, self.dropout_of_features = torch.nn.Dropout(0.2), 0.3
+
+    def forward(self, x):
+        x = torch.nn.functional.dropout(x, self.dropout_of_features, self.training)
+        return self.dropout(super().forward(x))
+
+
+def test_dropout_in_own_code_is_no_reason_to_refuse():
+    model = replaced(DropsOut, "mlp").train()
+    model.model.embed_tokens.requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"dropout \(p=\[0.2, 0.3\]\)"):
+        prepare_model(model)
+    mlp = model.model.layers[0].mlp
+    assert (mlp.dropout.p, mlp.dropout_of_features) == (0.2, 0.3)
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["model.embed_tokens.weight"]
+
+
+class NarrowsTheMask(LlamaAttention):
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+        i = torch.arange(hidden_states.shape[1])
+        mask = ((i[:, None] - i < 64) & (i[:, None] >= i))[None, None]
+        mask = mask if attention_mask is None else attention_mask & mask
+        return super().forward(hidden_states, position_embeddings, mask, **kwargs)
+
+
+class ScalesByTheRow(LlamaAttention):
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+        i = torch.arange(hidden_states.shape[1])
+        cos, sin = (x * (1 + i // 50)[:, None] ** 0.25 for x in position_embeddings)
+        return super().forward(hidden_states, (cos, sin), attention_mask, **kwargs)
+
+
+class ScalesByTheLongest(LlamaRotaryEmbedding):
+    def forward(self, x, position_ids):
+        return super().forward(x, position_ids * 32 / max(32, int(position_ids.max()) + 1))
+
+
+@pytest.mark.parametrize("kind", [NarrowsTheMask, ScalesByTheRow, ScalesByTheLongest], ids=lambda c: c.__name__)
+def test_own_code_in_front_of_the_attention_interface_is_refused(kind):
+    model = make_model("llama", dtype=torch.float32)
+    if kind is ScalesByTheLongest:
+        model.model.rotary_emb = ScalesByTheLongest(model.config)
+    else:
+        model = replaced(kind)
+    with pytest.raises(ValueError, match=r"does not give the same logits|other logits when it is padded"):
         prepare_model(model)
 
 
