@@ -226,24 +226,21 @@ def _only_looks(hook: Any) -> bool:
     """Whether a hook is known, or returns nothing and writes into no tensor, as far as its instructions tell."""
     if _package(hook) in _KNOWN:
         return True
-    code = getattr(hook, "__code__", None) or getattr(type(hook).__call__, "__code__", None)
+    function = hook if hasattr(hook, "__code__") else type(hook).__call__
+    code = getattr(function, "__code__", None)
     if code is None:
         return False
     steps = list(dis.get_instructions(code))
     # what is called is looked up together with a null, or as a method
-    called = [step.argval for step in steps if step.opname == "LOAD_METHOD" or "NULL" in step.argrepr]
+    called = [step for step in steps if step.opname == "LOAD_METHOD" or "NULL" in step.argrepr]
+    names = [step.argval for step in called]
     operations = {step.opname for step in steps}
-    if not _LOOKS.issuperset(called) or operations & {
-        "PUSH_NULL",
-        "CALL_FUNCTION_EX",
-        "MAKE_FUNCTION",
-        "STORE_SUBSCR",
-    }:
+    if not _LOOKS.issuperset(names) or operations & {"PUSH_NULL", "CALL_FUNCTION_EX", "MAKE_FUNCTION", "STORE_SUBSCR"}:
         return False
-    if any(isinstance(constant, tuple) and "out" in constant for constant in code.co_consts):  # names of arguments
+    if any(step.opname == "LOAD_GLOBAL" and step.argval in function.__globals__ for step in called):  # no builtin
         return False
     # `lambda ...: found.append(...)` returns nothing
-    appends = called[:1] == ["append"] and steps[-2].opname.startswith("CALL") and steps[-1].opname == "RETURN_VALUE"
+    appends = names[:1] == ["append"] and steps[-2].opname.startswith("CALL") and steps[-1].opname == "RETURN_VALUE"
     if appends and not any("JUMP" in name for name in operations):
         return True
     for last, step in itertools.pairwise(steps):

@@ -7,6 +7,7 @@ from types import MethodType
 import pytest
 import torch
 from peft import LilyConfig, LoraConfig, get_peft_model
+from torch import square
 from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
@@ -118,7 +119,7 @@ def patch_backward_hook(model, monkeypatch):
 
 def patch_hook_of_data(model, monkeypatch):
     def hook(module, args, output):
-        output.data = (output + output.roll(1, dims=1)).data
+        output.data = output - output.mean(dim=1, keepdim=True)
 
     model.model.layers[0].mlp.register_forward_hook(hook)
 
@@ -138,14 +139,14 @@ def patch_hook_that_calls(model, monkeypatch):
 def patch_hook_with_out(model, monkeypatch):
     def hook(module, args, output):
         x = output.detach()
-        torch.square(x - x.mean(dim=1, keepdim=True), out=x)
+        square(x - x.mean(dim=1, keepdim=True), out=x)
 
     model.model.layers[0].mlp.register_forward_hook(hook)
 
 
 def patch_hook_that_appends(model, monkeypatch):
     model.model.layers[0].mlp.register_forward_hook(
-        lambda module, args, output: [].append(1) or output + output.roll(1, dims=1)
+        lambda module, args, output: [].append(1) or output - output.mean(dim=1, keepdim=True)
     )
 
 
