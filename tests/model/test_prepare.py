@@ -9,6 +9,7 @@ import torch
 from peft import AdaLoraConfig, LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
+    ContinuousBatchingConfig,
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
@@ -35,9 +36,11 @@ def batch(seed=0, **kwargs):
 def test_continuous_batching_needs_another_implementation_for_its_time():
     """As `docs/trainers.md` says; `TreeGRPOTrainer` and `TreeRLOOTrainer` do it by themselves."""
     prompts, options = [[5, 6, 7], [8, 9, 10, 11]], GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0)
+    small = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)  # the cache takes all memory by default
 
     def generated(model):
-        return [x.generated_tokens for x in model.generate_batch(prompts, options, progress_bar=False).values()]
+        found = model.generate_batch(prompts, options, small, progress_bar=False)
+        return [x.generated_tokens for x in found.values()]
 
     model = make_model("qwen3", dtype=torch.float32)
     model.set_attn_implementation("sdpa")
