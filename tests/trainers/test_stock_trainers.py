@@ -1,6 +1,7 @@
 """Trainers that are not this package's, on prepared models and batches of trees: equal to independent branches, or
 refused in one sentence."""
 
+import tempfile
 import types
 
 import pytest
@@ -95,7 +96,7 @@ def by_mixin(model):
     class Other(TreeLossMixin, Trainer):
         pass
 
-    args = TrainingArguments("unused", use_cpu=True, report_to="none", remove_unused_columns=False)
+    args = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to="none", remove_unused_columns=False)
     Other(model=model, args=args, data_collator=DataCollatorForPrefixTree(pad_token_id=0))
 
 
