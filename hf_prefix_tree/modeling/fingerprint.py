@@ -44,8 +44,24 @@ _code_of_class = operator.attrgetter("forward", "__call__")
 # What a hook may call that only looks, on tensors, containers and loggers.
 _LOOKS = {
     *("abs", "all", "amax", "any", "append", "clone", "cpu", "debug", "detach", "dim", "double", "extend", "float"),
-    *("get", "id", "info", "int", "isfinite", "isinstance", "isnan", "item", "items", "len", "max", "mean", "min"),
-    *("norm", "numel", "perf_counter", "print", "size", "square", "std", "str", "sum", "time", "tolist", "type"),
+    *("get", "id", "info", "int", "is_grad_enabled", "isfinite", "isinstance", "isnan", "item", "items", "len", "max"),
+    *(
+        "mean",
+        "memory_allocated",
+        "min",
+        "norm",
+        "numel",
+        "perf_counter",
+        "print",
+        "size",
+        "square",
+        "std",
+        "str",
+        "sum",
+        "time",
+        "tolist",
+        "type",
+    ),
 }
 
 
@@ -233,11 +249,15 @@ def _only_looks(hook: Any) -> bool:
     steps = list(dis.get_instructions(code))
     # what is called is looked up together with a null, or as a method
     called = [step for step in steps if step.opname == "LOAD_METHOD" or "NULL" in step.argrepr]
+    files = [x for x in called if isinstance(function.__globals__.get(x.argval), types.ModuleType)]  # `torch`
+    called = [steps[steps.index(step) + 1] if step in files else step for step in called]
     names = [step.argval for step in called]
     operations = {step.opname for step in steps}
     if not _LOOKS.issuperset(names) or operations & {"PUSH_NULL", "CALL_FUNCTION_EX", "MAKE_FUNCTION", "STORE_SUBSCR"}:
         return False
     if any(step.opname == "LOAD_GLOBAL" and step.argval in function.__globals__ for step in called):  # no builtin
+        return False
+    if any(isinstance(constant, tuple) and "out" in constant for constant in code.co_consts):  # names of arguments
         return False
     # `lambda ...: found.append(...)` returns nothing
     appends = names[:1] == ["append"] and steps[-2].opname.startswith("CALL") and steps[-1].opname == "RETURN_VALUE"
