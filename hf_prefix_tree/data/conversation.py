@@ -106,10 +106,7 @@ def per_turn(conversation: Conversation, empty_thinking_in_prompt: bool) -> list
     texts = []
     for turn in conversation.turns:
         switch = {"enable_thinking": False} if may_switch and not conversation.has_reasoning(turn) else {}
-        texts += [
-            conversation.prompt(messages[:turn], **switch),
-            conversation.text(messages[: turn + 1], **switch),
-        ]
+        texts += [conversation.prompt(messages[:turn], **switch), conversation.text(messages[: turn + 1], **switch)]
         conversation.reasoning_is_in(texts[-1], turn)
     conversation.count_left_out(texts[-1], messages[: turn + 1], **switch)
     encoded = template.segments.encode(texts)
@@ -182,10 +179,7 @@ class _Trunk:
         texts = [conversation.text(whole)]
         conversation.count_left_out(texts[0], whole)
         for variables in ({}, quiet):
-            texts += [
-                conversation.text(visible[:last], **variables),
-                conversation.prompt(visible[:last], **variables),
-            ]
+            texts += [conversation.text(visible[:last], **variables), conversation.prompt(visible[:last], **variables)]
         reasons = []
         for t in conversation.turns:
             text = conversation.text([*visible[:t], conversation.messages[t]]) if conversation.has_reasoning(t) else ""

@@ -17,11 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from hf_prefix_tree.modeling.attention.implementations import (
-    implementations,
-    set_implementations,
-    with_implementation,
-)
+from hf_prefix_tree.modeling.attention.implementations import implementations, set_implementations, with_implementation
 from hf_prefix_tree.modeling.call_checks import refuse_options
 from hf_prefix_tree.modeling.checks import backbone_of, base_causal_lm, check_support, refuse_adapters
 from hf_prefix_tree.modeling.context import CallContext, active_context, enter_call, leave_call, set_active_context

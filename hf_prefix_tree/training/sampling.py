@@ -106,13 +106,7 @@ def padded(trainer: Trainer, dataset: Any, multiple: int, description: str) -> P
 
 
 def fill_uneven_steps(
-    trainer: Trainer,
-    dataset: Any,
-    rows: int,
-    *,
-    is_training: bool,
-    description: str,
-    sampler: Sampler | None = None,
+    trainer: Trainer, dataset: Any, rows: int, *, is_training: bool, description: str, sampler: Sampler | None = None
 ) -> Any:
     """
     The dataset for a trainer's `_get_dataloader`, of which no row is counted twice or in another epoch.
