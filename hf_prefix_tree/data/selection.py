@@ -124,7 +124,7 @@ def select_trees(
         "sources": np.array([candidates[index] for index in taken], dtype=np.int64),
     }
     if taken:
-        logger.warning(  # no loss, but to be seen without further settings, as all that is said once
+        logger.warning(  # not a loss of data, but visible without further settings, as all reports of a preparation
             "Selected %d trees of %d valid ones among %d prepared (%d candidates): %s.",
             len(taken),
             valid,
