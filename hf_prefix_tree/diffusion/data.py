@@ -82,7 +82,7 @@ def prepare_diffusion_rows(
         )
     if "input_ids" not in columns or SAMPLE_INDEX not in columns:
         if isinstance(dataset, IterableDataset):
-            dataset = dataset.map(_with_index, with_indices=True)
+            dataset = dataset.map(lambda row, index: {SAMPLE_INDEX: index}, with_indices=True)
         else:
             dataset = dataset.add_column(SAMPLE_INDEX, np.arange(len(dataset)))
     name, length = cap
@@ -111,10 +111,6 @@ def _mapped(dataset: Any, function: Any, num_proc: int | None, **kwargs: Any) ->
     if isinstance(dataset, IterableDataset):
         return dataset.map(function, **kwargs)
     return dataset.map(function, num_proc=num_proc, desc="Rendering samples", **kwargs)
-
-
-def _with_index(row: Mapping[str, Any], index: int) -> dict[str, int]:
-    return {SAMPLE_INDEX: index}
 
 
 def _with_truncation(row: Mapping[str, Any], index: int, length: int) -> dict[str, int]:

@@ -130,15 +130,12 @@ def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[DiffusionCo
             raise ValueError(
                 "`diffusion_layout` needs `position_ids`: those of the sequence, twice over for `[x_t | x_0]`."
             )
-        longest = int(kwargs["position_ids"].max()) + 1 if _has_windows(module.config) else None
+        text = module.config.get_text_config()
+        has_windows = any(getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size"))
+        longest = int(kwargs["position_ids"].max()) + 1 if has_windows else None
         if kwargs.get("attention_mask") is None:
             kwargs["attention_mask"] = layout[:, ATTENDED].long()
     return DiffusionContext(state_of(module).attn_backend, where, layout, longest), kwargs
-
-
-def _has_windows(config: Any) -> bool:
-    text = config.get_text_config()
-    return any(getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size"))
 
 
 DIFFUSION = Kind(

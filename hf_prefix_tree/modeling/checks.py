@@ -139,7 +139,7 @@ def check_support(model: PreTrainedModel, kind: str) -> None:
     # a call with a tree runs no images and sounds through the backbone
     modules = {name: part for name, part in backbone.named_modules() if not name.startswith(towers)}
     is_recurrent = kind == "tree" and any(map(has_convolution, modules.values()))
-    for layer_type in _layer_types(config):
+    for layer_type in dict.fromkeys(getattr(config, "layer_types", None) or []):
         if layer_type in _SERVED_LAYER_TYPES[kind] or (layer_type in _RECURRENT_LAYER_TYPES and is_recurrent):
             continue
         raise ValueError(f"{name} has `{layer_type}` layers, which are not served: {_REASONS[layer_type]}. {hint}")
@@ -233,10 +233,6 @@ def rope_limit(config: Any) -> int | None:
     known = [part.get("original_max_position_embeddings") for part in varying]
     known += [getattr(config, name, None) for name in ("original_max_position_embeddings", "max_position_embeddings")]
     return min(limit for limit in known if limit)
-
-
-def _layer_types(config: Any) -> list[str]:
-    return list(dict.fromkeys(getattr(config, "layer_types", None) or []))
 
 
 def warn_of_dropout(model: PreTrainedModel) -> None:

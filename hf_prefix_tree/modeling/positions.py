@@ -51,9 +51,10 @@ def place_by_depth(model: PreTrainedModel) -> list[Handle]:
             handles.append(module.register_forward_pre_hook(_index_by_depth, with_kwargs=True))
             handles.append(module.register_forward_hook(_back_to_rows))
         elif getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
-            handles.append(module.register_forward_pre_hook(_note_tree, with_kwargs=True))
+            handles.append(tempered := _TemperedQueries())
+            tempered.note_tree(module, (), {})
+            handles.append(module.register_forward_pre_hook(tempered.note_tree, with_kwargs=True))
             handles.append(module.register_forward_hook(_forget_tree, always_call=True))
-            handles.append(module.q_proj.register_forward_hook(functools.partial(_temper_by_depth, module)))
         handles += [_AlibiByDepth(module, name) for name in _ALIBI_METHODS if hasattr(module, name)]
     return handles
 
@@ -92,9 +93,23 @@ def _back_to_rows(module: torch.nn.Module, args: tuple, output: torch.Tensor) ->
     return output.reshape(batch_size, length, output.shape[-1])
 
 
-def _note_tree(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    # Recomputation under checkpointing runs after the call: the layer's keyword argument is what still knows the tree.
-    module._prefix_tree_context = kwargs.get("prefix_tree")
+class _TemperedQueries:
+    """The hook of an attention's query projection, which follows when an adapter wraps the projection or is merged."""
+
+    projection: Any = None
+    handle: Any = None
+
+    def note_tree(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        # Recomputation under checkpointing runs after the call: the layer's keyword argument is what still knows it.
+        module._prefix_tree_context = kwargs.get("prefix_tree")
+        if module.q_proj is not self.projection:
+            self.remove()
+            self.projection = module.q_proj
+            self.handle = module.q_proj.register_forward_hook(functools.partial(_temper_by_depth, module))
+
+    def remove(self) -> None:
+        if self.handle is not None:
+            self.handle.remove()
 
 
 def _forget_tree(module: Any, args: tuple, output: Any) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.config import MontecloraConfig, VeloraConfig
+from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 import hf_prefix_tree.modeling.prepare as model_module
 from hf_prefix_tree import prepare_model
@@ -209,3 +210,29 @@ def test_x_lora_is_refused(later, tmp_path):
         model(**concatenate_trees(random_forest(0), pad_token_id=0)) if later else prepare_model(model)
     with pytest.raises(ValueError, match="X-LoRA"):
         prepare_model(model)
+
+
+def test_tempered_queries_follow_an_adapter_that_comes_and_goes():
+    """Llama 4 tempers queries by their index, which the tree path corrects behind the query projection."""
+    torch.manual_seed(0)
+    config = Llama4TextConfig(
+        vocab_size=97, hidden_size=16, intermediate_size=16, intermediate_size_mlp=16, num_hidden_layers=1, head_dim=8,
+        num_attention_heads=2, num_key_value_heads=1, num_local_experts=2, interleave_moe_layer_step=10,
+        no_rope_layers=[0], attn_temperature_tuning=True, floor_scale=30, attn_scale=0.5, use_qk_norm=False,
+        pad_token_id=0,
+    )  # fmt: skip
+    model = Llama4ForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    trees = random_forest(0, num_trees=1, num_branches=4, max_length=60)
+    row = concatenate_trees(trees, pad_token_id=0)
+    prepare_model(model)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    with torch.no_grad():
+        assert model(**row).loss == pytest.approx(branch_runs(model, trees)[0].item(), rel=1e-6)
+        model = model.merge_and_unload()
+        assert model(**row).loss == pytest.approx(branch_runs(model, trees)[0].item(), rel=1e-6)

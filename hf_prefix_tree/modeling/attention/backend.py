@@ -131,7 +131,7 @@ def choose_backend(
         return _log(requested, call, "flex", "it was asked for")
     no_flash = _why_not_flash(call)
     if no_flash is None and requested == "auto":
-        no_flash = _not_measured(call) or _too_sparse(call, mask)
+        no_flash = _too_sparse(call, mask)
     if no_flash is None:
         no_flash = _agrees_with_triton(call, mask)
     if no_flash is None:
@@ -208,11 +208,9 @@ _sparse: dict[tuple, str | None] = {}  # reasons by device and power of two of t
 _checked: dict[tuple, str | None] = {}  # reasons by device, dtype, kind of mask, long or short rows, and head sizes
 
 
-def _not_measured(call: AttentionCall) -> str | None:
-    return None if call.mask_kind == "causal" else f"its speed under a {call.mask_kind} was not measured"
-
-
 def _too_sparse(call: AttentionCall, mask: Callable[[], TreeBlockMask]) -> str | None:
+    if call.mask_kind != "causal":
+        return f"its speed under a {call.mask_kind} was not measured"
     blocks = call.length // BLOCK_SIZE
     if blocks < _LEAST_FLASH_BLOCKS:
         return f"rows of fewer than {_LEAST_FLASH_BLOCKS} blocks are not known to gain"
