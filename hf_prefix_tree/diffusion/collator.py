@@ -185,6 +185,19 @@ class DataCollatorForDiffusionLM:
         return max(length, 1)
 
 
+def supervised_tokens(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """
+    Which tokens of a collated batch are supervised: its `loss_mask`, without rows that fill an uneven step.
+
+    Args:
+        batch (`Mapping[str, torch.Tensor]`): Of [`DataCollatorForDiffusionLM`].
+
+    Returns:
+        `torch.Tensor` of shape `(B, L)`, bool.
+    """
+    return (batch["loss_mask"] != 0) & (batch["input_lengths"] > 0)[:, None]
+
+
 def _check_return_tensors(return_tensors: str) -> None:
     if return_tensors not in ("pt", "np"):
         raise ValueError(f"`return_tensors` must be 'pt' or 'np', got {return_tensors!r}.")

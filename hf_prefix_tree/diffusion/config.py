@@ -9,11 +9,11 @@ from typing import Any
 
 from trl import SFTConfig
 
+from hf_prefix_tree.diffusion.noise import CORRUPTIONS
 from hf_prefix_tree.training.checks import check_config
 from hf_prefix_tree.training.options import option_field
 
 OBJECTIVES = ("mdlm", "block", "hybrid")
-CORRUPTIONS = ("uniform", "blockwise", "random", "all_masked")
 
 
 @dataclass

@@ -2,129 +2,53 @@
 """The losses of diffusion language models: masked diffusion, block diffusion, and both with next-token prediction.
 
 Each is `sum_t w_t * nll_t / N` with N the supervised tokens of the whole optimizer step. Diffusion predicts a token at
-its own position, next-token prediction at the position before.
-
-The `*_terms` functions say which positions carry loss and with which weight. The trainer runs the head at those M
-positions alone and takes the weighted mean of their NLLs; the `*_loss` functions take the logits of all positions, for
-training loops that have them, and compute the same mean over the same terms.
+its own position, next-token prediction at the position before. [`objective_inputs`] lays a micro-batch out for the
+model and says which positions predict a token; [`objective_loss`] is the loss of their log-probs.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from hf_prefix_tree.modeling.loss import weighted_token_loss
+from hf_prefix_tree.diffusion.collator import supervised_tokens
+from hf_prefix_tree.diffusion.noise import Corrupted, window_starts
+from hf_prefix_tree.modeling.attention.masks.spans import spans
+from hf_prefix_tree.modeling.loss import weighted_mean
+
+if TYPE_CHECKING:
+    from hf_prefix_tree.diffusion.config import DiffusionSFTConfig
 
 
-class LossTerms(NamedTuple):
-    """The M terms of a loss that are not zero."""
-
-    where: torch.Tensor  # [M] int64: position in the flattened `(B * L)` whose logits predict the token
-    targets: torch.Tensor  # [M] int64: the token
-    weights: torch.Tensor  # [M] float64
+def mdlm_weights(is_masked: torch.Tensor, p: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+    """The weights of masked diffusion, float64 `(B, L)`: 1 / p at masked and supervised tokens; see [`mdlm_loss`]."""
+    return torch.where((is_masked != 0) & (loss_mask != 0), 1 / p.double(), 0.0)
 
 
-def mdlm_terms(targets: torch.Tensor, is_masked: torch.Tensor, p: torch.Tensor, loss_mask: torch.Tensor) -> LossTerms:
+def next_token_weights(loss_mask: torch.Tensor) -> torch.Tensor:
     """
-    The terms of masked diffusion (MDLM, LLaDA): masked and supervised tokens, each weighted `1 / p`.
+    The weights of next-token prediction: 1 at the position before each supervised token.
+
+    The first token of a sequence has no position before it and is in no sum.
 
     Args:
-        targets (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, or labels with -100 where not supervised.
-        is_masked (`torch.Tensor` of shape `(B, L)`, bool): Which tokens were masked or replaced.
-        p (`torch.Tensor` of shape `(B, L)`, float32): Probability with which each was masked.
-        loss_mask (`torch.Tensor` of shape `(B, L)`): Not 0 where a token is supervised.
-
-    Returns:
-        [`LossTerms`], in the order of the flattened batch.
-
-    Raises:
-        `ValueError`: If shapes differ, a supervised target is negative, or a masked token has `p <= 0`.
-    """
-    _check_shapes(targets, is_masked=is_masked, p=p, loss_mask=loss_mask)
-    terms = _flat_terms(targets, (is_masked != 0) & (loss_mask != 0))
-    probabilities = p.flatten()[terms.where].double()
-    if not bool((probabilities > 0).all()):
-        raise ValueError("`p` is not above 0 at a masked position: pass the `p` that was drawn with `is_masked`.")
-    return terms._replace(weights=1 / probabilities)
-
-
-def block_diffusion_terms(targets: torch.Tensor, loss_mask: torch.Tensor) -> LossTerms:
-    """
-    The terms of block diffusion with a flat loss: every supervised token, masked or not, with weight 1.
-
-    Args:
-        targets (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, or labels with -100 where not supervised.
-        loss_mask (`torch.Tensor` of shape `(B, L)`): Not 0 where a token is supervised.
-
-    Returns:
-        [`LossTerms`], in the order of the flattened batch.
-
-    Raises:
-        `ValueError`: If shapes differ or a supervised target is negative.
-    """
-    _check_shapes(targets, loss_mask=loss_mask)
-    return _flat_terms(targets, loss_mask != 0)
-
-
-def next_token_terms(targets: torch.Tensor, loss_mask: torch.Tensor) -> LossTerms:
-    """
-    The terms of next-token prediction: every supervised token at the position before it, with weight 1.
-
-    The first token of a sequence has no position before it and is in no term.
-
-    Args:
-        targets (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, or labels with -100 where not supervised. Not
-            shifted.
         loss_mask (`torch.Tensor` of shape `(B, L)`): Not 0 where a token is supervised. Not shifted.
 
     Returns:
-        [`LossTerms`], in the order of the flattened batch.
-
-    Raises:
-        `ValueError`: If shapes differ or a supervised target is negative.
+        `torch.Tensor` of shape `(B, L)`, float64.
 
     Example:
 
     ```python
     >>> import torch
-    >>> terms = next_token_terms(torch.tensor([[5, 6, 7]]), torch.tensor([[1, 0, 1]]))
-    >>> terms.where, terms.targets
-    (tensor([1]), tensor([7]))
+    >>> next_token_weights(torch.tensor([[1, 0, 1]]))
+    tensor([[0., 1., 0.]], dtype=torch.float64)
 
     ```
     """
-    _check_shapes(targets, loss_mask=loss_mask)
-    is_predicted = loss_mask != 0
-    is_predicted[:, :1] = False
-    terms = _flat_terms(targets, is_predicted)
-    return terms._replace(where=terms.where - 1)
-
-
-def hybrid_terms(diffusion: LossTerms, next_token: LossTerms, length: int, alpha: float) -> LossTerms:
-    """
-    The terms of masked diffusion on x_t, times `alpha`, and those of next-token prediction on x_0.
-
-    Args:
-        diffusion ([`LossTerms`]): Of [`mdlm_terms`].
-        next_token ([`LossTerms`]): Of [`next_token_terms`].
-        length (`int`): L, the tokens of a sample.
-        alpha (`float`): Weight of the diffusion part.
-
-    Returns:
-        [`LossTerms`], diffusion first, at positions of the flattened `[x_t | x_0]` of shape `(B, 2 L)`.
-    """
-    return LossTerms(
-        torch.cat([noisy_half(diffusion.where, length), noisy_half(next_token.where, length) + length]),
-        torch.cat([diffusion.targets, next_token.targets]),
-        torch.cat([alpha * diffusion.weights, next_token.weights]),
-    )
-
-
-def noisy_half(where: torch.Tensor, length: int) -> torch.Tensor:
-    """Positions in the flattened `(B, L)` as positions in x_t of the flattened `[x_t | x_0]`, `(B, 2 L)`."""
-    return where + where // length * length
+    return torch.nn.functional.pad((loss_mask[:, 1:] != 0).double(), (0, 1))
 
 
 def mdlm_loss(
@@ -139,7 +63,9 @@ def mdlm_loss(
     The masked-diffusion loss (MDLM, LLaDA): `sum nll * [masked and supervised] / p` over N.
 
     Args:
-        logits (`torch.Tensor` of shape `(B, L, vocab)`): The logits at a position predict its own token.
+        logits (`torch.Tensor` of shape `(B, L, vocab)` or `(B, L)`): The logits at a position predict its own token.
+            Or the log-probs of the targets, float64, where a fused head computed them; any finite
+            number where no token is predicted.
         targets (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, or labels with -100 where not supervised.
         is_masked (`torch.Tensor` of shape `(B, L)`, bool): Which tokens were masked or replaced.
         p (`torch.Tensor` of shape `(B, L)`, float32): Probability with which each was masked.
@@ -148,10 +74,8 @@ def mdlm_loss(
             whole optimizer step on all ranks. Defaults to those of this call.
 
     Returns:
-        `torch.Tensor`: scalar, float64 for float64 logits and float32 otherwise. Without terms a differentiable zero.
-
-    Raises:
-        `ValueError`: See [`mdlm_terms`], or if N is not positive although there are terms.
+        `torch.Tensor`: scalar, float64 for float64 logits and float32 otherwise. Without masked tokens a
+        differentiable zero; not finite where N or the p of a masked token is 0.
 
     Example:
 
@@ -163,7 +87,7 @@ def mdlm_loss(
 
     ```
     """
-    return _full_loss([logits], mdlm_terms(targets, is_masked, p, loss_mask), loss_mask, num_items_in_batch)
+    return _loss(logits, targets, mdlm_weights(is_masked, p, loss_mask), loss_mask, num_items_in_batch)
 
 
 def block_diffusion_loss(
@@ -176,16 +100,13 @@ def block_diffusion_loss(
     The flat block-diffusion loss: `sum nll` of all supervised tokens, masked or not, over N.
 
     Args:
-        logits (`torch.Tensor` of shape `(B, L, vocab)`): The logits at a position predict its own token.
+        logits (`torch.Tensor` of shape `(B, L, vocab)` or `(B, L)`): As in [`mdlm_loss`].
         targets (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, or labels with -100 where not supervised.
         loss_mask (`torch.Tensor` of shape `(B, L)`): Not 0 where a token is supervised.
         num_items_in_batch (`torch.Tensor` or `float`, *optional*): N, as in [`mdlm_loss`].
 
     Returns:
         `torch.Tensor`: scalar, as [`mdlm_loss`].
-
-    Raises:
-        `ValueError`: See [`block_diffusion_terms`], or if N is not positive although there are terms.
 
     Example:
 
@@ -196,7 +117,7 @@ def block_diffusion_loss(
 
     ```
     """
-    return _full_loss([logits], block_diffusion_terms(targets, loss_mask), loss_mask, num_items_in_batch)
+    return _loss(logits, targets, (loss_mask != 0).double(), loss_mask, num_items_in_batch)
 
 
 def hybrid_loss(
@@ -214,9 +135,9 @@ def hybrid_loss(
     `alpha` times the masked-diffusion loss, plus next-token cross-entropy; both over the same N.
 
     Args:
-        logits (`torch.Tensor` of shape `(B, L, vocab)`): Of the noisy tokens; predict their own position.
-        next_token_logits (`torch.Tensor` of shape `(B, L, vocab)`): Of the clean tokens under a causal mask; predict
-            the next position.
+        logits (`torch.Tensor` of shape `(B, L, vocab)` or `(B, L)`): Of the noisy tokens, as in [`mdlm_loss`].
+        next_token_logits (`torch.Tensor` of shape `(B, L, vocab)` or `(B, L)`): Of the clean tokens under a causal
+            mask; they predict the next position.
         targets (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, or labels with -100 where not supervised.
         is_masked (`torch.Tensor` of shape `(B, L)`, bool): Which tokens were masked or replaced.
         p (`torch.Tensor` of shape `(B, L)`, float32): Probability with which each was masked.
@@ -226,52 +147,93 @@ def hybrid_loss(
 
     Returns:
         `torch.Tensor`: scalar, as [`mdlm_loss`].
-
-    Raises:
-        `ValueError`: See [`mdlm_terms`], or if N is not positive although there are terms.
     """
-    diffusion, next_token = mdlm_terms(targets, is_masked, p, loss_mask), next_token_terms(targets, loss_mask)
-    terms = hybrid_terms(diffusion, next_token, targets.shape[1], alpha)
-    return _full_loss([logits, next_token_logits], terms, loss_mask, num_items_in_batch)
+    diffusion = mdlm_loss(logits, targets, is_masked, p, loss_mask, num_items_in_batch)
+    weights = next_token_weights(loss_mask)
+    return alpha * diffusion + _loss(next_token_logits, _next(targets), weights, loss_mask, num_items_in_batch)
 
 
-def _full_loss(
-    parts: list[torch.Tensor],
-    terms: LossTerms,
+def _loss(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    weights: torch.Tensor,
     loss_mask: torch.Tensor,
     num_items_in_batch: torch.Tensor | float | None,
 ) -> torch.Tensor:
-    """The loss of the logits of x_t, or of those of x_t and x_0."""
-    for logits in parts:
-        if logits.ndim != 3 or logits.shape[:2] != loss_mask.shape:
-            raise ValueError(f"`logits` must have the shape {(*loss_mask.shape, 'vocab')}, got {tuple(logits.shape)}.")
-    if num_items_in_batch is None:
-        num_items_in_batch = (loss_mask != 0).sum()
-    if len(terms.where) and not float(num_items_in_batch) > 0:
-        raise ValueError(
-            f"`num_items_in_batch` is {float(num_items_in_batch)} although {len(terms.where)} tokens carry loss: pass "
-            "the number of supervised tokens of the optimizer step."
-        )
-    logits = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    logits = logits.flatten(0, 1)[terms.where.to(logits.device)]
-    return weighted_token_loss(logits, terms.targets, terms.weights, num_items_in_batch)
+    divisor = (loss_mask != 0).sum() if num_items_in_batch is None else num_items_in_batch
+    if logits.dim() == 2:
+        return weighted_mean(-logits, weights, divisor)
+    selected, weights = weights != 0, weights.to(logits.device)
+    logits = logits[selected]
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    # not `cross_entropy`, which skips a target of -100
+    log_probs = logits.to(dtype).log_softmax(dim=-1).gather(1, targets[selected][:, None].to(logits.device))
+    return weighted_mean(-log_probs[:, 0], weights[selected], divisor).to(dtype)
 
 
-def _flat_terms(targets: torch.Tensor, selected: torch.Tensor) -> LossTerms:
-    """The selected targets at their own positions, with weight 1."""
-    where = selected.flatten().nonzero().squeeze(1)
-    targets = targets.flatten()[where]
-    if bool((targets < 0).any()):
-        raise ValueError(
-            "`targets` is negative at a position that `loss_mask` supervises: pass the clean ids, or `labels` and "
-            "`loss_mask` of one collator."
-        )
-    return LossTerms(where, targets, torch.ones_like(where, dtype=torch.float64))
+def _next(targets: torch.Tensor) -> torch.Tensor:
+    """The target after each position; at the last one, which predicts nothing, the first."""
+    return targets.roll(-1, dims=1)
 
 
-def _check_shapes(targets: torch.Tensor, **others: torch.Tensor) -> None:
-    for name, value in others.items():
-        if value.shape != targets.shape or targets.ndim != 2:
-            raise ValueError(
-                f"`{name}` has the shape {tuple(value.shape)} and `targets` {tuple(targets.shape)}; make both (B, L)."
-            )
+class ObjectiveInputs(NamedTuple):
+    """A micro-batch as the model reads it: N positions, L of x_t or 2 L of `[x_t | x_0]`."""
+
+    inputs: dict[str, Any]  # the arguments of a prepared model
+    targets: torch.Tensor  # [B, N] int64
+    is_predicted: torch.Tensor  # [B, N] bool: whether the target of a position is predicted there
+
+
+def objective_inputs(batch: Mapping[str, torch.Tensor], noise: Corrupted, args: DiffusionSFTConfig) -> ObjectiveInputs:
+    """
+    Lays a micro-batch out for the model.
+
+    Args:
+        batch (`Mapping[str, torch.Tensor]`): Of [`DataCollatorForDiffusionLM`].
+        noise ([`Corrupted`]): Its noise.
+        args ([`DiffusionSFTConfig`]): `objective`, `block_size` and `response_window`.
+    """
+    ids, attention_mask, supervised = batch["input_ids"], batch["attention_mask"], supervised_tokens(batch)
+    positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
+    inputs = {"input_ids": noise.input_ids, "attention_mask": attention_mask, "position_ids": positions}
+    if args.objective == "mdlm":
+        inputs["diffusion_layout"] = spans(attention_mask)
+        return ObjectiveInputs(inputs, ids, noise.is_masked & supervised)
+    clean = {"input_ids": ids, "attention_mask": attention_mask, "position_ids": positions}
+    inputs = {name: torch.cat([inputs[name], clean[name]], dim=1) for name in inputs}
+    inputs["diffusion_layout"] = spans(
+        attention_mask,
+        "block_diffusion" if args.objective == "block" else "hybrid",
+        args.block_size,
+        window_start=window_starts(supervised) if args.response_window else None,
+    )
+    if args.objective == "block":
+        predicted = [supervised, torch.zeros_like(supervised)]
+    else:
+        predicted = [noise.is_masked & supervised, next_token_weights(supervised) != 0]
+    return ObjectiveInputs(inputs, torch.cat([ids, _next(ids)], dim=1), torch.cat(predicted, dim=1))
+
+
+def objective_loss(
+    log_probs: torch.Tensor,
+    batch: Mapping[str, torch.Tensor],
+    noise: Corrupted,
+    args: DiffusionSFTConfig,
+    num_items_in_batch: torch.Tensor,
+) -> torch.Tensor:
+    """
+    The loss of an objective.
+
+    Args:
+        log_probs (`torch.Tensor` of shape `(B, N)`, float64): Those of the targets of [`objective_inputs`].
+        batch, noise, args: As in [`objective_inputs`]; of `args` also `alpha`.
+        num_items_in_batch (`torch.Tensor`): The supervised tokens of the optimizer step.
+    """
+    ids, supervised = batch["input_ids"], supervised_tokens(batch)
+    noisy, clean = log_probs.tensor_split([ids.shape[1]], dim=1)
+    if args.objective == "block":
+        return block_diffusion_loss(noisy, ids, supervised, num_items_in_batch)
+    arguments: Any = (ids, noise.is_masked, noise.p, supervised, num_items_in_batch)
+    if args.objective == "mdlm":
+        return mdlm_loss(noisy, *arguments)
+    return hybrid_loss(noisy, clean, *arguments, alpha=args.alpha)

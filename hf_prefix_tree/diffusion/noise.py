@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-DEFAULT_EPS = 1e-3
+CORRUPTIONS = ("uniform", "blockwise", "random", "all_masked")
 # Purposes of a draw. Draws for different purposes are independent.
 _LEVEL, _CHOICE, _TOKEN = range(3)
 # Constants of the splitmix64 generator, as signed 64-bit integers.
@@ -75,239 +75,117 @@ class Corrupted:
     p: torch.Tensor  # float32: the probability of `is_masked`, by which the MDLM loss divides
 
 
-def corrupt_uniform(
+def window_starts(supervised: torch.Tensor) -> torch.Tensor:
+    """
+    Where the response of each sample begins: its first supervised token, or the end of a row without one.
+
+    Args:
+        supervised (`torch.Tensor` of shape `(B, L)`, bool): Which tokens are supervised.
+
+    Returns:
+        `torch.Tensor` of shape `(B,)`, int64.
+    """
+    return torch.where(supervised.any(dim=1), supervised.int().argmax(dim=1), supervised.shape[1])
+
+
+def corrupt(
+    kind: str,
     input_ids: torch.Tensor,
     supervised: torch.Tensor,
     *,
-    mask_token_id: int,
     seeds: torch.Tensor,
-    eps: float = DEFAULT_EPS,
+    mask_token_id: int | None = None,
+    vocab_size: int | None = None,
+    eps: float = 1e-3,
+    half_life: float = 0.25,
     block_size: int | None = None,
     block_start: torch.Tensor | None = None,
 ) -> Corrupted:
     """
-    Mask each supervised token with probability `p = (1 - eps) t + eps`, `t ~ U[0, 1)` per sequence or block.
+    Mask or replace supervised tokens.
+
+    - `"uniform"`: each is masked with probability `p = (1 - eps) t + eps`, `t ~ U[0, 1)` per sequence or block.
+    - `"blockwise"`: exactly `round(m * n)` of the n supervised tokens of each sequence or block are masked, the later
+      ones more often. `m ~ U(eps, 1)` per sequence or block, and is the p of all its tokens. The i-th supervised token
+      is drawn without replacement with weight `exp(lambda (1 - m) i)`, `lambda = ln 2 / (half_life * n)`: the weight
+      of a token doubles every `half_life * n` tokens as m goes to 0, and all weigh the same as m goes to 1. Halves
+      round to even. A sequence masks at least one supervised token if it has any; a block may mask none.
+    - `"random"`: each is replaced with probability `t ~ U(eps, 1)` by a token drawn from the whole vocabulary, which
+      may be the token itself. p is 1: this noise has no weighted loss.
+    - `"all_masked"`: every one is masked; p is 1.
 
     Args:
+        kind (`str`): One of the above.
         input_ids (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, padded at the end.
-        supervised (`torch.Tensor` of shape `(B, L)`): Not 0 where a token may be masked: the collator's `loss_mask`.
-        mask_token_id (`int`): Id of the mask token.
+        supervised (`torch.Tensor` of shape `(B, L)`): Not 0 where a token may change: the collator's `loss_mask`.
         seeds (`torch.Tensor` of shape `(B,)`, int64): One per sample, see [`noise_seeds`].
-        eps (`float`, *optional*, defaults to `1e-3`): Lowest probability, above 0 and at most 1.
-        block_size (`int`, *optional*): Draw t per block of this many tokens instead of per sequence.
+        mask_token_id (`int`, *optional*): Id of the mask token; needed for all kinds but `"random"`.
+        vocab_size (`int`, *optional*): For `"random"`: replacements are drawn from `[0, vocab_size)`.
+        eps (`float`, *optional*, defaults to `1e-3`): Lowest level of noise, above 0 and at most 1.
+        half_life (`float`, *optional*, defaults to `0.25`): For `"blockwise"`: share of the tokens after which the
+            weight doubles.
+        block_size (`int`, *optional*): Draw the level per block of this many tokens instead of per sequence.
         block_start (`torch.Tensor` of shape `(B,)`, int64, *optional*): Where each sample's first block starts, by
             default 0. The tokens before it form one block. Pass the response's start for response windows.
 
     Returns:
         [`Corrupted`].
 
-    Raises:
-        `ValueError`: If shapes don't fit or a number is out of range.
-
     Example:
 
     ```python
     >>> import torch
     >>> ids, supervised = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 1, 1]])
-    >>> corrupt_uniform(ids, supervised, mask_token_id=9, seeds=torch.tensor([0]), eps=1.0).input_ids
+    >>> corrupt("uniform", ids, supervised, mask_token_id=9, seeds=torch.tensor([0]), eps=1.0).input_ids
     tensor([[5, 9, 9, 9]])
 
     ```
     """
-    supervised, positions, _, p = _prepared(input_ids, supervised, seeds, eps, block_size, block_start)
-    is_masked = supervised & (uniforms(seeds, _CHOICE, positions) < p)
-    return Corrupted(input_ids.masked_fill(is_masked, mask_token_id), is_masked, p)
-
-
-def corrupt_blockwise(
-    input_ids: torch.Tensor,
-    supervised: torch.Tensor,
-    *,
-    mask_token_id: int,
-    seeds: torch.Tensor,
-    eps: float = DEFAULT_EPS,
-    half_life: float = 0.25,
-    block_size: int | None = None,
-    block_start: torch.Tensor | None = None,
-) -> Corrupted:
-    """
-    Mask exactly `round(m * n)` of the n supervised tokens of each sequence or block, the later ones more often.
-
-    `m ~ U(eps, 1)` per sequence or block, and is the p of all its tokens. The i-th supervised token is drawn without
-    replacement with weight `exp(lambda (1 - m) i)`, `lambda = ln 2 / (half_life * n)`: the weight of a token doubles
-    every `half_life * n` tokens as m goes to 0, and all weigh the same as m goes to 1. Halves round to even. A
-    sequence masks at least one supervised token if it has any; a block may mask none.
-
-    Args:
-        input_ids (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, padded at the end.
-        supervised (`torch.Tensor` of shape `(B, L)`): Not 0 where a token may be masked: the collator's `loss_mask`.
-        mask_token_id (`int`): Id of the mask token.
-        seeds (`torch.Tensor` of shape `(B,)`, int64): One per sample, see [`noise_seeds`].
-        eps (`float`, *optional*, defaults to `1e-3`): Lowest m, above 0 and at most 1.
-        half_life (`float`, *optional*, defaults to `0.25`): Share of the tokens after which the weight doubles.
-        block_size (`int`, *optional*): Draw m and count per block of this many tokens instead of per sequence.
-        block_start (`torch.Tensor` of shape `(B,)`, int64, *optional*): See [`corrupt_uniform`].
-
-    Returns:
-        [`Corrupted`].
-
-    Raises:
-        `ValueError`: If shapes don't fit or a number is out of range.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> ids, supervised = torch.arange(10)[None], torch.ones(1, 10)
-    >>> corrupted = corrupt_blockwise(ids, supervised, mask_token_id=99, seeds=torch.tensor([0]))
-    >>> corrupted.is_masked.sum().item() == round(corrupted.p[0, 0].item() * 10)
-    True
-
-    ```
-    """
-    if not half_life > 0:
-        raise ValueError(f"`half_life` must be above 0, got {half_life}.")
-    supervised, positions, blocks, m = _prepared(input_ids, supervised, seeds, eps, block_size, block_start)
-    block_starts = torch.searchsorted(blocks, blocks)
-    supervised_before = torch.nn.functional.pad(supervised.long().cumsum(1), (1, 0))
-    block_ends = torch.searchsorted(blocks, blocks, right=True)
-    counts = supervised_before.gather(1, block_ends) - supervised_before.gather(1, block_starts)
-    num_masked = torch.round(m.double() * counts).long()
-    if block_size is None:
-        num_masked = torch.maximum(num_masked, counts.clamp(max=1))
-
-    # The `num_masked` largest of log weight + Gumbel noise are a draw without replacement.
-    i = supervised_before[:, 1:]  # counts from the start of the sequence: inside a block only differences matter
-    slope = math.log(2) / (half_life * counts.clamp(min=1).double()) * (1 - m.double())
-    gumbel = -torch.log(-torch.log(uniforms(seeds, _CHOICE, positions)))
-    scores = (slope * i + gumbel).masked_fill(~supervised, -torch.inf)
-    order = scores.argsort(dim=1, descending=True, stable=True)
-    if block_size is not None:  # a stable sort by block keeps the order inside each
-        order = order.gather(1, blocks.gather(1, order).argsort(dim=1, stable=True))
-    ranks = torch.empty_like(order).scatter_(1, order, positions.expand_as(order)) - block_starts
-    is_masked = supervised & (ranks < num_masked)
-    return Corrupted(input_ids.masked_fill(is_masked, mask_token_id), is_masked, m)
-
-
-def corrupt_uniform_random(
-    input_ids: torch.Tensor,
-    supervised: torch.Tensor,
-    *,
-    vocab_size: int,
-    seeds: torch.Tensor,
-    eps: float = DEFAULT_EPS,
-    block_size: int | None = None,
-    block_start: torch.Tensor | None = None,
-) -> Corrupted:
-    """
-    Replace each supervised token with probability `t ~ U(eps, 1)` by a token drawn from the whole vocabulary.
-
-    The replacement may be the token itself; `is_masked` counts it. p is 1: this noise has no weighted loss.
-
-    Args:
-        input_ids (`torch.Tensor` of shape `(B, L)`, int64): Clean ids, padded at the end.
-        supervised (`torch.Tensor` of shape `(B, L)`): Not 0 where a token may change: the collator's `loss_mask`.
-        vocab_size (`int`): Replacements are drawn from `[0, vocab_size)`.
-        seeds (`torch.Tensor` of shape `(B,)`, int64): One per sample, see [`noise_seeds`].
-        eps (`float`, *optional*, defaults to `1e-3`): Lowest t, above 0 and at most 1.
-        block_size (`int`, *optional*): Draw t per block of this many tokens instead of per sequence.
-        block_start (`torch.Tensor` of shape `(B,)`, int64, *optional*): See [`corrupt_uniform`].
-
-    Returns:
-        [`Corrupted`].
-
-    Raises:
-        `ValueError`: If shapes don't fit or a number is out of range.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> ids, supervised = torch.tensor([[5, 6, 7]]), torch.tensor([[0, 0, 1]])
-    >>> corrupt_uniform_random(ids, supervised, vocab_size=1, seeds=torch.tensor([0]), eps=1.0).input_ids
-    tensor([[5, 6, 0]])
-
-    ```
-    """
-    if vocab_size < 1:
-        raise ValueError(f"`vocab_size` must be at least 1, got {vocab_size}.")
-    supervised, positions, _, t = _prepared(input_ids, supervised, seeds, eps, block_size, block_start)
-    is_masked = supervised & (uniforms(seeds, _CHOICE, positions) < t)
-    tokens = (uniforms(seeds, _TOKEN, positions) * vocab_size).long()
-    return Corrupted(torch.where(is_masked, tokens, input_ids), is_masked, torch.ones_like(t))
-
-
-def corrupt_all_masked(input_ids: torch.Tensor, supervised: torch.Tensor, *, mask_token_id: int) -> Corrupted:
-    """
-    Mask every supervised token; p is 1.
-
-    Args:
-        input_ids (`torch.Tensor` of shape `(B, L)`, int64): Clean ids.
-        supervised (`torch.Tensor` of shape `(B, L)`): Not 0 where a token is masked: the collator's `loss_mask`.
-        mask_token_id (`int`): Id of the mask token.
-
-    Returns:
-        [`Corrupted`].
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> corrupt_all_masked(torch.tensor([[5, 6, 7]]), torch.tensor([[0, 1, 1]]), mask_token_id=9).input_ids
-    tensor([[5, 9, 9]])
-
-    ```
-    """
-    supervised = _checked_mask(input_ids, supervised)
-    p = torch.ones(input_ids.shape, dtype=torch.float32, device=input_ids.device)
-    return Corrupted(input_ids.masked_fill(supervised, mask_token_id), supervised, p)
-
-
-def _prepared(
-    input_ids: torch.Tensor,
-    supervised: torch.Tensor,
-    seeds: torch.Tensor,
-    eps: float,
-    block_size: int | None,
-    block_start: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """
-    Checks the arguments of a kind of noise, and draws its level `(1 - eps) u + eps` per sequence or block.
-
-    Returns:
-        `tuple`: the supervised mask `(B, L)`, bool; the positions `(1, L)`; the block of each position `(B, L)`, in
-        ascending order, 0 before the first block or without blocks; the level of each position `(B, L)`, float32.
-    """
-    supervised = _checked_mask(input_ids, supervised)
-    if not 0 < eps <= 1:
-        raise ValueError(f"`eps` must be above 0 and at most 1, got {eps}: the loss divides by probabilities >= eps.")
-    if seeds.shape != input_ids.shape[:1] or seeds.dtype != torch.int64:
-        raise ValueError(
-            f"`seeds` must be int64 of shape ({len(input_ids)},), got {seeds.dtype} of shape {tuple(seeds.shape)}: "
-            "pass one seed per sample, as `noise_seeds` makes them."
-        )
-    if block_size is not None and block_size < 1:
-        raise ValueError(f"`block_size` must be at least 1, got {block_size}: pass None for whole sequences.")
-    if block_start is not None and block_size is None:
-        raise ValueError("`block_start` is given without `block_size`: pass both or neither.")
-    if block_start is not None and block_start.shape != input_ids.shape[:1]:
-        raise ValueError(f"`block_start` must have the shape ({len(input_ids)},), got {tuple(block_start.shape)}.")
+    assert kind in CORRUPTIONS and seeds.shape == input_ids.shape[:1]
+    supervised = supervised.to(input_ids.device) != 0
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    # The block of each position, ascending: 0 before the first block, or without blocks.
     blocks = torch.zeros_like(input_ids)
     if block_size is not None:
         start = blocks[:, :1] if block_start is None else block_start.to(input_ids.device)[:, None]
         blocks = torch.div(positions - start, block_size, rounding_mode="floor").clamp(min=-1) + 1
-    levels = (1 - eps) * uniforms(seeds, _LEVEL, blocks) + eps
-    return supervised, positions, blocks, levels.float()
+    level = ((1 - eps) * uniforms(seeds, _LEVEL, blocks) + eps).float()
+    if kind == "all_masked":
+        is_masked = supervised
+    elif kind == "blockwise":
+        ranks, counts = _blockwise_ranks(supervised, blocks, level, uniforms(seeds, _CHOICE, positions), half_life)
+        num_masked = torch.round(level.double() * counts).long()
+        if block_size is None:
+            num_masked = torch.maximum(num_masked, counts.clamp(max=1))
+        is_masked = supervised & (ranks < num_masked)
+    else:
+        is_masked = supervised & (uniforms(seeds, _CHOICE, positions) < level)
+    if kind == "random":
+        assert vocab_size is not None
+        noise = (uniforms(seeds, _TOKEN, positions) * vocab_size).long()
+    else:
+        assert mask_token_id is not None
+        noise = torch.full_like(positions, mask_token_id)
+    p = level if kind in ("uniform", "blockwise") else torch.ones_like(level)
+    return Corrupted(torch.where(is_masked, noise, input_ids), is_masked, p)
 
 
-def _checked_mask(input_ids: torch.Tensor, supervised: torch.Tensor) -> torch.Tensor:
-    if input_ids.ndim != 2 or input_ids.dtype != torch.int64:
-        raise ValueError(
-            f"`input_ids` must be int64 of shape (B, L), got {input_ids.dtype} of shape {tuple(input_ids.shape)}."
-        )
-    if supervised.shape != input_ids.shape:
-        raise ValueError(
-            f"`supervised` must have the shape {tuple(input_ids.shape)} of `input_ids`, got {tuple(supervised.shape)}."
-        )
-    return supervised.to(input_ids.device) != 0
+def _blockwise_ranks(
+    supervised: torch.Tensor, blocks: torch.Tensor, m: torch.Tensor, draws: torch.Tensor, half_life: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    The order in which `"blockwise"` noise masks the tokens of each block, and the supervised tokens of the block.
+
+    The largest scores of log weight + Gumbel noise are a draw without replacement.
+    """
+    block_starts = torch.searchsorted(blocks, blocks)
+    supervised_before = torch.nn.functional.pad(supervised.long().cumsum(1), (1, 0))
+    block_ends = torch.searchsorted(blocks, blocks, right=True)
+    counts = supervised_before.gather(1, block_ends) - supervised_before.gather(1, block_starts)
+    i = supervised_before[:, 1:]  # counts from the start of the sequence: inside a block only differences matter
+    slope = math.log(2) / (half_life * counts.clamp(min=1).double()) * (1 - m.double())
+    scores = (slope * i - torch.log(-torch.log(draws))).masked_fill(~supervised, -torch.inf)
+    order = scores.argsort(dim=1, descending=True, stable=True)
+    order = order.gather(1, blocks.gather(1, order).argsort(dim=1, stable=True))  # by block, in this order inside each
+    places = torch.arange(blocks.shape[1], device=blocks.device).expand_as(order)
+    return torch.empty_like(order).scatter_(1, order, places) - block_starts, counts

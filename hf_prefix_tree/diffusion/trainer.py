@@ -12,22 +12,17 @@ from transformers import default_data_collator
 from trl import SFTTrainer
 from trl.trainer.utils import global_then_local_main_first
 
-from hf_prefix_tree.diffusion.collator import DataCollatorForDiffusionLM
+from hf_prefix_tree.diffusion.collator import SAMPLE_INDEX, DataCollatorForDiffusionLM, supervised_tokens
 from hf_prefix_tree.diffusion.config import DiffusionSFTConfig
 from hf_prefix_tree.diffusion.data import COLUMNS, WithEmptyRows, prepare_diffusion_rows
+from hf_prefix_tree.diffusion.loss import mdlm_loss, objective_inputs, objective_loss
 from hf_prefix_tree.diffusion.model import prepare_diffusion_model
-from hf_prefix_tree.diffusion.objective import (
-    EVALUATION,
-    bounds_nll,
-    draw_noise,
-    noise_kind,
-    objective_row,
-    supervised_tokens,
-)
+from hf_prefix_tree.diffusion.noise import Corrupted, corrupt, noise_seeds, window_starts
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
-from hf_prefix_tree.modeling.loss import safe_divisor, weighted_mean
+from hf_prefix_tree.modeling.loss import safe_divisor
 from hf_prefix_tree.training.checks import (
     check_arguments,
+    check_batch,
     check_collator,
     check_mask_token,
     check_texts,
@@ -36,6 +31,8 @@ from hf_prefix_tree.training.checks import (
 )
 from hf_prefix_tree.training.sampling import PassCounter
 from hf_prefix_tree.training.step import LossTerms, StepMixin, without_empty_mask
+
+_EVALUATION = -1  # in the place of the epoch, from which training draws its noise
 
 
 class Sums(NamedTuple):
@@ -54,7 +51,7 @@ class Sums(NamedTuple):
 
         Args:
             objective (`str`): `"mdlm"`, `"block"` or `"hybrid"`.
-            has_bound (`bool`): Whether the noise bounds the negative log-likelihood, see [`bounds_nll`].
+            has_bound (`bool`): Whether the noise bounds the negative log-likelihood, see `_bounds_nll`.
         """
         metrics = {"mean_token_accuracy": _ratio(self.correct, self.predicted)}
         if has_bound:
@@ -231,37 +228,62 @@ class DiffusionSFTTrainer(StepMixin, SFTTrainer):
     def loss_terms(
         self, model: torch.nn.Module, inputs: dict[str, Any], items: torch.Tensor, return_outputs: bool
     ) -> LossTerms:
-        args, is_training = self.args, self._is_training
-        noised = draw_noise(
-            inputs,
-            args,
-            noise_kind(args, is_training),
-            (self._passes.epoch,) if is_training else (EVALUATION, self._draw),
-            mask_token_id=self.mask_token_id,
-            vocab_size=self._vocab_size,
-        )
-        row = objective_row(
-            inputs, noised, args.objective, args.block_size, response_window=args.response_window, alpha=args.alpha
-        )
-        model_inputs, is_empty = without_empty_mask(row.inputs)
+        noise = self._noise(inputs)
+        model_inputs, targets, is_predicted = objective_inputs(inputs, noise, self.args)
+        model_inputs, is_empty = without_empty_mask(model_inputs)
         if self.aux_loss_enabled:
             model_inputs["output_router_logits"] = True
-        labels = row.targets[None]
-        # TRL's fused head scores the predictions: log-probs of shape `(1, M)`
-        outputs = model(**model_inputs, labels=labels, shift_labels=labels, fused_lm_head=True)
-        nll = -outputs.log_probs[0].double()
-        values = nll.detach()
-        sums = Sums(
-            loss=(values * row.loss_weights).sum(),
-            bound=(values * row.bound_weights).sum(),
-            next_token=values[row.is_next_token].sum(),
-            correct=outputs.is_top1[0].sum(),
-            predicted=values.new_tensor(len(values)),
-            supervised=self.count_items(inputs),
+        where = is_predicted.flatten().nonzero().squeeze(1)
+        labels = targets.flatten()[where][None]
+        # TRL's fused head scores the M predictions: log-probs of shape `(1, M)`
+        outputs = model(
+            **model_inputs, predict_positions=where, labels=labels, shift_labels=labels, fused_lm_head=True
         )
-        loss = weighted_mean(nll, row.loss_weights, items)
+        log_probs = torch.zeros(targets.numel(), dtype=torch.float64, device=where.device)
+        log_probs = log_probs.index_copy(0, where, outputs.log_probs[0].double()).view_as(targets)
+        loss = objective_loss(log_probs, inputs, noise, self.args, items)
+        noisy, clean = log_probs.detach().tensor_split([noise.p.shape[1]], dim=1)
+        supervised = supervised_tokens(inputs)
+        sums = Sums(
+            loss=loss.detach() * items,
+            bound=mdlm_loss(noisy, inputs["input_ids"], noise.is_masked, noise.p, supervised, 1),
+            next_token=-clean.sum(),
+            correct=outputs.is_top1[0].sum(),
+            predicted=is_predicted.sum(),
+            supervised=supervised.sum(),
+        )
         auxiliary = self.router_aux_loss_coef * outputs.aux_loss * ~is_empty if self.aux_loss_enabled else None
         return LossTerms(loss, torch.stack([value.double() for value in sums]), outputs, auxiliary)
+
+    def _noise(self, batch: dict[str, Any]) -> Corrupted:
+        """That of a micro-batch: it depends on its samples, `seed`, and the epoch or the draw of an evaluation."""
+        args, supervised = self.args, supervised_tokens(batch)
+        check_batch(batch, SAMPLE_INDEX, "add a column of that name, counting from 0, or prepare the dataset here")
+        salts = (self._passes.epoch,) if self._is_training else (_EVALUATION, self._draw)
+        has_blocks = args.objective != "mdlm"
+        return corrupt(
+            self._noise_kind(self._is_training),
+            batch["input_ids"],
+            supervised,
+            seeds=noise_seeds(batch[SAMPLE_INDEX], args.seed, *salts),
+            mask_token_id=self.mask_token_id,
+            vocab_size=self._vocab_size,
+            eps=args.noise_eps,
+            half_life=args.half_life,
+            block_size=args.block_size if has_blocks else None,
+            block_start=window_starts(supervised) if has_blocks and args.response_window else None,
+        )
+
+    def _noise_kind(self, is_training: bool) -> str:
+        """Evaluation draws `"uniform"` noise for `"blockwise"`, which has no bound of the NLL."""
+        return "uniform" if self.args.corruption == "blockwise" and not is_training else self.args.corruption
+
+    def _bounds_nll(self, is_training: bool) -> bool:
+        """
+        Whether the masked tokens' `nll / p`, in expectation over the noise, bounds the negative log-likelihood: for
+        `"blockwise"` p is not the probability of the single token, and `"random"` noise has none.
+        """
+        return self._noise_kind(is_training) in ("uniform", "all_masked")
 
     def prediction_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
@@ -277,7 +299,7 @@ class DiffusionSFTTrainer(StepMixin, SFTTrainer):
         return torch.stack(losses).mean(), None, None
 
     def evaluation_metrics(self, sums: torch.Tensor) -> dict[str, float]:
-        return Sums(*sums).evaluation_metrics(self.args.objective, bounds_nll(noise_kind(self.args, False)))
+        return Sums(*sums).evaluation_metrics(self.args.objective, self._bounds_nll(False))
 
     def window_metrics(self, sums: torch.Tensor, *_: Any) -> dict[str, float]:
-        return Sums(*sums).training_metrics(self.args.objective, bounds_nll(noise_kind(self.args, True)))
+        return Sums(*sums).training_metrics(self.args.objective, self._bounds_nll(True))

@@ -53,8 +53,12 @@ def weighted_token_loss(
 
 
 def weighted_mean(nll: torch.Tensor, weights: torch.Tensor, divisor: torch.Tensor | float) -> torch.Tensor:
-    """`sum(weights * nll) / divisor` as a float64 scalar, for `nll` and float64 `weights` of shape `(M,)`."""
-    return (nll.double() * weights / safe_divisor(divisor, weights)).sum()
+    """
+    `sum(weights * nll) / divisor` as a float64 scalar, for `nll` and float64 `weights` of one shape. Without weight it
+    is a differentiable 0, whatever the divisor; with weight and a divisor of 0 it is not finite.
+    """
+    divisor = torch.as_tensor(divisor, dtype=torch.float64, device=weights.device)
+    return (nll.double() * weights / torch.where(weights.any(), divisor, 1.0)).sum()
 
 
 def safe_divisor(divisor: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:

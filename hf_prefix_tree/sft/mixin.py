@@ -25,10 +25,10 @@ from hf_prefix_tree.modeling.loss import safe_divisor
 from hf_prefix_tree.modeling.prepare import ensure_verified, install_tree_hooks
 from hf_prefix_tree.sft.collator import DataCollatorForPrefixTree, RowCounts
 from hf_prefix_tree.training.checks import (
+    check_batch,
     check_loss,
     check_split_strategy,
     check_split_stream,
-    check_tree_batch,
     earlier_gradients_aside,
     split_tree_ids,
 )
@@ -85,7 +85,7 @@ class TreeLossMixin(StepMixin):
 
     def count_details(self, batch: dict[str, Any]) -> torch.Tensor:
         """[`STATS`], tokens, positions and FLOPs."""
-        check_tree_batch(batch)
+        check_batch(batch, "tree_stats", "pass `data_collator=DataCollatorForPrefixTree(pad_token_id)`")
         stats = batch["tree_stats"].sum(dim=0).double()
         tokens, supervised = batch["attention_mask"].sum(), (batch["labels"] != IGNORE_INDEX).sum()
         counts = torch.stack([stats[_TREE_TOKENS], supervised.to(stats), stats[_TREE_PAIRS]])

@@ -337,13 +337,10 @@ def refuse_tensor_parallelism(trainer: Any) -> None:
         )
 
 
-def check_tree_batch(batch: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for a batch that holds no trees."""
-    if "tree_stats" not in batch:
-        raise ValueError(
-            f"A batch has no `tree_stats`, only {sorted(batch)}: pass "
-            "`data_collator=DataCollatorForPrefixTree(pad_token_id)`."
-        )
+def check_batch(batch: Mapping[str, Any], name: str, remedy: str) -> None:
+    """Raises `ValueError`, with the remedy, for a batch without the entry `name`."""
+    if name not in batch:
+        raise ValueError(f"A batch has no `{name}`, only {sorted(batch)}: {remedy}.")
 
 
 def check_loss(trainer: Any, returned: torch.Tensor, outputs: Any) -> torch.Tensor:

@@ -10,7 +10,7 @@ from datasets import Dataset
 from examples.demo.tokenizer import train_tokenizer
 from hf_prefix_tree import DataCollatorForDiffusionLM, DiffusionSFTConfig, DiffusionSFTTrainer
 from hf_prefix_tree.diffusion.loss import block_diffusion_loss, hybrid_loss, mdlm_loss
-from hf_prefix_tree.diffusion.noise import corrupt_uniform, noise_seeds
+from hf_prefix_tree.diffusion.noise import corrupt, noise_seeds
 from hf_prefix_tree.modeling.attention.masks.spans import spans
 from tests.support.models import VOCAB, make_model
 
@@ -90,14 +90,14 @@ def collated(rows, response_window=True, indices=None):
     return collator([{**rows[i], "sample_index": i} for i in (range(len(rows)) if indices is None else indices)])
 
 
-def losses_of(model, batch, objective, salts, corrupt=corrupt_uniform, response_window=True, alpha=1.0):
+def losses_of(model, batch, objective, salts, kind="uniform", response_window=True, alpha=1.0):
     """The objective and the NLL bound from all logits: the losses of the notes, nothing left out before the head."""
     ids, mask = batch["input_ids"], batch["loss_mask"]
     length = ids.shape[1]
     starts = mask.argmax(dim=1) if response_window else torch.zeros(len(ids), dtype=torch.int64)
     blocks = {} if objective == "mdlm" else {"block_size": SIZE, "block_start": starts}
     seeds = noise_seeds(batch["sample_index"], 42, *salts)
-    corrupted = corrupt(ids, mask, mask_token_id=MASK, seeds=seeds, **blocks)
+    corrupted = corrupt(kind, ids, mask, mask_token_id=MASK, vocab_size=VOCAB, seeds=seeds, **blocks)
     positions = torch.arange(length).expand_as(ids)
     with torch.no_grad():
         if objective == "mdlm":
