@@ -2,8 +2,8 @@
 """The cost of a training step by counting: FLOPs and activation memory, from a model's config and counts of trees.
 
 Counted are decoders of gated MLPs, full attention and the gated delta rule of Qwen3-Next and Qwen3.5: matrix products
-and convolutions, forward and backward, nothing recomputed. A sliding window is not counted, so that attention is an
-upper bound there. A mixture of experts counts the experts that a token is sent to.
+and convolutions, forward and backward, nothing recomputed. A layer with a sliding window counts the pairs inside the
+window. A mixture of experts counts the experts that a token is sent to.
 
 The gated delta rule is counted in its chunked form (Yang et al., 2024, https://arxiv.org/abs/2412.06464) with chunks
 of 64 tokens. With keys of `d_k` and values of `d_v` a token costs each head, forward, three products with the state,
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hf_prefix_tree.modeling.attention.masks.causal import mean_keys_seen
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class _DeltaRule(NamedTuple):
 
 class _Sizes(NamedTuple):
     layers: int  # those of the delta rule among them
+    attention_layers: int
     delta_rule: _DeltaRule | None
     hidden: int
     heads: int
@@ -86,15 +88,16 @@ def attention_flops(pairs: int, heads: int, head_dim: int, factor: float = FORWA
     return factor * 4 * head_dim * heads * pairs
 
 
-def step_flops(config: PretrainedConfig, tokens: int, supervised: int, pairs: int) -> float:
+def step_flops(config: PretrainedConfig, tokens: int, supervised: int, pairs: float) -> float:
     """
     FLOPs of a forward and a backward, nothing recomputed.
 
     Args:
         config (`PretrainedConfig`):
             The model's. Of a multimodal one, its text model's is read.
-        tokens (`int`), supervised (`int`), pairs (`int`):
-            Tokens that pass the layers, tokens that pass the head, visible query-key pairs.
+        tokens (`int`), supervised (`int`), pairs (`float`):
+            Tokens that pass the layers, tokens that pass the head, visible query-key pairs of a layer with attention
+            (the mean over them, where they differ).
 
     Raises:
         `ValueError`: If the config lacks a size, or has layers without attention.
@@ -105,7 +108,8 @@ def step_flops(config: PretrainedConfig, tokens: int, supervised: int, pairs: in
 
 def flop_counts(trees: Sequence[PrefixTree], config: PretrainedConfig) -> dict[str, dict[str, Any]]:
     """
-    Tokens, supervised tokens, pairs and TFLOP of a step on all these trees, folded and branch by branch.
+    Tokens, supervised tokens, pairs and TFLOP of a step on all these trees, folded and branch by branch. Pairs are
+    those of a layer with attention, the mean where layers differ.
 
     Parts of split trees count as they are: what they recompute is in `"folded"`.
 
@@ -118,15 +122,19 @@ def flop_counts(trees: Sequence[PrefixTree], config: PretrainedConfig) -> dict[s
     >>> tree = fold([Branch([5, 6, 7], [0, 1, 1]), Branch([5, 6, 8, 9], [0, 1, 1, 1])])
     >>> counts = flop_counts([tree], Qwen3Config())
     >>> [(c["tokens"], c["supervised"], c["pairs"]) for c in counts.values()]
-    [(5, 4, 13), (7, 5, 16)]
+    [(5, 4, 13.0), (7, 5, 16.0)]
 
     ```
     """
-    stats = functools.reduce(operator.add, (tree.stats() for tree in trees))
+    sizes, stats = _sizes(config), functools.reduce(operator.add, (tree.stats() for tree in trees))
+    keys = mean_keys_seen(config.get_text_config(), sizes.attention_layers, stats.longest_path)
+    of_branch = keys.cumsum()
     supervised = sum(int(tree.branch_count.sum()) for tree in trees)
+    folded = sum(float(keys[tree.depth].sum()) for tree in trees)
+    unfolded = sum(float(of_branch[tree.branch_lengths - 1].sum()) for tree in trees)
     counts = {
-        "folded": (stats.tree_tokens, stats.supervised_tokens, stats.tree_pairs),
-        "branches": (stats.branch_tokens, supervised, stats.branch_pairs),
+        "folded": (stats.tree_tokens, stats.supervised_tokens, folded),
+        "branches": (stats.branch_tokens, supervised, unfolded),
     }
     names = ("tokens", "supervised", "pairs")
     return {
@@ -164,8 +172,8 @@ def activation_bytes(config: PretrainedConfig, tokens: int, checkpointing: bool)
     else:
         layer = 20 * sizes.hidden + 8 * sizes.mlp
         attention, recurrent = 16 * sizes.queries + 12 * sizes.keys, rule.activation_bytes()
-        largest = layer + max(attention if sizes.layers > rule.layers else 0, recurrent)
-        all_layers = sizes.layers * layer + (sizes.layers - rule.layers) * attention + rule.layers * recurrent
+        largest = layer + max(attention if sizes.attention_layers else 0, recurrent)
+        all_layers = sizes.layers * layer + sizes.attention_layers * attention + rule.layers * recurrent
     return (sizes.layers * 2 * sizes.hidden + largest if checkpointing else all_layers) * tokens
 
 
@@ -173,7 +181,7 @@ def cost_per_count(config: PretrainedConfig) -> npt.NDArray[np.float64]:
     """
     FLOPs, forward and backward, of one token, one supervised token and one visible pair: what [`step_flops`] weighs
     its counts by. For any model: layers without attention that [`step_flops`] refuses count as if they had it, and
-    what a config doesn't say is guessed, so only compare rows of one model by it.
+    what a config doesn't say is guessed, so only compare dataset rows of one model by it.
 
     Args:
         config (`PretrainedConfig`):
@@ -194,13 +202,12 @@ def cost_per_count(config: PretrainedConfig) -> npt.NDArray[np.float64]:
     """
     sizes = _read_sizes(config.get_text_config())
     rule = sizes.delta_rule
-    attention_layers = sizes.layers - (rule.layers if rule else 0)
     attention = sizes.hidden * ((3 if rule else 2) * sizes.queries + 2 * sizes.keys)
-    token = float(attention_layers * attention + sizes.layers * 3 * sizes.hidden * sizes.mlp)
+    token = float(sizes.attention_layers * attention + sizes.layers * 3 * sizes.hidden * sizes.mlp)
     if rule is not None:
         token += rule.layers * rule.products(sizes.hidden)
     pair = attention_flops(1, sizes.heads, sizes.queries // sizes.heads)
-    return np.array([6.0 * token, 6.0 * sizes.hidden * sizes.vocab, attention_layers * pair])
+    return np.array([6.0 * token, 6.0 * sizes.hidden * sizes.vocab, sizes.attention_layers * pair])
 
 
 def _sizes(config: PretrainedConfig) -> _Sizes:
@@ -227,9 +234,11 @@ def _read_sizes(config: Any) -> _Sizes:
     if getattr(config, "num_experts_per_tok", None):
         expert = getattr(config, "moe_intermediate_size", None) or mlp
         mlp = config.num_experts_per_tok * expert + (getattr(config, "shared_expert_intermediate_size", None) or 0)
+    rule = _read_delta_rule(config)
     return _Sizes(
         layers=config.num_hidden_layers,
-        delta_rule=_read_delta_rule(config),
+        attention_layers=config.num_hidden_layers - (rule.layers if rule else 0),
+        delta_rule=rule,
         hidden=config.hidden_size,
         heads=heads,
         queries=heads * head_dim,

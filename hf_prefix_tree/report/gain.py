@@ -281,8 +281,7 @@ ASSUMPTIONS = (
     "speed-up: FLOPs of matrix products, forward and backward, at the same throughput for both; branches are trained "
     "one by one without padding. Not counted: optimizer, data loading, communication, and that a pair costs more in "
     "tree attention than in a causal kernel",
-    "a sliding window counts as full attention (it makes that part smaller on both sides); the head runs on "
-    "supervised tokens only",
+    "a layer with a sliding window counts the pairs inside it; the head runs on supervised tokens only",
     "memory: activations in bfloat16 that a layer of Qwen3 or Qwen3.5 keeps in eager mode, one tree, part or branch "
     "per micro-batch; weights, gradients, optimizer and the chunked head come on top and are the same for both",
 )

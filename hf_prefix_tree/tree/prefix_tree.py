@@ -130,8 +130,8 @@ class PrefixTree:
             yield "branch_nodes", f"has no branch through node {passed.argmin()}"
         first_runs = layout.node_starts(self.run_counts)
         run_tokens = np.add.reduceat(self.run_lengths, first_runs, dtype=np.int64)
-        if (run_tokens != self._branch_lengths).any():
-            branch = (run_tokens != self._branch_lengths).argmax()
+        if (run_tokens != self.branch_lengths).any():
+            branch = (run_tokens != self.branch_lengths).argmax()
             yield "run_lengths", f"sums to {run_tokens[branch]} for branch {branch}, not to its tokens"
         if self.run_values[first_runs].any():
             yield "run_values", "is not 0 at a branch's first token, which has no predecessor"
@@ -166,7 +166,8 @@ class PrefixTree:
         return _read_only(layout.node_starts(self.node_lengths))
 
     @cached_property
-    def _branch_lengths(self) -> npt.NDArray[np.int64]:
+    def branch_lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each branch, int64 `[B]`."""
         ends = layout.node_depths(self.node_lengths, self.node_parents) + self.node_lengths
         return _read_only(ends[self.branch_nodes])
 
@@ -213,12 +214,12 @@ class PrefixTree:
 
         `fold(tree.branches(), weighting=tree.weighting)` equals `tree`, unless it is a part of a split tree.
         """
-        weights = np.split(np.repeat(self.run_values, self.run_lengths), np.cumsum(self._branch_lengths)[:-1])
+        weights = np.split(np.repeat(self.run_values, self.run_lengths), np.cumsum(self.branch_lengths)[:-1])
         return [Branch(self.input_ids[path], w) for path, w in zip(self.paths(), weights, strict=True)]
 
     def stats(self) -> TreeStats:
         """Counts of the tree and of its branches."""
-        lengths = self._branch_lengths
+        lengths = self.branch_lengths
         levels = layout.node_depths(np.ones_like(self.node_lengths), self.node_parents) + 1
         return TreeStats(
             branches=len(lengths),

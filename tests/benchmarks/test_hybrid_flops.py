@@ -9,8 +9,11 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from benchmarks.flops import model_config
 from benchmarks.shapes import SHAPES, build
+from hf_prefix_tree.modeling.attention.masks.causal import dense_mask
+from hf_prefix_tree.modeling.batch import concatenate_trees
 from hf_prefix_tree.modeling.flops import activation_bytes, cost_per_count, flop_counts, step_flops
-from tests.support.models import kept_bytes
+from hf_prefix_tree.tree.prefix_tree import fold
+from tests.support.models import kept_bytes, random_forest
 
 
 def test_flops_of_a_hybrid_by_hand():
@@ -25,6 +28,24 @@ def test_flops_of_a_hybrid_by_hand():
     assert scan / (projections + mlp) < 0.07  # how a scan is counted hardly matters to the whole
     counts = flop_counts([build(SHAPES["4k+16x512"])], config)
     assert counts["branches"]["tflop"] / counts["folded"]["tflop"] == pytest.approx(4.655, abs=0.005)
+
+
+def test_pairs_outside_of_a_window_are_not_counted():
+    """One layer of three has full attention; against the dense masks, folded and branch by branch."""
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = AutoConfig.for_model(
+        "qwen3", num_hidden_layers=3, layer_types=types, use_sliding_window=True, sliding_window=5
+    )
+    forest = random_forest(0, 3)
+    counts = flop_counts(forest, config)
+    chains = [fold([branch], "branch") for tree in forest for branch in tree.branches()]
+    for trees, method in ((forest, "folded"), (chains, "branches")):
+        row = concatenate_trees(trees, pad_token_id=0, pad_to_multiple_of=1)["prefix_tree"]
+        pairs = [int(dense_mask(row, window=window).sum()) for window in (5, None)]
+        assert pairs[0] < pairs[1] * 0.9
+        assert counts[method]["pairs"] == pytest.approx((2 * pairs[0] + pairs[1]) / 3, rel=1e-12)
+        expected = cost_per_count(config) @ [counts[method]["tokens"], counts[method]["supervised"], sum(pairs) / 2]
+        assert counts[method]["tflop"] < expected / 1e12  # the windows count twice
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])

@@ -34,6 +34,16 @@ def test_dense_mask_is_path_membership(window):
     assert torch.equal(dense_mask(tree, window=window)[0, 0], expected)
 
 
+@pytest.mark.parametrize("kind", mask_module.KINDS)
+@pytest.mark.parametrize("limit", [1, 5, 13])
+def test_a_query_sees_as_many_keys_as_the_flop_count_says(kind, limit):
+    tree = rows(0, 3)
+    seen = dense_mask(tree, **{kind: limit})[0, 0].sum(dim=1)
+    depth = tree[0, 1].numpy()
+    assert depth.max() > 13
+    assert mask_module.KINDS[kind].keys_seen(depth, limit).tolist() == seen.tolist()
+
+
 @pytest.mark.parametrize("window", [None, 7, 130, 300])
 @pytest.mark.parametrize("seed", range(3))
 def test_block_mask_equals_create_block_mask(seed, window):

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -34,9 +36,13 @@ class MaskKind(Protocol):
         /,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
+    def keys_seen(self, depth: npt.NDArray[np.int64], limit: int, /) -> npt.NDArray[np.int64]: ...
+
     def asked_by(self, config: Any, local_size: int | None, is_overlaid: bool) -> int | None: ...
 
     def size_in(self, config: Any) -> int | None: ...
+
+    def layers_in(self, config: Any) -> int: ...
 
 
 # The first kind that a config asks for is the mask of the layer.
@@ -57,6 +63,37 @@ def limit_asked_by(config: Any, local_size: int | None, is_overlaid: bool) -> di
         if limit is not None:
             return {name: limit}
     return {}
+
+
+def mean_keys_seen(config: Any, layers: int, longest: int) -> npt.NDArray[np.float64]:
+    """
+    How many keys a token sees in a layer, by its depth: the mean over a model's layers with attention.
+
+    Args:
+        config (`PretrainedConfig`): The config of the language model.
+        layers (`int`): Its layers with attention.
+        longest (`int`): Tokens of the longest branch.
+
+    Returns:
+        float64 `[longest]`.
+
+    Example:
+
+    ```python
+    >>> from transformers import Qwen3Config
+    >>> types = ["full_attention", "sliding_attention"]
+    >>> config = Qwen3Config(num_hidden_layers=2, layer_types=types, use_sliding_window=True, sliding_window=2)
+    >>> mean_keys_seen(config, layers=2, longest=4)
+    array([1. , 2. , 2.5, 3. ])
+
+    ```
+    """
+    depth, total, plain = np.arange(longest), np.zeros(longest), layers
+    for kind in KINDS.values():
+        if (size := kind.size_in(config)) is not None:
+            plain -= kind.layers_in(config)
+            total += kind.layers_in(config) * kind.keys_seen(depth, size)
+    return (total + plain * (depth + 1)) / max(layers, 1)
 
 
 def kind_of(limit: Mapping[str, int | None]) -> tuple[str, int | None]:

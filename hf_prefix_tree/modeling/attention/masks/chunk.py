@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -25,6 +27,11 @@ def block_bounds(
     return some, (query_low == query_high) & (key_low == key_high) & (query_low == key_low)
 
 
+def keys_seen(depth: npt.NDArray[np.int64], chunk: int) -> npt.NDArray[np.int64]:
+    """How many keys a query at this depth sees; for the FLOP count."""
+    return depth % chunk + 1
+
+
 def asked_by(config: Any, local_size: int | None, is_overlaid: bool) -> int | None:
     """The chunk size of a call of the mask function: a size that is the config's `attention_chunk_size`."""
     is_chunk = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
@@ -35,3 +42,8 @@ def size_in(config: Any) -> int | None:
     """The chunk size of a model's chunked layers, if it has any."""
     types = getattr(config, "layer_types", None) or []
     return config.attention_chunk_size if "chunked_attention" in types else None
+
+
+def layers_in(config: Any) -> int:
+    """How many layers of a model that has such layers these are."""
+    return list(config.layer_types).count("chunked_attention")

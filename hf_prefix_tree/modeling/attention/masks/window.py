@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -23,6 +25,11 @@ def block_bounds(
     return query_low - key_high < window, query_high - key_low < window
 
 
+def keys_seen(depth: npt.NDArray[np.int64], window: int) -> npt.NDArray[np.int64]:
+    """How many keys a query at this depth sees; for the FLOP count."""
+    return np.minimum(depth + 1, window)
+
+
 def asked_by(config: Any, local_size: int | None, is_overlaid: bool) -> int | None:
     """The window of a call of the mask function: every size that no other kind takes."""
     return None if is_overlaid else local_size
@@ -33,3 +40,9 @@ def size_in(config: Any) -> int | None:
     types = getattr(config, "layer_types", None) or ["sliding_attention"]
     used = getattr(config, "use_sliding_window", True) and "sliding_attention" in types
     return getattr(config, "sliding_window", None) if used else None
+
+
+def layers_in(config: Any) -> int:
+    """How many layers of a model that has such layers these are."""
+    types = getattr(config, "layer_types", None)
+    return list(types).count("sliding_attention") if types else config.num_hidden_layers
