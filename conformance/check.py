@@ -20,10 +20,10 @@ import torch
 from transformers import PreTrainedModel
 
 from conformance.build import build_forest, build_model, class_name
+from conformance.double import keep_double
 from conformance.forest import Forest
 from conformance.overrides import NOT_RUNNABLE
 from hf_prefix_tree.modeling.batch import concatenate_trees
-from hf_prefix_tree.modeling.double import keep_double
 from hf_prefix_tree.modeling.prepare import prepare_model
 
 TOLERANCE = {"float64": 1e-9, "float32": 2e-3}

@@ -59,12 +59,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 
 import hf_prefix_tree as hpt
+from conformance.double import keep_double
 from examples.demo.dialogues import as_json_strings, dialogue_texts, generate_dialogues
 from examples.demo.tokenizer import train_tokenizer
 
 # The only names that are not public: where these modules move, this is the place to follow them.
 from hf_prefix_tree.cli import main as cli
-from hf_prefix_tree.modeling.double import keep_double
 
 RECORDED = Path(__file__).with_name("recorded_numbers.json")
 VOCAB, WINDOW = 97, 6

@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3_5TextConfig, Qwen3Config
 
+from conformance.double import keep_double
 from hf_prefix_tree import PrefixTree, TreeSFTConfig, TreeSFTTrainer
-from hf_prefix_tree.modeling.double import keep_double
 
 from .compare import Comparison, compare_step
 from .dialogues import as_json_strings, dialogue_texts, generate_dialogues

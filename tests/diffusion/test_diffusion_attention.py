@@ -7,10 +7,10 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AutoModelForCausalLM, BloomConfig, Lfm2Config, LlamaConfig, Qwen3NextConfig
 
+from conformance.double import keep_double
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.diffusion.model import prepare_diffusion_model, unprepare_diffusion_model
 from hf_prefix_tree.modeling.attention.masks.spans import LAYOUTS, block_mask, dense_mask, spans
-from hf_prefix_tree.modeling.double import keep_double
 from tests.support.diffusion_models import block_of, pair, sees, stock_logits
 from tests.support.models import CONFIGS, VOCAB, gradients, make_model
 

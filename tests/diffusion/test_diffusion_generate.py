@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from conformance.double import keep_double
 from hf_prefix_tree import diffusion_generate
 from hf_prefix_tree.diffusion.model import unprepare_diffusion_model
-from hf_prefix_tree.modeling.double import keep_double
 from tests.support.diffusion_models import pair, sees, stock_logits
 from tests.support.models import VOCAB
 

@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn.attention import flex_attention as flex_module
 
+from conformance.double import keep_double
 from hf_prefix_tree import Eagle3DraftConfig, Eagle3DraftModel
 from hf_prefix_tree.eagle3 import model as draft_module
 from hf_prefix_tree.eagle3 import model as layer_module
@@ -17,7 +18,6 @@ from hf_prefix_tree.eagle3.config import default_aux_layer_ids
 from hf_prefix_tree.eagle3.loss import StepSums, accepted_length, supervised_positions
 from hf_prefix_tree.eagle3.target import Eagle3Target
 from hf_prefix_tree.modeling.attention import kernels
-from hf_prefix_tree.modeling.double import keep_double
 from tests.support.drafts import (
     AUX,
     DRAFT_VOCAB,

@@ -10,10 +10,10 @@ import torch
 from packaging.version import Version
 
 from conformance.configs import tiny_config
+from conformance.double import keep_double
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.modeling.batch import concatenate_trees
 from hf_prefix_tree.modeling.context import TreeContext
-from hf_prefix_tree.modeling.double import keep_double
 from hf_prefix_tree.modeling.recurrent import layers, scan
 from hf_prefix_tree.modeling.recurrent.scan import Segments
 from hf_prefix_tree.tree.prefix_tree import fold

@@ -12,9 +12,9 @@ from peft.tuners.lora.config import MontecloraConfig, VeloraConfig
 from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 import hf_prefix_tree.modeling.prepare as model_module
+from conformance.double import keep_double
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.modeling.batch import concatenate_trees
-from hf_prefix_tree.modeling.double import keep_double
 from tests.support.models import branch_runs, gradients, make_model, random_forest, relative_error
 
 TARGETS = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}

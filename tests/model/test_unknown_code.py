@@ -8,9 +8,9 @@ from transformers import AttentionInterface
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
+from conformance.double import keep_double
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.modeling.batch import concatenate_trees
-from hf_prefix_tree.modeling.double import keep_double
 from tests.support.models import branch_runs, gradients, make_model, random_forest, relative_error
 
 

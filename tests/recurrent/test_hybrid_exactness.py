@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from conformance.double import keep_double
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.modeling.batch import concatenate_trees
-from hf_prefix_tree.modeling.double import keep_double
 from hf_prefix_tree.modeling.recurrent import hooks, layers, scan
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from tests.support.hybrids import FAMILIES, KINDS, errors, make_hybrid, served_here

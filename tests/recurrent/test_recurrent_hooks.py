@@ -10,10 +10,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from conformance.double import keep_double
 from hf_prefix_tree import prepare_model, unprepare_model
 from hf_prefix_tree.modeling.batch import concatenate_trees
 from hf_prefix_tree.modeling.context import TreeContext
-from hf_prefix_tree.modeling.double import keep_double
 from hf_prefix_tree.modeling.recurrent import hooks
 from hf_prefix_tree.modeling.recurrent.layers import line_kernel
 from tests.support.hybrids import FAMILIES, KINDS, errors, make_hybrid, served_here

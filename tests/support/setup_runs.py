@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, Trainer
 from trl import SFTConfig, SFTTrainer
 
 from conformance.configs import tiny_config
+from conformance.double import keep_double
 from hf_prefix_tree import (
     DataCollatorForPrefixTree,
     TreeLossMixin,
@@ -25,7 +26,6 @@ from hf_prefix_tree import (
     prepare_model,
     prepare_trees,
 )
-from hf_prefix_tree.modeling.double import keep_double
 from tests.support.definition import decoded
 from tests.support.models import make_model
 from tests.support.setup_checks import LEARNING_RATE, Run, compare

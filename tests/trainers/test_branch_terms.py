@@ -8,7 +8,7 @@ import pytest
 import torch
 import trl.trainer.utils
 
-from hf_prefix_tree.modeling.double import keep_double
+from conformance.double import keep_double
 from tests.support.models import gradients, relative_error
 from tests.support.policy_runs import CountedTokens, build
 from tests.support.trainer_runs import make_model

@@ -9,8 +9,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from trl.trainer.utils import add_fused_lm_head
 
+from conformance.double import keep_double
 from hf_prefix_tree import prepare_model, tree_log_probs
-from hf_prefix_tree.modeling.double import keep_double
 from tests.support.models import VOCAB, gradients, random_branches, relative_error
 from tests.support.models import make_model as double_model
 from tests.support.padded_rows import Tokens
