@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from hf_prefix_tree.data.supervision import IGNORE_INDEX, Sample, read_sample
+from hf_prefix_tree.tree.folding import integer_array
 
 SAMPLE_INDEX = "sample_index"
 
@@ -103,18 +104,13 @@ class DataCollatorForDiffusionLM:
         for name in ("pad_token_id", "eos_token_id"):
             if getattr(self, name) is None:
                 setattr(self, name, _id_of(self.processing_class, name))
-            value = getattr(self, name)
-            if value is not None and (
-                not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 0
-            ):
-                raise ValueError(f"`{name}` must be a token id, got {value!r}.")
         if self.pad_token_id is None:
             where = "there is no `processing_class`" if self.processing_class is None else "the tokenizer has none"
             raise ValueError(f"`pad_token_id` is not given and {where}: pass one; it may be the id of the EOS token.")
-        for name, least in (("block_size", 0), ("pad_seq_len_divisible", 0), ("max_seq_len", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"`{name}` must be at least {least}, got {value}: pass None to go without.")
+        least = {"pad_token_id": 0, "eos_token_id": 0, "block_size": 0, "pad_seq_len_divisible": 0, "max_seq_len": 1}
+        for name, lowest in least.items():
+            if getattr(self, name) is not None:
+                integer_array([getattr(self, name)], name, lowest)
 
     @property
     def block_pad_token_id(self) -> int:
@@ -126,8 +122,6 @@ class DataCollatorForDiffusionLM:
     def __call__(self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         return_tensors = return_tensors or self.return_tensors
         _check_return_tensors(return_tensors)
-        if not features:
-            raise ValueError("`features` is empty; pass at least one sample.")
         samples = [self._read(feature, index) for index, feature in enumerate(features)]
         prefixes = [self._prefix(sample, index) for index, sample in enumerate(samples)]
         ends = [self._fill_end(len(s.input_ids), prefix) for s, prefix in zip(samples, prefixes, strict=True)]

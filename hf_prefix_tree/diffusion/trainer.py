@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import math
-import weakref
 from typing import Any, NamedTuple
 
 import torch
 from transformers import default_data_collator
 from trl import SFTTrainer
-from trl.trainer.utils import global_then_local_main_first
 
 from hf_prefix_tree.diffusion.collator import SAMPLE_INDEX, DataCollatorForDiffusionLM, supervised_tokens
 from hf_prefix_tree.diffusion.config import DiffusionSFTConfig
@@ -30,7 +28,7 @@ from hf_prefix_tree.training.checks import (
     refuse_tensor_parallelism,
 )
 from hf_prefix_tree.training.sampling import PassCounter
-from hf_prefix_tree.training.step import LossTerms, StepMixin, without_empty_mask
+from hf_prefix_tree.training.step import LossTerms, PreparationMixin, StepMixin, without_empty_mask
 
 _EVALUATION = -1  # in the place of the epoch, from which training draws its noise
 
@@ -87,7 +85,7 @@ def default_collator(args: DiffusionSFTConfig, tokenizer: Any) -> DataCollatorFo
     )
 
 
-class DiffusionSFTTrainer(StepMixin, SFTTrainer):
+class DiffusionSFTTrainer(StepMixin, PreparationMixin, SFTTrainer):
     """
     Supervised fine-tuning of a causal LM as a diffusion language model.
 
@@ -144,7 +142,7 @@ class DiffusionSFTTrainer(StepMixin, SFTTrainer):
     ```
     """
 
-    _signature_columns: list[str] | None
+    columns = COLUMNS
     data_collator: Any
     _tag_names = ["trl", "sft", "diffusion-lm"]  # noqa: RUF012 - as in TRL
     _name = "Diffusion SFT"
@@ -166,7 +164,6 @@ class DiffusionSFTTrainer(StepMixin, SFTTrainer):
         self._cap = (
             ("max_length", args.max_length) if data_collator is None else ("max_seq_len", data_collator.max_seq_len)
         )
-        self._prepared: weakref.WeakSet = weakref.WeakSet()
         self._draw = 0
         super().__init__(
             model=model,
@@ -194,28 +191,15 @@ class DiffusionSFTTrainer(StepMixin, SFTTrainer):
 
     # ---- data ----
 
-    def _prepare_dataset(
-        self, dataset: Any, processing_class: Any, args: DiffusionSFTConfig, packing: bool, *_: Any
-    ) -> Any:
-        if dataset in self._prepared:  # `evaluate` calls itself for each dataset of a `dict`
-            return dataset
+    def prepared_rows(self, dataset: Any, args: DiffusionSFTConfig) -> Any:
         assert not isinstance(args.chat_template_kwargs, str)  # parsed by `DiffusionSFTConfig`
-        with global_then_local_main_first():
-            dataset = prepare_diffusion_rows(
-                dataset,
-                self._tokenizer,
-                chat_template_kwargs=args.chat_template_kwargs,
-                num_proc=args.dataset_num_proc,
-                cap=self._cap,
-            )
-        if args.shuffle_dataset:
-            dataset = dataset.shuffle(seed=args.seed)
-        self._prepared.add(dataset)
-        return dataset
-
-    def _set_signature_columns_if_needed(self) -> None:
-        if self._signature_columns is None:
-            self._signature_columns = list(COLUMNS)
+        return prepare_diffusion_rows(
+            dataset,
+            self._tokenizer,
+            chat_template_kwargs=args.chat_template_kwargs,
+            num_proc=args.dataset_num_proc,
+            cap=self._cap,
+        )
 
     def loader_collator(self, is_training: bool) -> WithEmptyRows:
         return WithEmptyRows(self.data_collator)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hf_prefix_tree.data.supervision import Sample, read_sample
+from hf_prefix_tree.tree.folding import integer_array
 from hf_prefix_tree.tree.packing import pack_rows
 
 ROW_KEYS = ("input_ids", "loss_mask", "attention_mask", "position_ids", "doc_remaining")
@@ -138,12 +139,9 @@ class DataCollatorForEagle3:
     target_fingerprint: str | None = None
 
     def __post_init__(self) -> None:
-        if self.pad_to_multiple_of < 1:
-            raise ValueError(f"`pad_to_multiple_of` must be at least 1, got {self.pad_to_multiple_of}.")
+        integer_array([self.pad_to_multiple_of], "pad_to_multiple_of", 1)
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        if not features:
-            raise ValueError("`features` is empty; pass at least one row.")
         documents = {
             index: as_document(read_sample(feature, f"`features[{index}]`"))
             for index, feature in enumerate(features)

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from hf_prefix_tree.data.nodes import as_branch, rollout_branches
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE, check_multiple, concatenate_trees
 from hf_prefix_tree.training.sampling import PADDING_FEATURE
-from hf_prefix_tree.tree.folding import as_list, check_weighting
+from hf_prefix_tree.tree.folding import as_list, check_weighting, integer_array
 from hf_prefix_tree.tree.prefix_tree import PrefixTree, fold
 
 
@@ -60,7 +59,7 @@ class DataCollatorForPrefixTree:
 
     Args:
         pad_token_id (`int`):
-            Token id of the padding.
+            Token id of the padding; that of the end of a text where a tokenizer has none.
         weighting (`str`, *optional*, defaults to `"tree"`):
             How raw features are weighted, see [`fold`]. Trees keep the weighting that they were folded with.
         pad_to_multiple_of (`int`, *optional*, defaults to `128`):
@@ -91,17 +90,11 @@ class DataCollatorForPrefixTree:
     pad_to_multiple_of: int = BLOCK_SIZE
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pad_token_id, (int, np.integer)) or isinstance(self.pad_token_id, bool):
-            raise ValueError(
-                f"`pad_token_id` must be an int, got {self.pad_token_id!r}: pass `tokenizer.pad_token_id`, or "
-                "`tokenizer.eos_token_id` where there is none."
-            )
+        integer_array([self.pad_token_id], "pad_token_id")
         check_weighting(self.weighting)
         check_multiple(self.pad_to_multiple_of)
 
     def __call__(self, features: Sequence[PrefixTree | Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        if self.pad_token_id < 0:  # may be set after construction
-            raise ValueError(f"`pad_token_id` must be a token id, got {self.pad_token_id}: set it before collating.")
         return concatenate_trees(self.trees(features), self.pad_token_id, self.pad_to_multiple_of)
 
     def trees(self, features: Sequence[PrefixTree | Mapping[str, Any]]) -> list[PrefixTree]:

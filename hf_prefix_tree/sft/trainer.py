@@ -8,16 +8,15 @@ offloading, metrics, saving. Overridden are what a dataset becomes, the columns 
 from __future__ import annotations
 
 import dataclasses
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
+from transformers import default_data_collator
 from trl import SFTTrainer
-from trl.trainer.utils import global_then_local_main_first
 
 from hf_prefix_tree.data.packed import check_weightings
 from hf_prefix_tree.data.prepare import prepare_trees
@@ -34,6 +33,7 @@ from hf_prefix_tree.training.checks import (
     check_texts,
     padding_token_of,
 )
+from hf_prefix_tree.training.step import PreparationMixin
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 from hf_prefix_tree.version import __version__
 
@@ -53,7 +53,7 @@ Sequences that share prefixes were folded into trees, and each shared token comp
 """
 
 
-class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
+class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
     """
     Supervised fine-tuning on prefix trees: a drop-in for TRL's [`~trl.SFTTrainer`].
 
@@ -98,7 +98,11 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
     ```
     """
 
-    _signature_columns: list[str] | None
+    columns = (
+        *(field.name for field in dataclasses.fields(PrefixTree)),
+        *("branches", "prompt_ids", "completions"),  # folded by the collator under `skip_prepare_dataset`
+        *("trees", "tree_ids"),
+    )
     data_collator: Any
     current_gradient_accumulation_steps: int
     _tag_names = ["trl", "sft", "prefix-tree"]  # noqa: RUF012 - as in TRL
@@ -115,50 +119,32 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
         **kwargs: Any,
     ) -> None:
         args = check_arguments(args, TreeSFTConfig, model, "TreeSFT", kwargs)
-        if data_collator is None:
-            multiple = args.pad_to_multiple_of or BLOCK_SIZE
-            # TRL settles which token pads while it initialises; it is set below
-            data_collator = DataCollatorForPrefixTree(-1, weighting=args.weighting, pad_to_multiple_of=multiple)
-        check_collator(data_collator, DataCollatorForPrefixTree, args, ("weighting", "pad_to_multiple_of"))
+        if data_collator is not None:
+            check_collator(data_collator, DataCollatorForPrefixTree, args, ("weighting", "pad_to_multiple_of"))
         check_rows(train_dataset)
         # `SFTTrainer` prepares the training dataset first; the same object may be an evaluation dataset as well
         self._to_select_from: Any = train_dataset
-        self._prepared: weakref.WeakSet = weakref.WeakSet()
         super().__init__(
             model=model,
             args=args,
-            data_collator=data_collator,
+            data_collator=data_collator or default_data_collator,  # until the tokenizer is there
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
             **kwargs,
         )
         check_texts(self)
-        if data_collator.pad_token_id < 0:
-            data_collator.pad_token_id = padding_token_of(self._tokenizer)
+        if data_collator is None:
+            pad_token_id, multiple = padding_token_of(self._tokenizer), args.pad_to_multiple_of or BLOCK_SIZE
+            self.data_collator = DataCollatorForPrefixTree(pad_token_id, args.weighting, multiple)
 
-    def _prepare_dataset(
-        self, dataset: Any, processing_class: Any, args: TreeSFTConfig, packing: bool, formatting_func: Any, name: str
-    ) -> Any:
-        if dataset in self._prepared:  # `evaluate` calls itself for each dataset of a `dict`
-            return dataset
+    def prepared_rows(self, dataset: Any, args: TreeSFTConfig) -> Any:
         options = {name: getattr(args, name) for name in ("weighting", *PREPARATION) if name != "shuffle_dataset"}
         if dataset is self._to_select_from:
             self._to_select_from = None
         else:
             options |= {"selection_metric": None, "selection_num_proc": None, "max_examples": None}
-        with global_then_local_main_first(), _naming(name):
-            dataset = prepare_trees(dataset, self._tokenizer, num_proc=args.dataset_num_proc, **options)
-        if args.shuffle_dataset:
-            dataset = dataset.shuffle(seed=args.seed)
-        self._prepared.add(dataset)
-        return dataset
-
-    def _set_signature_columns_if_needed(self) -> None:
-        if self._signature_columns is None:
-            raw = ["branches", "prompt_ids", "completions"]  # folded by the collator under `skip_prepare_dataset`
-            packed = ["trees", "tree_ids"]
-            self._signature_columns = [field.name for field in dataclasses.fields(PrefixTree)] + raw + packed
+        return prepare_trees(dataset, self._tokenizer, num_proc=args.dataset_num_proc, **options)
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         is_skipped = (self.args.dataset_kwargs or {}).get("skip_prepare_dataset")
@@ -197,17 +183,6 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
             add_tree_section(Path(self.args.output_dir, "README.md"), self.state.log_history, self.args.weighting)
-
-
-@contextmanager
-def _naming(dataset: str) -> Iterator[None]:
-    """Names an evaluation dataset in the errors of its preparation."""
-    try:
-        yield
-    except ValueError as error:
-        if dataset == "train":
-            raise
-        raise ValueError(f"Dataset {dataset!r}: {error}") from error
 
 
 def add_tree_section(card: Path, log_history: Sequence[Mapping[str, Any]], weighting: str) -> None:

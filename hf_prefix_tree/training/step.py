@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""[`StepMixin`]: one optimizer step, exactly normalised, for any method.
+"""[`StepMixin`]: one optimizer step, exactly normalised, for any method; [`PreparationMixin`]: its dataset.
 
 The loss of a step is a ratio: terms summed over the micro-batches of all ranks and accumulation steps, over the items
 of the same micro-batches. Evaluation is the same ratio over the whole set.
@@ -7,13 +7,16 @@ of the same micro-batches. Evaluation is the same ratio over the whole set.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
+from trl.trainer.utils import global_then_local_main_first
 
 from hf_prefix_tree.training.checks import check_trainer, keep_output_dtype
 from hf_prefix_tree.training.options import refuse_options
@@ -247,6 +250,45 @@ class StepMixin(Trainer):  # so that it comes before Trainer whatever else a cla
     def _copies(self) -> int:
         """Ranks that hold the same batch."""
         return self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+
+
+class PreparationMixin(SFTTrainer):
+    """Put it before `SFTTrainer` and implement `prepared_rows`: each dataset is prepared once, on one rank first."""
+
+    columns: ClassVar[Sequence[str]]  # of a prepared dataset, kept for the collator
+    _signature_columns: list[str] | None
+
+    def prepared_rows(self, dataset: Any, args: Any) -> Any:
+        """
+        The rows that the collator reads.
+
+        Args:
+            dataset (`Dataset` or `IterableDataset`): The user's.
+            args (`SFTConfig`): The configuration.
+        """
+        raise NotImplementedError
+
+    def _prepare_dataset(
+        self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, name: str
+    ) -> Any:
+        prepared = self.__dict__.setdefault("_prepared", weakref.WeakSet())  # `SFTTrainer` prepares in its `__init__`
+        if dataset in prepared:  # `evaluate` calls itself for each dataset of a `dict`
+            return dataset
+        try:
+            with global_then_local_main_first():
+                dataset = self.prepared_rows(dataset, args)
+        except ValueError as error:
+            if name == "train":
+                raise
+            raise ValueError(f"Dataset {name!r}: {error}") from error
+        if args.shuffle_dataset:
+            dataset = dataset.shuffle(seed=args.seed)
+        prepared.add(dataset)
+        return dataset
+
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None:
+            self._signature_columns = list(self.columns)
 
 
 def without_empty_mask(inputs: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
