@@ -15,6 +15,8 @@ from hf_prefix_tree.diffusion.config import OBJECTIVES
 from hf_prefix_tree.diffusion.model import prepared_for_diffusion
 from hf_prefix_tree.modeling.attention.masks.spans import spans
 from hf_prefix_tree.modeling.checks import base_causal_lm
+from hf_prefix_tree.training.checks import check_mask_token
+from hf_prefix_tree.tree.folding import integer_array
 
 
 @torch.no_grad()
@@ -153,20 +155,14 @@ def _check(
     mask_token_id: int,
     model: Any,
 ) -> None:
-    for name, value in (("max_new_tokens", max_new_tokens), ("block_size", block_size)):
-        if value < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {value}.")
-    if not 1 <= steps <= block_size:
-        raise ValueError(
-            f"`steps_per_block` must be between 1 and `block_size` ({block_size}), got {steps}: a step keeps a token."
-        )
+    integer_array([max_new_tokens], "max_new_tokens", 1)
+    integer_array([block_size], "block_size", 1)
+    integer_array([steps], "steps_per_block", 1, block_size)  # a step keeps a token
     if temperature < 0:
         raise ValueError(f"`temperature` must be at least 0, got {temperature}.")
     if objective not in OBJECTIVES:
         raise ValueError(f"`objective` must be one of {OBJECTIVES}, got {objective!r}.")
-    size = model.get_input_embeddings().num_embeddings
-    if mask_token_id is None or not 0 <= mask_token_id < size:
-        raise ValueError(f"`mask_token_id` must be one of the {size} tokens of the model, got {mask_token_id}.")
+    check_mask_token(mask_token_id, model.get_input_embeddings().num_embeddings)
 
 
 def _as_list(ids: int | Iterable[int] | None) -> list[int]:

@@ -22,6 +22,7 @@ from hf_prefix_tree.training.checks import (
     check_arguments,
     check_batch,
     check_collator,
+    check_mask_meaning,
     check_mask_token,
     check_texts,
     padding_token_of,
@@ -183,7 +184,8 @@ class DiffusionSFTTrainer(StepMixin, PreparationMixin, SFTTrainer):
         if args.corruption != "random":  # which replaces tokens instead of masking them
             named = getattr(self._tokenizer, "mask_token_id", None)
             mask_token_id = named if args.mask_token_id is None else args.mask_token_id
-            self.mask_token_id = check_mask_token(mask_token_id, num_embeddings, self.data_collator)
+            self.mask_token_id = check_mask_token(mask_token_id, num_embeddings)
+            check_mask_meaning(self.mask_token_id, self.data_collator)
         self._vocab_size = min(len(self._tokenizer), num_embeddings)
         self._passes = PassCounter()
         self.add_callback(self._passes)

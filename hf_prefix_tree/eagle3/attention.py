@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from hf_prefix_tree.modeling.attention.backend import why_not_flex
+from hf_prefix_tree.modeling.attention.backend import takes_flex
 from hf_prefix_tree.modeling.attention.kernels import attention_dtype, flex_with_lse
 from hf_prefix_tree.modeling.attention.masks.causal import dense_mask, tree_block_mask
 
@@ -92,11 +92,8 @@ def step_attention(
     """
     dtype = attention_dtype(query.device, values[0].dtype)
     query, keys, values = query.to(dtype), [k.to(dtype) for k in keys], [v.to(dtype) for v in values]
-    reason = why_not_flex(query.device, dtype, query.shape[-1], query.shape[2])
-    if documents.attn_backend == "flex" and reason is not None:
-        raise ValueError(f"`attn_backend='flex'` cannot serve this call: {reason}. Use `attn_backend='auto'`.")
-    attend = dense_steps if documents.attn_backend == "sdpa" or reason is not None else flex_steps
-    return attend(query, keys, values, documents).transpose(1, 2)
+    flex = takes_flex(documents.attn_backend, query.device, dtype, query.shape[-1], query.shape[2])
+    return (flex_steps if flex else dense_steps)(query, keys, values, documents).transpose(1, 2)
 
 
 def dense_steps(

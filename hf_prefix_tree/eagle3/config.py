@@ -121,6 +121,11 @@ class Eagle3DraftConfig(LlamaConfig):
                 f"`draft_vocab_size` must be between 1 and `vocab_size` ({self.vocab_size}), got "
                 f"{self.draft_vocab_size}."
             )
+        for name in ("attention_bias", "mlp_bias", "attention_dropout"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"`{name}={getattr(self, name)}` is not served by engines' draft layers: set it to 0."
+                )
 
     @classmethod
     def from_target(
@@ -187,20 +192,12 @@ class Eagle3DraftConfig(LlamaConfig):
 def default_aux_layer_ids(num_layers: int) -> list[int]:
     """
     The target layers that engines read by default: the outputs of layers 1, n/2 - 1 and n - 4.
+    [`check_aux_layer_ids`] refuses them where the target is too small.
 
     Args:
         num_layers (`int`): Layers of the target.
-
-    Raises:
-        `ValueError`: If the target is too small for three different ones.
     """
-    layer_ids = [1, num_layers // 2 - 1, num_layers - 4]
-    if not 0 <= layer_ids[0] < layer_ids[1] < layer_ids[2]:
-        raise ValueError(
-            f"A target of {num_layers} layers has no three default auxiliary layers ({layer_ids}): pass "
-            "`aux_layer_ids`, three layers counted from 0."
-        )
-    return layer_ids
+    return [1, num_layers // 2 - 1, num_layers - 4]
 
 
 def check_aux_layer_ids(layer_ids: Sequence[int] | None, num_layers: int) -> None:
@@ -213,7 +210,7 @@ def check_aux_layer_ids(layer_ids: Sequence[int] | None, num_layers: int) -> Non
     ):
         raise ValueError(
             f"`aux_layer_ids` must be three ascending layers of the target, from 0 to {num_layers - 1}, got "
-            f"{layer_ids}."
+            f"{layer_ids}: pass others."
         )
 
 

@@ -116,11 +116,6 @@ class Eagle3DraftModel(PreTrainedModel):
 
     def __init__(self, config: Eagle3DraftConfig) -> None:
         super().__init__(config)
-        for name in ("attention_bias", "mlp_bias", "attention_dropout"):
-            if getattr(config, name):
-                raise ValueError(
-                    f"`{name}={getattr(config, name)}` is not served by engines' draft layers: set it to 0."
-                )
         assert config.draft_vocab_size is not None and config.target_hidden_size is not None  # set by the config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.fc = nn.Linear(3 * config.target_hidden_size, config.hidden_size, bias=False)
@@ -219,8 +214,6 @@ class Eagle3DraftModel(PreTrainedModel):
         Returns:
             [`Eagle3Output`]
         """
-        if ttt_steps < 1:
-            raise ValueError(f"`ttt_steps` must be at least 1, got {ttt_steps}.")
         documents = Documents(seq_lens, input_ids.shape[1], self.attn_backend)
         draft_ids = self.draft_ids
         in_vocabulary = t2d_from_ids(draft_ids, self.config.vocab_size) if self.t2d is None else self.t2d
@@ -280,11 +273,6 @@ class Eagle3DraftModel(PreTrainedModel):
             `torch.Tensor` of shape `(num_tokens,)`, int64: target ids.
         """
         length = aux_hidden_states.shape[1]
-        if input_ids.shape != (1, length + 1):
-            raise ValueError(
-                f"`input_ids` has the shape {tuple(input_ids.shape)}: pass one token more than `aux_hidden_states` "
-                f"has ({length})."
-            )
         documents = Documents(torch.tensor([[length]], device=input_ids.device), length, "sdpa")
         positions = torch.arange(length, device=input_ids.device)[None]
         hidden = self.fc(aux_hidden_states.to(self.fc.weight.dtype))

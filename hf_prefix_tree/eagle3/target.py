@@ -242,8 +242,6 @@ def precompute_hidden_states(
 
     if target.model is None:
         raise ValueError("`target` holds precomputed hidden states and can't run: pass one with its model.")
-    if not hasattr(rows, "__len__"):
-        raise ValueError("`rows` is a stream: pass a dataset of known length, every row gets a file.")
     folder = Path(output_dir).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     rank, num_ranks = rank_and_size()

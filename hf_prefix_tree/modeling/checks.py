@@ -16,7 +16,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_prefix_tree.modeling.attention.implementations import FALLBACK_HINT, uses_attention_interface
+from hf_prefix_tree.modeling.attention.implementations import (
+    FALLBACK_HINT,
+    refuse_attention_dropout,
+    uses_attention_interface,
+)
 from hf_prefix_tree.modeling.attention.masks.causal import KINDS
 from hf_prefix_tree.modeling.recurrent.hooks import has_convolution, why_not_served
 
@@ -158,11 +162,7 @@ def check_support(model: PreTrainedModel, kind: str) -> None:
         if _hides_by_index(buffer):
             raise ValueError(f"{name} hides keys by their distance in the sequence (`{buffer_name}`). {hint}")
     for part, option in itertools.product((config, getattr(config, "attn_config", None)), _ATTENTION_DROPOUTS):
-        if getattr(part, option, None):
-            raise ValueError(
-                f"`config.{option}={getattr(part, option)}`: dropout in attention is not supported. Load the model "
-                f"with `{option}=0.0`."
-            )
+        refuse_attention_dropout(option, getattr(part, option, None))
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         raise ValueError(
             "`device_map` spreads the layers over several devices; load the model with `device_map=None`."

@@ -132,11 +132,6 @@ def _as_tree(feature: object, weighting: str) -> PrefixTree:
     if isinstance(feature, Mapping):
         if "node_parents" in feature:
             return PrefixTree.from_dict(feature)
-        if "node_lengths" in feature and "sample_paths" in feature:
-            raise ValueError(
-                "A feature holds `node_lengths` and `sample_paths`: convert it with `PrefixTree.from_node_paths` "
-                "first, or collate it with `prefix_tree_collate_fn`."
-            )
         if "branches" in feature:
             branches = as_list(feature["branches"], "branches")
             return fold([as_branch(branch, index) for index, branch in enumerate(branches)], weighting)
@@ -147,6 +142,7 @@ def _as_tree(feature: object, weighting: str) -> PrefixTree:
         given = type(feature).__name__
     raise ValueError(
         f"`features` must be trees, `branches`, or `prompt_ids` with `completions`, got {given}. Turn conversations "
-        "into trees with `hf_prefix_tree.prepare_trees`, or let `TreeSFTTrainer` do it. If these were trees, Trainer "
+        "into trees with `hf_prefix_tree.prepare_trees`, `node_lengths` and `sample_paths` with "
+        "`PrefixTree.from_node_paths`, or let `TreeSFTTrainer` do it. If these were trees, Trainer "
         "dropped their columns: set `remove_unused_columns=False`."
     )

@@ -242,17 +242,16 @@ def padding_token_of(tokenizer: Any) -> int:
     raise ValueError("`processing_class` has neither a padding nor an end token: set `processing_class.pad_token`.")
 
 
-def check_mask_token(mask_token_id: int | None, num_embeddings: int, collator: Any) -> int:
+def check_mask_token(mask_token_id: int | None, num_embeddings: int) -> int:
     """
     The id of the mask token, checked.
 
     Args:
         mask_token_id (`int`, *optional*): The id.
         num_embeddings (`int`): Embeddings of the model.
-        collator ([`DataCollatorForDiffusionLM`]): Has the tokens that pad and end a response.
 
     Raises:
-        `ValueError`: Where there is none, the model does not know it, or it has another meaning.
+        `ValueError`: Where there is none, or the model does not know it.
     """
     if mask_token_id is None:
         raise ValueError(
@@ -265,6 +264,11 @@ def check_mask_token(mask_token_id: int | None, num_embeddings: int, collator: A
             f"`mask_token_id` is {mask_token_id}, but the model has {num_embeddings} embeddings: call "
             "`model.resize_token_embeddings(len(tokenizer))` first."
         )
+    return mask_token_id
+
+
+def check_mask_meaning(mask_token_id: int, collator: Any) -> None:
+    """Raises `ValueError` for a mask token that also pads or ends responses in [`DataCollatorForDiffusionLM`]."""
     for is_supervised, token_id, role in (
         (True, collator.block_pad_token_id, "also ends a response"),
         (collator.supervise_padding, collator.pad_token_id, "also pads, which `supervise_padding` teaches"),
@@ -273,7 +277,6 @@ def check_mask_token(mask_token_id: int | None, num_embeddings: int, collator: A
             raise ValueError(
                 f"`mask_token_id` is {mask_token_id}, which {role}: pass a token that your data never holds."
             )
-    return mask_token_id
 
 
 def check_pair(model: Any, draft_class: Any, target: Any, args: Any) -> None:

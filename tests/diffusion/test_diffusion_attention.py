@@ -101,10 +101,6 @@ def test_most_blocks_of_block_diffusion_are_skipped():
 def test_wrong_layouts_are_refused():
     with pytest.raises(ValueError, match="`layout`"):
         spans(torch.ones(1, 4), "causal", 2)
-    with pytest.raises(ValueError, match=r"`block_size`.*`layout='hybrid'`.*None"):
-        spans(torch.ones(1, 4), "hybrid")
-    with pytest.raises(ValueError, match="`pad_seq_len_divisible=128`"):
-        block_mask(spans(torch.ones(1, 100)))
 
 
 # ---- models ----

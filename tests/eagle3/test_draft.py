@@ -247,7 +247,7 @@ def test_drafting_is_what_was_trained():
         logits = _last_slot(draft, expected, aux[0], step + 1)
         expected.append(draft.draft_ids[int(logits[step].argmax())].item())
     assert drafted == expected[8:]
-    with pytest.raises(ValueError, match="one token more"):
+    with pytest.raises(RuntimeError):  # of PyTorch: the shapes do not fit
         draft.propose(ids, aux[:, :-1], num_tokens=1)
 
 
@@ -353,7 +353,7 @@ def test_a_target_that_is_not_served_is_refused():
     for layer_ids in ([0, 1], [0, 1, 4], [1, 0, 2], [0, 0, 1], [-1, 0, 1]):
         with pytest.raises(ValueError, match="`aux_layer_ids`"):
             Eagle3Target(make_target(), layer_ids)
-    with pytest.raises(ValueError, match="4 layers"):
+    with pytest.raises(ValueError, match=r"`aux_layer_ids`.*from 0 to 3"):
         Eagle3Target(make_target())
     assert default_aux_layer_ids(36) == [1, 17, 32]
 

@@ -87,11 +87,6 @@ def test_windowed_block_mask_hides_blocks_out_of_reach():
     assert tree_block_mask(chain).to_dense().sum() == 55
 
 
-def test_block_mask_needs_whole_blocks():
-    with pytest.raises(ValueError, match=r"100.*128.*DataCollatorForPrefixTree"):
-        tree_block_mask(torch.zeros(1, 3, 100, dtype=torch.int32))
-
-
 def listed(counts, indices):
     return [
         [own[:count].tolist() for own, count in zip(*row, strict=True)]

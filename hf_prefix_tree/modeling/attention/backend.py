@@ -169,6 +169,14 @@ def why_not_flex(device: torch.device, dtype: torch.dtype, head_dim: int, length
     return None
 
 
+def takes_flex(requested: str, device: torch.device, dtype: torch.dtype, head_dim: int, length: int) -> bool:
+    """Whether FlexAttention runs a call that has no other choice than a dense mask; raises where it was asked for."""
+    reason = why_not_flex(device, dtype, head_dim, length)
+    if requested == "flex" and reason is not None:
+        raise ValueError(f"`attn_backend='flex'` cannot serve this call: {reason}. Use `attn_backend='auto'`.")
+    return requested != "sdpa" and reason is None
+
+
 def _why_not_flash(call: AttentionCall) -> str | None:
     """The reason against FLASH that is known before any number is computed, if there is one."""
     version = _flash_version()

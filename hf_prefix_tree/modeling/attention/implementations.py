@@ -101,3 +101,17 @@ def set_implementations(model: PreTrainedModel, wanted: dict[str, str]) -> None:
     if model.config._attn_implementation != wanted[""]:
         # Architectures outside Transformers' attention interface only warn; their mask functions read this name.
         model.config._attn_implementation_internal = wanted[""]
+
+
+def refuse_attention_dropout(option: str, rate: float | None) -> None:
+    """
+    Raises `ValueError` for dropout in attention.
+
+    Args:
+        option (`str`): The name of the option in the config.
+        rate (`float`, *optional*): Its value.
+    """
+    if rate:
+        raise ValueError(
+            f"`config.{option}={rate}`: dropout in attention is not supported. Load the model with `{option}=0.0`."
+        )

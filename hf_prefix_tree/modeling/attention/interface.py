@@ -24,7 +24,7 @@ from hf_prefix_tree.modeling.attention.backend import (
     FLASH_HEAD_SIZES,
     AttentionCall,
     choose_backend,
-    why_not_flex,
+    takes_flex,
 )
 from hf_prefix_tree.modeling.attention.flash import attend_flash
 from hf_prefix_tree.modeling.attention.implementations import (
@@ -33,6 +33,7 @@ from hf_prefix_tree.modeling.attention.implementations import (
     IMPLEMENTATION,
     default_attention,
     default_implementation,
+    refuse_attention_dropout,
     uses_attention_interface,
 )
 from hf_prefix_tree.modeling.attention.kernels import attend_dense, attend_flex, attention_dtype
@@ -208,8 +209,7 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention of both implementations, by the kernel that the mask is made for."""
-    if dropout:
-        raise ValueError(f"attention dropout ({dropout}) is not supported: set `attention_dropout=0.0`.")
+    refuse_attention_dropout("attention_dropout", dropout)  # of a config that names it otherwise
     unknown = [name for name, x in kwargs.items() if isinstance(x, torch.Tensor) and name not in _NOT_FOR_ATTENTION]
     if position_bias is not None or unknown:
         raise ValueError(
@@ -287,10 +287,7 @@ def diffusion_mask(
                 attended = torch.ones((batch_size, q_length), dtype=torch.bool, device=device)
             layout = spans(attended)
         call = AttentionCall.of(config, device, attention_dtype(device, dtype), q_length)
-        reason = why_not_flex(device, call.dtype, min(call.head_dim, call.value_dim), q_length)
-        if context.attn_backend == "flex" and reason is not None:
-            raise ValueError(f"`attn_backend='flex'` cannot serve this call: {reason}. Use `attn_backend='auto'`.")
-        flex = context.attn_backend != "sdpa" and reason is None
+        flex = takes_flex(context.attn_backend, device, call.dtype, min(call.head_dim, call.value_dim), q_length)
         context.mask = block_mask(layout) if flex else dense_mask_of_spans(layout)
     return context.mask
 

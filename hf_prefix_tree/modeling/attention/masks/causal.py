@@ -173,17 +173,10 @@ def tree_block_mask(prefix_tree: torch.Tensor, **limit: int | None) -> TreeBlock
     Args:
         prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): The tree rows; N a multiple of 128.
         limit: As in [`dense_mask`].
-
-    Raises:
-        `ValueError`: if N is not a multiple of 128.
     """
     kind, number = kind_of(limit)
     length = prefix_tree.shape[2]
-    if length % BLOCK_SIZE != 0:
-        raise ValueError(
-            f"`prefix_tree` has {length} tokens per packed sequence, FlexAttention needs multiples of {BLOCK_SIZE}: "
-            f"build the batch with `DataCollatorForPrefixTree(pad_to_multiple_of={BLOCK_SIZE})`."
-        )
+    assert length % BLOCK_SIZE == 0  # `why_not_flex` refuses others
     subtree_end, depth = _rows(prefix_tree)
     size = block_size(length)
     end_low, end_high = _block_bounds(subtree_end, size)
