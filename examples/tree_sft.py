@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from datasets import Dataset, load_dataset
+from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from trl import ModelConfig, ScriptArguments, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
 
@@ -36,7 +37,7 @@ from hf_prefix_tree import PrefixTree, TreeSFTConfig, TreeSFTTrainer, prepare_tr
 from hf_prefix_tree.data.baselines import flat_steps, per_branch
 from hf_prefix_tree.nemo import CROSS_ENTROPY_IGNORE_IDX
 from hf_prefix_tree.report.gain import read_tools
-from hf_prefix_tree.report.text import console, counts_list
+from hf_prefix_tree.report.text import console
 
 
 @dataclass
@@ -123,7 +124,12 @@ def print_preparation(split: str, counts: dict[str, Any], samples: Dataset | Non
     """Prints the counts of a split: its trees, and the samples of a baseline."""
     ratios = {f"{name}_ratio": counts[f"branch_{name}s"] / counts[f"tree_{name}s"] for name in ("token", "pair")}
     mean = {"mean_branches": counts["branches"] / counts["trees"]}
-    console().print(counts_list(split, {**counts, **ratios, **mean}))
+    table = Table(split)
+    table.add_column("", justify="right")
+    for name, count in {**counts, **ratios, **mean}.items():
+        if isinstance(count, int | float):
+            table.add_row(name.replace("_", " "), f"{count:.2f}" if isinstance(count, float) else f"{count:,}")
+    console().print(table)
     if samples is not None:
         lengths = [len(ids) for ids in samples["input_ids"]]
         supervised = sum(label != CROSS_ENTROPY_IGNORE_IDX for labels in samples["labels"] for label in labels)

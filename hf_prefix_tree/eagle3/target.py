@@ -187,10 +187,10 @@ class Eagle3Target:
                 f"`model` must be a causal LM of Transformers, got {type(model).__name__}: merge adapters first "
                 "(`merge_and_unload()`), and don't wrap it."
             )
-        if not is_materialized(model) or len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        if not is_materialized(model):
             raise ValueError(
-                f"The target ({type(model).__name__}) is sharded, spread over devices or has no weights yet: load it "
-                "whole on one device, or precompute its hidden states (`precompute_hidden_states`) where that fits."
+                f"The target ({type(model).__name__}) is sharded or has no weights yet: load it whole on one device, "
+                "or precompute its hidden states (`precompute_hidden_states`) where that fits."
             )
         if not isinstance(getattr(backbone_of(model), "layers", None), torch.nn.ModuleList):
             raise ValueError(f"{type(model).__name__} has no list of decoder layers, whose outputs a draft reads.")

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _COLUMNS = {
-    "candidates": "candidates",
-    "valid": "valid",
-    "selected": "selected",
     "rows": "rows",
     "trees": "trees",
     "branches": "branches",
@@ -34,8 +31,6 @@ _COLUMNS = {
     "split_trees": "split trees",
     "parts": "parts",
     "duplicated_tokens": "duplicated",
-    "packed_rows": "packed rows",
-    "fill": "fill",
     "mean_branches": "mean branches",
     "mean_token_ratio": "mean token ratio",
     "max_token_ratio": "max",
@@ -64,16 +59,6 @@ def counts_table(
     if total is not None:
         table.add_section()
         table.add_row("total", *(_cell(total[key]) for key in columns))
-    return table
-
-
-def counts_list(title: str, counts: Mapping[str, Any]) -> Table:
-    """The counts of one set, one below the other."""
-    table = Table("", title, title_justify="left")
-    table.columns[1].justify = "right"
-    for key, name in {**_COLUMNS, "max_branches": "most branches of a tree"}.items():
-        if key in counts:
-            table.add_row(name, _cell(counts[key]))
     return table
 
 

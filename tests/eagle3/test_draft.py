@@ -337,7 +337,7 @@ def test_a_wrapped_sharded_or_spread_target_is_refused():
     adapted = get_peft_model(make_target(dtype=torch.float32), LoraConfig(target_modules=["q_proj"]))
     for model, message in (
         (empty, "sharded"),
-        (spread, "sharded"),
+        (spread, "device_map"),
         (adapted, "PeftModel"),
         (torch.nn.Linear(2, 2), "Linear"),
     ):

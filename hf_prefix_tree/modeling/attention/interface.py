@@ -247,7 +247,6 @@ def diffusion_mask(
     config: Any,
     batch_size: int,
     q_length: int,
-    kv_length: int,
     dtype: torch.dtype,
     device: torch.device,
     attention_mask: torch.Tensor | None = None,
@@ -266,11 +265,6 @@ def diffusion_mask(
         raise ValueError(
             f"{type(config).__name__}: this model overlays its mask with one of its own, which a diffusion language "
             "model can't keep. Use a text model with plain attention."
-        )
-    if q_length != kv_length:
-        raise ValueError(
-            f"{q_length} tokens attend to {kv_length}: a diffusion language model keeps no cache, because earlier "
-            "tokens see later ones. Pass whole sequences, or use `diffusion_generate`."
         )
     longest = q_length if context.longest is None else context.longest
     if local_size is not None and local_size < longest:
