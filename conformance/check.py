@@ -93,7 +93,7 @@ def check_architecture(model_type: str, seed: int = 0, variant: str = "text") ->
         try:
             prepare_model(model)
             if forest.images:  # images are refused by the call, after the text was verified
-                model(**_row(forest))
+                model(**_batch_of(forest))
         except ValueError as error:
             result.status, result.reason = REFUSED, _sentence(error)
             return result
@@ -146,14 +146,14 @@ def _draws_in_training(stock: PreTrainedModel, forest: Forest) -> bool:
         return not torch.equal(before, torch.random.get_rng_state())
 
 
-def _row(forest: Forest) -> dict[str, torch.Tensor]:
+def _batch_of(forest: Forest) -> dict[str, torch.Tensor]:
     return {**concatenate_trees(forest.trees, pad_token_id=0, pad_to_multiple_of=PAD_TO), **forest.images}
 
 
 def _is_refused(stock: PreTrainedModel, forest: Forest) -> bool:
     try:
         with torch.no_grad():
-            stock(**_row(forest))
+            stock(**_batch_of(forest))
     except (ValueError, RuntimeError):
         return True
     return False
@@ -168,14 +168,14 @@ def _double(model: PreTrainedModel) -> PreTrainedModel:
 
 def _errors(stock: PreTrainedModel, model: PreTrainedModel, forest: Forest) -> tuple[float, float, float]:
     """Largest relative errors of logits and of gradients, and that of the logits under a plain causal mask."""
-    row = _row(forest)
+    batch = _batch_of(forest)
     expected_loss, expected_logits = _branch_runs(stock, forest)
     expected_loss.backward()
-    model(**row).loss.backward()
-    without_labels = {key: value for key, value in row.items() if key not in ("labels", "loss_weights")}
+    model(**batch).loss.backward()
+    without_labels = {key: value for key, value in batch.items() if key not in ("labels", "loss_weights")}
     tree_logits = model(**without_labels).logits[0].detach()  # with gradients: 4-bit kernels differ without
     with torch.no_grad():
-        causal_logits = stock(**forest.plain_inputs(row["input_ids"], forest.images), use_cache=False).logits[0]
+        causal_logits = stock(**forest.plain_inputs(batch["input_ids"], forest.images), use_cache=False).logits[0]
     logits_error = control = 0.0
     start, branches = 0, iter(expected_logits)
     for tree in forest.trees:
@@ -221,11 +221,11 @@ def _gradient_error(expected: dict[str, Any], got: dict[str, Any]) -> float:
 def _checkpointing(stock: PreTrainedModel, model: PreTrainedModel, forest: Forest) -> tuple[str, float]:
     if not model.supports_gradient_checkpointing:
         return "not supported by the model", 0.0
-    row = _row(forest)
+    batch = _batch_of(forest)
     branch = forest.branch_inputs()[0][0]
     branch["labels"] = branch["input_ids"]
     differences = {
-        kind: _checkpointed_error(model, row, kind == "reentrant") for kind in ("non-reentrant", "reentrant")
+        kind: _checkpointed_error(model, batch, kind == "reentrant") for kind in ("non-reentrant", "reentrant")
     }
     worst = max(differences.values())
     if worst > CHECKPOINT_TOLERANCE:

@@ -70,10 +70,10 @@ def main(venv: Path, files: list[str]) -> None:
             break
 
     code = "from importlib.metadata import version; print(version('torch'))"
-    found = subprocess.run([python, "-c", code], capture_output=True, text=True)
-    if found.returncode != 0:
+    result = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    if result.returncode != 0:
         sys.exit(f"TORCH={override}: {venv} sees no torch; remove {venv} and run make with a Python that has torch")
-    torch_version = found.stdout.strip()
+    torch_version = result.stdout.strip()
     constraint = venv / "torch-constraint.txt"
     constraint.write_text(f"torch=={torch_version}\n")
     print(f"installing {len(pins)} pinned packages beside torch {torch_version}", flush=True)

@@ -10,7 +10,7 @@ _NAME = re.compile(r"\[(<code>[^<]*</code>)\](?!\()")
 
 def on_page_content(html: str, **kwargs: Any) -> str:
     """Called by mkdocs for each page."""
-    html = _TYPE.sub(lambda found: _marked_up(found.group(1)), html)
+    html = _TYPE.sub(lambda match: _marked_up(match.group(1)), html)
     return _NAME.sub(r"\1", html)
 
 

@@ -193,26 +193,26 @@ def words(rng: Any, low: int, high: int) -> str:
 
 def digest(value: Any) -> str:
     """A hash of data, whatever it is made of: its types, shapes and values."""
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
 
     def add(part: Any) -> None:
         if isinstance(part, torch.Tensor):
             part = part.detach().numpy()
         if isinstance(part, np.ndarray):
-            found.update(f"{part.dtype}{part.shape}".encode() + np.ascontiguousarray(part).tobytes())
+            hashed.update(f"{part.dtype}{part.shape}".encode() + np.ascontiguousarray(part).tobytes())
         elif isinstance(part, dict):
             for key in sorted(part):
-                found.update(f"{key}:".encode())
+                hashed.update(f"{key}:".encode())
                 add(part[key])
         elif isinstance(part, (list, tuple)):
-            found.update(f"{len(part)}[".encode())
+            hashed.update(f"{len(part)}[".encode())
             for one in part:
                 add(one)
         else:
-            found.update(f"{type(part).__name__}={part!r};".encode())
+            hashed.update(f"{type(part).__name__}={part!r};".encode())
 
     add(value)
-    return found.hexdigest()[:20]
+    return hashed.hexdigest()[:20]
 
 
 def norm(tensors: Any) -> float:
@@ -279,30 +279,30 @@ def options(folder: Any, config_class: Any, **kwargs: Any) -> Any:
 
 
 def data_trees() -> Values:
-    found: Values = {}
+    recorded: Values = {}
     for weighting in ("tree", "branch", "branch_mean", "once"):
         trees = make_trees(3, weighting=weighting)
         names = ("depth", "subtree_end", "predecessor")
-        found[f"fold/{weighting}"] = digest([tree.to_dict() for tree in trees])
-        found[f"derived/{weighting}"] = digest([[getattr(tree, name) for name in names] for tree in trees])
-        found[f"unfold/{weighting}"] = digest(
+        recorded[f"fold/{weighting}"] = digest([tree.to_dict() for tree in trees])
+        recorded[f"derived/{weighting}"] = digest([[getattr(tree, name) for name in names] for tree in trees])
+        recorded[f"unfold/{weighting}"] = digest(
             [[(b.input_ids, b.weights) for b in tree.branches()] + tree.paths() for tree in trees]
         )
         longest = max(tree.stats().longest_path for tree in trees)
         parts = [part for tree in trees for part in hpt.split_tree(tree, longest)]
-        found[f"split/{weighting}"] = digest([part.to_dict() for part in parts])
-    found |= numbers(vars(make_trees(1)[0].stats()), "stats")
-    found["node_paths"] = digest(make_trees(1)[0].to_node_paths())
-    found["pack_rows"] = digest([list(map(int, row)) for row in hpt.pack_rows([5, 9, 3, 7, 2, 2, 8, 1], 10)])
-    found["caterpillar"] = digest(hpt.caterpillar(num_turns=5, seed=0).to_dict())
-    found["caterpillar_set"] = digest([tree.to_dict() for tree in hpt.caterpillar_set(2)])
+        recorded[f"split/{weighting}"] = digest([part.to_dict() for part in parts])
+    recorded |= numbers(vars(make_trees(1)[0].stats()), "stats")
+    recorded["node_paths"] = digest(make_trees(1)[0].to_node_paths())
+    recorded["pack_rows"] = digest([list(map(int, row)) for row in hpt.pack_rows([5, 9, 3, 7, 2, 2, 8, 1], 10)])
+    recorded["caterpillar"] = digest(hpt.caterpillar(num_turns=5, seed=0).to_dict())
+    recorded["caterpillar_set"] = digest([tree.to_dict() for tree in hpt.caterpillar_set(2)])
     whole = [hpt.Branch(b.input_ids, (b.weights > 0).astype(float)) for b in make_branches(5)]
-    found["per_branch"] = digest(hpt.per_branch([hpt.fold(whole)]))
-    found["flat_steps"] = digest(hpt.flat_steps(whole))
+    recorded["per_branch"] = digest(hpt.per_branch([hpt.fold(whole)]))
+    recorded["flat_steps"] = digest(hpt.flat_steps(whole))
     rollouts = hpt.fold_shared_prefix_rollouts([5, 6, 7], [[8, 9], [8, 10, 11], [12]])
-    found["rollouts"] = digest(vars(rollouts))
-    found["rollouts_tree"] = digest(rollouts.to_tree().to_dict())
-    return found
+    recorded["rollouts"] = digest(vars(rollouts))
+    recorded["rollouts_tree"] = digest(rollouts.to_tree().to_dict())
+    return recorded
 
 
 def data_prepared() -> Values:
@@ -317,21 +317,21 @@ def data_prepared() -> Values:
         "selected": {"selection_metric": "branching_score", "max_examples": 3},
         "dropped": {"max_length": 800, "overlong": "drop"},
     }
-    found: Values = {}
+    recorded: Values = {}
     for name, kwargs in runs.items():
         counts: dict[str, Any] = {}
         prepared = hpt.prepare_trees(dataset, tokenizer, counts=counts, **kwargs)
-        found[f"{name}/rows"] = digest(list(prepared))
-        found |= numbers(counts, f"{name}/counts")
+        recorded[f"{name}/rows"] = digest(list(prepared))
+        recorded |= numbers(counts, f"{name}/counts")
     one_turn = Dataset.from_list([{**row, "messages": row["messages"][:3]} for row in rows[:3]])
-    found["think_split"] = digest(list(hpt.prepare_trees(one_turn, tokenizer, reasoning="think_split")))
+    recorded["think_split"] = digest(list(hpt.prepare_trees(one_turn, tokenizer, reasoning="think_split")))
     ids = samples(6)
-    found["ids"] = digest(list(hpt.prepare_trees(ids.rename_column("loss_mask", "completion_mask"))))
+    recorded["ids"] = digest(list(hpt.prepare_trees(ids.rename_column("loss_mask", "completion_mask"))))
     searches = [
         {"parents": [-1, 0, 0, 1], "texts": ["t3 t4", " t5", " t6 t7", " t8"], "weights": [0.0, 1.0, 1.0, 1.0]}
     ]
-    found["nodes"] = digest(list(hpt.prepare_trees(Dataset.from_list(searches), word_tokenizer())))
-    return found
+    recorded["nodes"] = digest(list(hpt.prepare_trees(Dataset.from_list(searches), word_tokenizer())))
+    return recorded
 
 
 def data_collators() -> Values:
@@ -342,7 +342,7 @@ def data_collators() -> Values:
     block = {"pad_token_id": 0, "eos_token_id": 2, "block_size": 4}
     packed = hpt.pack_eagle3_dataset(rows, 16, 0)
     rollouts = hpt.fold_shared_prefix_rollouts([5, 6, 7], [[8, 9], [8, 10, 11], [12]])
-    found = {
+    recorded = {
         "tree": hpt.DataCollatorForPrefixTree(0)([tree.to_dict() for tree in make_trees(3)]),
         "tree_short": hpt.DataCollatorForPrefixTree(0, pad_to_multiple_of=8)(make_trees(2)),
         "rollouts": hpt.prefix_tree_collate_fn([rollouts]),
@@ -353,13 +353,13 @@ def data_collators() -> Values:
         "eagle3": hpt.DataCollatorForEagle3(0, length=16)(rows),
         "eagle3_packed": hpt.DataCollatorForEagle3(0)(packed),
     }
-    return {name: digest(dict(batch)) for name, batch in found.items()}
+    return {name: digest(dict(batch)) for name, batch in recorded.items()}
 
 
 def report() -> Values:
     """`hf-prefix-tree inspect` and `estimate`: counts, ratios, FLOPs and bytes."""
     rows, tokenizer = dialogues()
-    found: Values = {}
+    recorded: Values = {}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "rows.jsonl")
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -383,13 +383,13 @@ def report() -> Values:
                     cli()
                 except SystemExit as end:
                     assert not end.code, f"{name}: exit code {end.code}"
-            found |= numbers(json.loads(output.getvalue()), name)
-    return found
+            recorded |= numbers(json.loads(output.getvalue()), name)
+    return recorded
 
 
 def forward() -> Values:
     """Loss, logits and gradients of rows of trees, for every kind of mask and of recurrent layer."""
-    found: Values = {}
+    recorded: Values = {}
     for name in CONFIGS:
         for weighting in ("tree", "branch") if name == "qwen3" else ("tree",):
             model = hpt.prepare_model(make_model(name))
@@ -398,9 +398,9 @@ def forward() -> Values:
                 output = model(**batch)
                 output.loss.backward()
             key = f"{name}/{weighting}"
-            found |= {f"{key}/loss": output.loss.item(), f"{key}/logits": norm([output.logits])}
-            found[f"{key}/gradient_norm"] = gradient_norm(model)
-    return found
+            recorded |= {f"{key}/loss": output.loss.item(), f"{key}/logits": norm([output.logits])}
+            recorded[f"{key}/gradient_norm"] = gradient_norm(model)
+    return recorded
 
 
 def images() -> Values:
@@ -432,9 +432,13 @@ def log_probs() -> Values:
     model = make_model()
     sequences = [torch.from_numpy(branch.input_ids) for branch in make_branches(3)]
     with keep_double():
-        found = hpt.tree_log_probs(model, sequences, temperature=0.7, min_reuse=1.0)
-        sum(row.square().sum() for row in found).backward()
-    return {"sum": sum(row.sum().item() for row in found), "norm": norm(found), "gradient_norm": gradient_norm(model)}
+        log_probs = hpt.tree_log_probs(model, sequences, temperature=0.7, min_reuse=1.0)
+        sum(row.square().sum() for row in log_probs).backward()
+    return {
+        "sum": sum(row.sum().item() for row in log_probs),
+        "norm": norm(log_probs),
+        "gradient_norm": gradient_norm(model),
+    }
 
 
 def _sft(
@@ -474,7 +478,7 @@ def sft() -> Values:
         "checkpointed": {"gradient_checkpointing": True},
         "router": {"model": "qwen3_moe", "gradient_accumulation_steps": 2},
     }
-    found: Values = {}
+    recorded: Values = {}
     for name, kwargs in runs.items():
         model = make_model(kwargs.pop("model", "qwen3"))
         # the mode does not reach what checkpointing computes again
@@ -484,13 +488,13 @@ def sft() -> Values:
         trees = make_trees(6, weighting=kwargs.get("weighting", "tree"))
         with tempfile.TemporaryDirectory() as folder, context:
             values = trained(_sft(folder, trees, model, **kwargs), evaluate="eval_trees" in kwargs)
-        found |= {f"{name}/{key}": value for key, value in values.items()}
+        recorded |= {f"{name}/{key}": value for key, value in values.items()}
     with tempfile.TemporaryDirectory() as folder, keep_double():
         positions = {"train_sampling_strategy": "random", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
         _sft(folder, make_trees(3), **positions).train()
         values = trained(_sft(folder, make_trees(3), **positions), resume=f"{folder}/checkpoint-2")
-        found |= {f"resumed/{key}": value for key, value in values.items()}
-    return found
+        recorded |= {f"resumed/{key}": value for key, value in values.items()}
+    return recorded
 
 
 def sft_dialogues() -> Values:
@@ -514,7 +518,7 @@ class _PlainTrainer(hpt.TreeLossMixin, Trainer):
 
 def plain_trainer() -> Values:
     """`TreeLossMixin` on a plain `Trainer`, and the plain one alone."""
-    found: Values = {}
+    recorded: Values = {}
     for name, trainer_class in {"mixin": _PlainTrainer, "plain": Trainer}.items():
         with tempfile.TemporaryDirectory() as folder, keep_double():
             args = options(folder, TrainingArguments, gradient_accumulation_steps=2, remove_unused_columns=False)
@@ -526,8 +530,8 @@ def plain_trainer() -> Values:
                 data_collator=hpt.DataCollatorForPrefixTree(0, pad_to_multiple_of=8),
             )
             values = trained(trainer, evaluate=True)
-        found |= {f"{name}/{key}": value for key, value in values.items()}
-    return found
+        recorded |= {f"{name}/{key}": value for key, value in values.items()}
+    return recorded
 
 
 def _rollouts() -> Callable[..., dict[str, Any]]:
@@ -541,14 +545,14 @@ def _rollouts() -> Callable[..., dict[str, Any]]:
             (stem if index % 2 else []) + rng.integers(3, VOCAB - 1, size=rng.integers(1, 6)).tolist()
             for index in range(len(texts))
         ]
-        probs = [[-3.0] * len(own) for own in completions]
+        probs = [[-3.0] * len(ids) for ids in completions]
         return {"prompt_ids": prompts, "completion_ids": completions, "logprobs": probs}
 
     return generate
 
 
 def _reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-    return [sum(own) % 11 / 10 for own in completion_ids]
+    return [sum(ids) % 11 / 10 for ids in completion_ids]
 
 
 def _policy(trainer_class: Any, config_class: Any, extra: dict[str, Any], **kwargs: Any) -> Values:
@@ -571,15 +575,15 @@ def _policy(trainer_class: Any, config_class: Any, extra: dict[str, Any], **kwar
 
 
 def grpo() -> Values:
-    found: Values = {}
+    recorded: Values = {}
     runs: dict[str, dict[str, Any]] = {
         "grpo": {"loss_type": "grpo", "beta": 0.1, "num_iterations": 2, "epsilon": 0.001},
         "dapo": {"loss_type": "dapo"},
     }
     for name, kwargs in runs.items():
         values = _policy(hpt.TreeGRPOTrainer, trl.GRPOConfig, {"rollout_func": _rollouts()}, **kwargs)
-        found |= {f"{name}/{key}": value for key, value in values.items()}
-    return found
+        recorded |= {f"{name}/{key}": value for key, value in values.items()}
+    return recorded
 
 
 def rloo() -> Values:
@@ -615,11 +619,11 @@ def _pairs() -> list[dict[str, Any]]:
 
 
 def dpo() -> Values:
-    found: Values = {}
+    recorded: Values = {}
     for name, kwargs in {"plain": {}, "precomputed": {"precompute_ref_log_probs": True}}.items():
         values = _preference(hpt.TreeDPOTrainer, trl.DPOConfig, _pairs(), **kwargs)
-        found |= {f"{name}/{key}": value for key, value in values.items()}
-    return found
+        recorded |= {f"{name}/{key}": value for key, value in values.items()}
+    return recorded
 
 
 def kto() -> Values:
@@ -639,7 +643,7 @@ def diffusion() -> Values:
         "all_masked": {"objective": "hybrid", "corruption": "all_masked", "alpha": 0.5},
         "padding": {"objective": "block", "supervise_padding": True, "gradient_accumulation_steps": 2},
     }
-    found: Values = {}
+    recorded: Values = {}
     prompts = torch.tensor([[5, 6, 7, 8, 9], [0, 0, 11, 12, 13]])
     for name, kwargs in runs.items():
         with tempfile.TemporaryDirectory() as folder, keep_double():
@@ -656,23 +660,23 @@ def diffusion() -> Values:
                     trainer.model, prompts, 8, 4, VOCAB - 1, attention_mask=(prompts > 0).long(), objective=name
                 )
                 values["generated"] = digest(generated)
-        found |= {f"{name}/{key}": value for key, value in values.items()}
-    return found
+        recorded |= {f"{name}/{key}": value for key, value in values.items()}
+    return recorded
 
 
 def eagle3() -> Values:
     rows, aux = list(samples(6)), [0, 1, 2]
-    found: Values = {
+    recorded: Values = {
         "packed_best_fit": digest(hpt.pack_eagle3_dataset(rows, 24, 0)),
         "packed_next_fit": digest(hpt.pack_eagle3_dataset(rows, 24, 0, strategy="next_fit")),
     }
     conversations, tokenizer = dialogues()
     loader = hpt.build_eagle3_dataloader(conversations[:3], tokenizer, packed_sequence_size=2048)
-    found["loader"] = digest([dict(batch) for batch in loader])
+    recorded["loader"] = digest([dict(batch) for batch in loader])
     ids, mask = hpt.build_token_mapping(
         [hpt.DataCollatorForEagle3(0)(rows)], target_vocab_size=VOCAB, draft_vocab_size=40, special_token_ids=[2]
     )
-    found["mapping"] = digest([ids, mask])
+    recorded["mapping"] = digest([ids, mask])
     for name, kwargs in {"padded": {"seq_length": 16}, "packed": {"packed_sequence_size": 24}}.items():
         target = make_model(config=transformers.Qwen3Config(**_SIZES | {"num_hidden_layers": 4}))
         torch.manual_seed(1)
@@ -693,8 +697,8 @@ def eagle3() -> Values:
             hpt.export_for_serving(trainer.model, f"{folder}/export", "sglang")
             files = sorted(Path(folder, "export").rglob("*.*"))
             values["export"] = digest({file.name: load_file(file) for file in files if file.suffix == ".safetensors"})
-        found |= {f"{name}/{key}": value for key, value in values.items()}
-    return found
+        recorded |= {f"{name}/{key}": value for key, value in values.items()}
+    return recorded
 
 
 def two_ranks() -> Values:
@@ -710,8 +714,8 @@ def two_ranks() -> Values:
         for process in ranks:
             process.join(300)
         assert [process.exitcode for process in ranks] == [0, 0], "a rank failed"
-        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(2)]
-    return {f"{rank}/{key}": value for rank, values in enumerate(found) for key, value in values.items()}
+        recorded = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(2)]
+    return {f"{rank}/{key}": value for rank, values in enumerate(recorded) for key, value in values.items()}
 
 
 def _rank(rank: int, port: int, folder: str) -> None:

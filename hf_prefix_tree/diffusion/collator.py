@@ -50,12 +50,12 @@ class DataCollatorForDiffusionLM:
             Round the length of the batch up to a multiple of it that is also one of `block_size`; `None`, 0 or 1: no
             rounding.
         max_seq_len (`int`, *optional*):
-            Most positions of a row, also after rounding.
+            Most positions of a sequence, also after rounding.
         supervise_padding (`bool`, *optional*, defaults to `False`):
             Whether PAD is supervised. Clean PAD that the model attends to gives the length of the response away.
         response_window (`bool`, *optional*, defaults to `False`):
             Count blocks from the first supervised token, and attend to the fill, instead of counting from the start
-            of the row and not attending to it. Refuses samples with more than one supervised run.
+            of the sequence and not attending to it. Refuses samples with more than one supervised run.
         processing_class (tokenizer or processor, *optional*):
             Where ids that are not given come from.
         return_tensors (`str`, *optional*, defaults to `"pt"`):
@@ -165,7 +165,7 @@ class DataCollatorForDiffusionLM:
         return int(starts[0]) if len(starts) else len(sample.input_ids)
 
     def _fill_end(self, raw: int, prefix: int) -> int:
-        """Where the last block ends. A sample above the cap takes the whole row, so its end is beyond it."""
+        """Where the last block ends. A sample above the cap takes the whole length, so its end is beyond it."""
         block = self.block_size or 1
         return prefix + -(-(raw - prefix) // block) * block
 

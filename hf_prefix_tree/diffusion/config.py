@@ -31,7 +31,7 @@ class DiffusionSFTConfig(SFTConfig):
             after block.
         response_window (`bool`, *optional*, defaults to `True`):
             Blocks begin where the response does, and attend to their EOS fill, as in generation. With `False` they
-            begin with the row and don't, as in [`DataCollatorForDiffusionLM`].
+            begin with the sequence and don't, as in [`DataCollatorForDiffusionLM`].
         supervise_padding (`bool`, *optional*, defaults to `False`):
             See [`DataCollatorForDiffusionLM`]. The loss then depends on which samples share a batch, which pads them.
         mask_token_id (`int`, *optional*):

@@ -76,7 +76,7 @@ def diffusion_generate(
 
     Returns:
         `torch.Tensor` of shape `(B, P + new)`, int64: `input_ids`, then the new tokens up to and including the first
-        end token, padded to the longest row.
+        end token, padded to the longest one.
 
     Raises:
         `ValueError`: If an argument is out of range, or padding is inside a prompt.
@@ -211,7 +211,7 @@ def _block_logits(
     else:
         causal_before = start if objective == "hybrid" else None
         layout = spans(attended, "block_causal", block_size, window_start=window, causal_before=causal_before)
-    inside = block.clamp(max=length - 1)  # of rows that are done already, other places
+    inside = block.clamp(max=length - 1)  # of texts that are done already, other places
     where = inside + torch.arange(len(tokens), device=tokens.device)[:, None] * length
     outputs = model(
         input_ids=tokens[:, :length],

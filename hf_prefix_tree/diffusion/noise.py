@@ -77,7 +77,7 @@ class Corrupted:
 
 def window_starts(supervised: torch.Tensor) -> torch.Tensor:
     """
-    Where the response of each sample begins: its first supervised token, or the end of a row without one.
+    Where the response of each sample begins: its first supervised token, or the end of a sequence without one.
 
     Args:
         supervised (`torch.Tensor` of shape `(B, L)`, bool): Which tokens are supervised.

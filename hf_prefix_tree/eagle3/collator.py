@@ -20,7 +20,7 @@ from hf_prefix_tree.tree.packing import pack_rows
 ROW_KEYS = ("input_ids", "loss_mask", "attention_mask", "position_ids", "doc_remaining")
 PACKED_COLUMNS = (*ROW_KEYS, "seq_lens")
 DOCUMENT_KEYS = ("input_ids", "loss_mask")
-HIDDEN_STATES = "hidden_states"  # column with the file of a row's precomputed hidden states
+HIDDEN_STATES = "hidden_states"  # column with the file of the precomputed hidden states
 
 Document = tuple[list[int], list[int]]  # token ids; loss mask, 0 or 1
 
@@ -32,11 +32,11 @@ def as_document(sample: Sample) -> Document:
 
 def eagle3_row(documents: Sequence[Document], length: int, pad_token_id: int) -> dict[str, list[int]]:
     """
-    Lay documents one after another in a row.
+    Lay documents one after another in a packed sequence.
 
     Args:
         documents (sequence of pairs): Token ids and loss mask (0 or 1) of each document, at least one token each.
-        length (`int`): Positions of the row, at least the documents' tokens.
+        length (`int`): Positions of the sequence, at least the documents' tokens.
         pad_token_id (`int`): Token id of the padding.
 
     Returns:
@@ -67,20 +67,20 @@ def eagle3_row(documents: Sequence[Document], length: int, pad_token_id: int) ->
 
 
 def _next_fit(documents: list[Document], length: int) -> list[list[Document]]:
-    rows: list[list[Document]] = []
+    packed: list[list[Document]] = []
     room = 0
     for document in documents:
         size = len(document[0])
-        if size > room or not rows:
-            rows.append([])
+        if size > room or not packed:
+            packed.append([])
             room = length
-        rows[-1].append(document)
+        packed[-1].append(document)
         room -= size
-    return rows
+    return packed
 
 
 def _best_fit(documents: list[Document], length: int) -> list[list[Document]]:
-    return [[documents[i] for i in row] for row in pack_rows([len(ids) for ids, _ in documents], length)]
+    return [[documents[i] for i in indices] for indices in pack_rows([len(ids) for ids, _ in documents], length)]
 
 
 # How documents are put into packed sequences, see `pack_eagle3_dataset`.
@@ -90,12 +90,12 @@ STRATEGIES = {"next_fit": _next_fit, "best_fit": _best_fit}
 @dataclass
 class DataCollatorForEagle3:
     """
-    Data collator for EAGLE-3 rows: stacks packed rows, pads and stacks single documents.
+    Data collator for EAGLE-3: stacks packed sequences, pads and stacks single documents.
 
-    A feature is a row of [`pack_eagle3_dataset`], or one document: `input_ids` and `loss_mask`, with an optional
-    `attention_mask` whose zeros are padding at the end. Documents are padded to the longest of the batch. A feature
-    without tokens gives a row that supervises nothing. `hidden_states` names the file of a row's precomputed hidden
-    states, which are added to the batch; files of other tokens or documents are refused.
+    A feature is a packed sequence of [`pack_eagle3_dataset`], or one document: `input_ids` and `loss_mask`, with an
+    optional `attention_mask` whose zeros are padding at the end. Documents are padded to the longest of the batch. A
+    feature without tokens gives a sequence that supervises nothing. `hidden_states` names the file of its precomputed
+    hidden states, which are added to the batch; files of other tokens or documents are refused.
 
     Args:
         pad_token_id (`int`):
@@ -112,7 +112,7 @@ class DataCollatorForEagle3:
         of shape `(B, N)`; `seq_lens`, int64 of shape `(B, most documents)`, filled up with zeros.
 
     Raises:
-        `ValueError`: If rows differ in length, or a feature is malformed.
+        `ValueError`: If packed sequences differ in length, or a feature is malformed.
 
     Example:
 
@@ -150,7 +150,8 @@ class DataCollatorForEagle3:
         lengths = {len(feature["input_ids"]) for index, feature in enumerate(features) if index not in documents}
         if len(lengths) > 1:
             raise ValueError(
-                f"`features` has packed rows of {sorted(lengths)} tokens: pack them with one `packed_sequence_size`."
+                f"`features` has packed sequences of {sorted(lengths)} tokens: pack them with one "
+                "`packed_sequence_size`."
             )
         length = lengths.pop() if lengths else self._padded_length(list(documents.values()))
         rows = [
@@ -174,7 +175,7 @@ class DataCollatorForEagle3:
     def _padded(self, document: Document, length: int) -> dict[str, list[int]]:
         if len(document[0]) > length:
             raise ValueError(
-                f"`features` has a document of {len(document[0])} tokens for rows of {length}: shorten it first, as "
+                f"`features` has a document of {len(document[0])} tokens for sequences of {length}: shorten it, as "
                 "`build_eagle3_dataloader` does, or pass a larger `length`."
             )
         return eagle3_row([document] if len(document[0]) else [], length, self.pad_token_id)
@@ -185,16 +186,16 @@ def _checked_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in ROW_KEYS:
         if name not in row or len(row[name]) != length:
             count = "none" if name not in row else str(len(row[name]))
-            raise ValueError(f"A packed row of {length} tokens has {count} `{name}`: pack it again.")
+            raise ValueError(f"A packed sequence of {length} tokens has {count} `{name}`: pack it again.")
     if sum(row["seq_lens"]) != length:
-        raise ValueError(f"A packed row of {length} tokens has `seq_lens` that sum to {sum(row['seq_lens'])}.")
+        raise ValueError(f"A packed sequence of {length} tokens has `seq_lens` that sum to {sum(row['seq_lens'])}.")
     return row
 
 
 def _hidden_states(
     features: Sequence[Mapping[str, Any]], batch: Mapping[str, torch.Tensor], target_fingerprint: str | None
 ) -> dict[str, torch.Tensor]:
-    """The precomputed states of the rows, zeros for rows without tokens; checked against the rows and the target."""
+    """The precomputed states of a batch, zeros where there are no tokens; checked against the batch and the target."""
     loaded = [
         None if f.get(HIDDEN_STATES) is None else _states_of(f[HIDDEN_STATES], target_fingerprint) for f in features
     ]

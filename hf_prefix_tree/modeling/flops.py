@@ -145,7 +145,7 @@ def flop_counts(trees: Sequence[PrefixTree], config: PretrainedConfig) -> dict[s
 
 def activation_bytes(config: PretrainedConfig, tokens: int, checkpointing: bool) -> int:
     """
-    Bytes that a bfloat16 model keeps between forward and backward, for rows of so many tokens.
+    Bytes that a bfloat16 model keeps between forward and backward, for packed sequences of so many tokens.
 
     Per token and layer: 8 bytes for each norm's input in float32, its normalised value and its output, over the hidden
     states (twice), the queries and the keys; 2 for values and attention output, 8 for a gated MLP. This is Qwen3's

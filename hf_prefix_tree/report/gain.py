@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""A file of rows to trees, prepared as for training; how much they share, and what training on them would gain.
+"""A file of dataset rows to trees, prepared as for training; how much they share, and what training would gain.
 
 Cost: that of `prepare_trees`, which `datasets` caches; all trees are in memory together.
 """
@@ -335,10 +335,10 @@ def estimate(trees: Sequence[PrefixTree], config: PretrainedConfig, max_packed_t
         `ValueError`: If the FLOPs of the model are not counted, see [`step_flops`], or a branch is longer than
             `max_packed_tokens`.
     """
-    rows = [part for tree in trees for part in parts_of(tree, max_packed_tokens)]
+    parts = [part for tree in trees for part in parts_of(tree, max_packed_tokens)]
     branch_tflop = flop_counts(trees, config)["branches"]["tflop"]
-    tree_tflop = flop_counts(rows, config)["folded"]["tflop"]
-    sizes = {"branch": max(tree.stats().longest_path for tree in trees), "tree": max(map(len, rows))}
+    tree_tflop = flop_counts(parts, config)["folded"]["tflop"]
+    sizes = {"branch": max(tree.stats().longest_path for tree in trees), "tree": max(map(len, parts))}
     gib = {
         f"{name}_gib{suffix}": activation_bytes(config, tokens, checkpointing) / 2**30
         for name, tokens in sizes.items()

@@ -1,8 +1,9 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """[`TreeSFTTrainer`]: TRL's `SFTTrainer` on prefix trees.
 
-Everything that is not about trees is TRL's: the fused LM head (no logits of the row are built), PEFT, activation
-offloading, metrics, saving. Overridden are what a dataset becomes, the columns that are kept, and the weights.
+Everything that is not about trees is TRL's: the fused LM head (it builds no logits of whole packed sequences), PEFT,
+activation offloading, metrics, saving. Overridden are the preparation of a dataset, the columns that are kept, and the
+weights.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
     A dataset row is one of: a folded tree ([`PrefixTree.to_dict`]), `branches`, `prompt_ids` + `completions`, `prompt`
     + `completion(s)`, `messages` (with `tools`), or `input_ids` (with `labels`); `TreeSFTConfig(group_by="group")`
     makes one tree of the rows with an equal `group`. Each row or group becomes one tree; the trees of a micro-batch
-    share one row. Under `max_packed_tokens` a dataset row holds several small trees, or a part of a large one; the
-    parts of a tree stay in one optimizer step, which needs a dataset of known length.
+    share one packed sequence. Under `max_packed_tokens` a dataset row holds several small trees, or a part of a large
+    one; the parts of a tree stay in one optimizer step, which needs a dataset of known length.
 
     `TreeSFTConfig(mode="grouped")` trains the same branch by branch, as a baseline: same loss, gradients and step
     metrics (`entropy`, `mean_token_accuracy` and `num_tokens` are those of the branches), memory of one branch. Micro-
@@ -166,16 +167,16 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         if "branch_lengths" not in inputs:
             return super().training_step(model, inputs, num_items_in_batch)
         number = torch.tensor([inputs["branch_lengths"].numel()], device=self.args.device)
-        rows = branch_batches(inputs, number=self.accelerator.gather(number).max().item())
+        branches = branch_batches(inputs, number=self.accelerator.gather(number).max().item())
         steps = self.current_gradient_accumulation_steps
-        self.current_gradient_accumulation_steps = steps * len(rows)  # a router's auxiliary loss is a mean over them
+        self.current_gradient_accumulation_steps = steps * len(branches)  # the router's loss is a mean
         losses = []
-        for index, row in enumerate(rows):
+        for index, branch in enumerate(branches):
             # Gradients are reduced once, with the last branch (unless the caller holds them back further). Not under
             # FSDP2: those that wait there are whole, and the end of an inner `no_sync` would end the caller's.
-            waits = index < len(rows) - 1 and not self.accelerator.is_fsdp2
+            waits = index < len(branches) - 1 and not self.accelerator.is_fsdp2
             with self.accelerator.no_sync(model) if waits else nullcontext():
-                losses.append(super().training_step(model, row, num_items_in_batch))
+                losses.append(super().training_step(model, branch, num_items_in_batch))
         self.current_gradient_accumulation_steps = steps
         return torch.stack(losses).sum()
 

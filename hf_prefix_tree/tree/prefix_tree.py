@@ -234,7 +234,7 @@ class PrefixTree:
         )
 
     def to_dict(self) -> dict[str, npt.NDArray[Any] | int | str]:
-        """The stored state as a flat dictionary: a row of a `datasets.Dataset`."""
+        """The stored state as a flat dictionary: a dataset row."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @classmethod
@@ -246,7 +246,9 @@ class PrefixTree:
             `ValueError`: If a column is missing or the columns don't describe a tree. The message names the column.
         """
         if not isinstance(mapping, Mapping):
-            raise ValueError(f"`mapping` is a {type(mapping).__name__}; pass a row, or the result of `to_dict`.")
+            raise ValueError(
+                f"`mapping` is a {type(mapping).__name__}; pass a dataset row, or the result of `to_dict`."
+            )
         names = [field.name for field in dataclasses.fields(cls)]
         for name in names:
             if name not in mapping:
@@ -391,8 +393,8 @@ def _float64(value: Any, name: str) -> npt.NDArray[np.float64]:
     dtype = np.float64 if isinstance(value, list) else np.asarray(value).dtype
     if dtype in (np.float16, np.float32):
         raise ValueError(
-            f"`{name}` is {dtype}, which rounds the weights; read the row in the default format of `datasets`, or "
-            "pass float64."
+            f"`{name}` is {dtype}, which rounds the weights; read dataset rows in the default format of "
+            "`datasets`, or pass float64."
         )
     return weights
 

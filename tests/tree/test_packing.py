@@ -85,12 +85,3 @@ def test_fill():
 def test_errors(lengths: Any, max_tokens: Any, message: str):
     with pytest.raises(ValueError, match=message):
         pack_rows(lengths, max_tokens)
-
-
-def test_fill_errors():
-    with pytest.raises(ValueError, match="`rows`"):
-        fill([1], [], 8)
-    with pytest.raises(ValueError, match=r"`rows\[1\]`.*9.*`max_tokens`.*8"):
-        fill([4, 5, 6], [[2], [0, 1]], 8)
-    with pytest.raises(ValueError, match="`max_tokens`"):
-        fill([4, 5, 6], [[2], [0, 1]], 0)

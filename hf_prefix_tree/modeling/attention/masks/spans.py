@@ -3,7 +3,7 @@
 
 Every mask here is: query q sees key k iff `start0 <= k < end0` or `start1 <= k < end1`, for spans of q's own, and k is
 attended; and every token sees itself, so that no row of the softmax is empty. That covers full attention, block-causal
-attention, and the `[x_t | x_0]` rows of block diffusion. [`spans`] builds these numbers; [`dense_mask`] is the
+attention, and the `[x_t | x_0]` sequences of block diffusion. [`spans`] builds these numbers; [`dense_mask`] is the
 reference, an N x N tensor; [`block_mask`] describes the same mask to FlexAttention, built directly from block-wise
 minima and maxima: O(N + (N/128)^2) time and memory, no N x N tensor and no wait for the device.
 """
@@ -108,7 +108,7 @@ def dense_mask(spans: torch.Tensor) -> torch.Tensor:
         `torch.Tensor` of shape `(B, 1, N, N)`, bool: `True` where the query (third axis) sees the key (fourth).
     """
     index = torch.arange(spans.shape[2], device=spans.device, dtype=spans.dtype)
-    start0, end0, start1, end1 = (spans[:, row, :, None] for row in (START0, END0, START1, END1))
+    start0, end0, start1, end1 = (spans[:, entry, :, None] for entry in (START0, END0, START1, END1))
     inside = ((index >= start0) & (index < end0)) | ((index >= start1) & (index < end1))
     seen = inside & (spans[:, ATTENDED, None, :] != 0)
     return (seen | (index[:, None] == index[None, :]))[:, None]
@@ -121,8 +121,8 @@ def block_mask(spans: torch.Tensor) -> BlockMask:
     A block of keys is visible to a block of queries iff a span meets its attended keys: as the spans of neighbouring
     queries overlap or follow one another, the smallest start and the largest end tell. It is full iff all of its keys
     are attended and one span holds it for every query: the largest start and the smallest end tell. Where the attended
-    tokens of a row, or a span across 128 queries, have gaps, a hidden block may be called partial, which costs time
-    only; the same holds for a full one that two spans hold together.
+    tokens of a sequence, or a span across 128 queries, have gaps, a hidden block may be called partial, which costs
+    time only; the same holds for a full one that two spans hold together.
 
     Args:
         spans (`torch.Tensor` of shape `(B, 5, N)`, int32): See [`spans`]; N a multiple of 128.
@@ -146,12 +146,12 @@ def block_mask(spans: torch.Tensor) -> BlockMask:
     diagonal = torch.eye(num_blocks, dtype=torch.bool, device=spans.device)
     partial = (visible | diagonal) & ~full
     # Clones, not views: the compiler would also specialise on the tensor that they are views of.
-    rows = tuple(spans[:, row].clone() for row in range(5))
+    entries = tuple(spans[:, entry].clone() for entry in range(5))
     return BlockMask.from_kv_blocks(
         *listed_blocks(partial),
         *listed_blocks(full),
         BLOCK_SIZE=BLOCK_SIZE,
-        mask_mod=_mask_mod(*rows),
+        mask_mod=_mask_mod(*entries),
         seq_lengths=(length, length),
     )
 
