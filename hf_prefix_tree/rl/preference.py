@@ -60,23 +60,11 @@ class TreeDPOTrainer(TreePreferenceMixin, DPOTrainer):
 
 class TreeKTOTrainer(TreePreferenceMixin, KTOTrainer):
     """
-    Kahneman-Tversky optimisation on prefix trees: a drop-in for TRL's [`~trl.KTOTrainer`], with its arguments, its
-    `KTOConfig` and its numbers.
+    Kahneman-Tversky optimisation on prefix trees: as [`TreeDPOTrainer`], for TRL's [`~trl.KTOTrainer`] and its
+    `KTOConfig`.
 
-    Policy, reference and KL log-probs are computed on trees, precomputed ones included. Only rows of one micro-batch,
-    which are neighbours in the dataset, share prefixes: put rows of one prompt next to each other and raise
-    `per_device_train_batch_size`, so that they share the prompt. Batches with images, and those that share too little,
-    run as in TRL, which is logged once.
-
-    Args:
-        model (`str`, `PreTrainedModel` or `PeftModel`):
-            As for `KTOTrainer`. The model is prepared with [`prepare_model`].
-        ref_model, args, data_collator, train_dataset, eval_dataset, processing_class, peft_config, ...:
-            As for `KTOTrainer`.
-
-    Raises:
-        `ValueError`: where the architecture cannot be exact on trees, and under context, sequence or pipeline
-            parallelism, FSDP1, and `dispatch_batches=True` on several ranks.
+    The log-probs of the KL term are computed on trees as well. The rows of a micro-batch are neighbours in the
+    dataset: put those of one prompt next to each other.
 
     Example:
 
