@@ -182,7 +182,7 @@ def check_batch(batch: Mapping[str, object]) -> None:
         value = batch.get(name)
         if value is None:
             continue
-        if not isinstance(value, torch.Tensor) or tuple(value.shape) != row_shape:
+        if not isinstance(value, torch.Tensor) or value.shape != row_shape:
             what = str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(
                 f"`{name}` must be a tensor of shape {row_shape} to match `prefix_tree`, got {what}. On the tree path "

@@ -7,6 +7,7 @@ The checks read names, types and shapes, and cost little: together at most 50 mi
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from typing import Any
 
@@ -127,40 +128,72 @@ def refuse_long_branches(tree: torch.Tensor, limit: int | None) -> None:
         )
 
 
-def refuse_overwritten_inputs(kwargs: dict[str, Any]) -> None:
+class OverwrittenInputs:
     """
     Raises `ValueError` where `position_ids` are not the depths of the tree, or `attention_mask` hides a token of it:
-    the tree path would ignore both. On CUDA the values are compared without waiting for the device, so that the error
-    is a device-side assertion with the same text.
+    the tree path would ignore both.
 
-    Args:
-        kwargs (`dict[str, Any]`): Keyword arguments of a call with `prefix_tree`, of the shapes of the contract.
+    On CUDA it takes longer to launch the comparison than to make all other checks. Only the first training calls are
+    compared one by one; later ones by eights, so that the error may come up to seven calls late.
     """
-    tree, position_ids, mask = kwargs["prefix_tree"], kwargs.get("position_ids"), kwargs.get("attention_mask")
-    if tree.is_meta or (position_ids is None and mask is None):
-        return
-    message = (
-        "`position_ids` must be the depth of each token and `attention_mask` must be 1 at every token of the tree, "
-        "but something overwrote them: pass both as `DataCollatorForPrefixTree` makes them, or neither."
-    )
-    if torch.compiler.is_compiling() or tree.is_cuda:
-        torch._assert_async(_agree(tree[:, DEPTH], position_ids, mask), message)
-    elif not _agree_on_host(*(None if value is None else value.cpu().numpy() for value in (tree, position_ids, mask))):
-        raise ValueError(message)
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.pending: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
+
+    def refuse(self, kwargs: dict[str, Any], trains: bool) -> None:
+        """
+        Compares the inputs of a call, or keeps them to compare them with those of later calls.
+
+        Args:
+            kwargs (`dict[str, Any]`): Keyword arguments of a call with `prefix_tree`, of the shapes of the contract.
+            trains (`bool`): Whether it is a training call.
+        """
+        inputs = (kwargs["prefix_tree"], kwargs.get("position_ids"), kwargs.get("attention_mask"))
+        tree = inputs[0]
+        if self.pending and not trains:
+            self.settle()
+        if inputs[1] is inputs[2] is None or tree.is_meta:
+            return
+        if torch.compiler.is_compiling() or (tree.is_cuda and not trains and kwargs.get("labels") is None):
+            torch._assert_async(~_differ(*inputs), _OVERWRITTEN)  # nothing else in the call waits for the device
+        elif tree.is_cuda:
+            self.calls += 1
+            self.pending.append(inputs)
+            if not trains or self.calls <= _TOGETHER or len(self.pending) == _TOGETHER:
+                self.settle()
+        elif not _agree_on_host(*(None if value is None else value.numpy() for value in inputs)):
+            raise ValueError(_OVERWRITTEN)
+
+    def settle(self) -> None:
+        """Compares what was kept, and waits for the result."""
+        pending, self.pending = self.pending, []
+        for _, group in itertools.groupby(pending, lambda x: (len(x[0]), x[1] is None, x[2] is None)):
+            together: list[Any] = [None if x[0] is None else torch.cat(x, dim=-1) for x in zip(*group, strict=True)]
+            if _differ(*together):
+                raise ValueError(_OVERWRITTEN)
 
 
-def _agree(depth: torch.Tensor, position_ids: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor:
-    """Padding, whose depth is 0, comes last in a row."""
+_TOGETHER = 8  # calls
+_OVERWRITTEN = (
+    "`position_ids` must be the depth of each token and `attention_mask` must be 1 at every token of the tree, but "
+    "something overwrote them: pass both as `DataCollatorForPrefixTree` makes them, or neither."
+)
+
+
+def _differ(tree: torch.Tensor, position_ids: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor:
+    """Whether a token has another position, or is hidden without being a tree by itself, as padding is."""
+    depth = tree[:, DEPTH]
     positions = depth if position_ids is None else position_ids
     if mask is None:
-        return (positions == depth).all()
-    is_right = (mask * positions == depth).all()  # a hidden token's product is 0
-    # the product says nothing about roots: what follows a hidden one is visible
-    return is_right & (mask[:, 1:] <= mask[:, :-1]).all()
+        return (positions != depth).any()
+    differs = mask * positions != depth  # a hidden token's product is 0
+    differs[:, :-1] |= (depth[:, 1:] == 1) > mask[:, :-1]  # that says nothing about roots, whose depth is 0
+    return differs.any()
 
 
 def _agree_on_host(tree: Any, position_ids: Any, mask: Any) -> bool:
-    """The same on arrays, in fewer and cheaper operations: the first hidden token must begin the padding."""
+    """On arrays, in fewer and cheaper operations: the first hidden token must begin the padding, whose depth is 0."""
     for row, depth in enumerate(tree[:, DEPTH]):
         length = len(depth)
         if mask is not None and not mask[row, first := mask[row].argmin()]:

@@ -155,7 +155,7 @@ class CodeWatch:
     def _look(self) -> tuple[list[Any], ...]:
         get: Any = dict.get
         return (
-            [*map(get, self._attributes, repeat("forward"))],
+            [(id(module), module["forward"]) for module in self._attributes if "forward" in module],
             [*map(type, self._parents)],
             [*map(_code_of_class, self._classes)],
             [*map(get, self._files, self._names)],

@@ -19,8 +19,9 @@ from conformance.build import build_model
 from hf_prefix_tree import PrefixTree, prepare_model, tree_log_probs, unprepare_model
 from hf_prefix_tree.modeling import call_checks as refusals
 from hf_prefix_tree.modeling.batch import WEIGHTED_BY_CALLER, concatenate_trees
+from hf_prefix_tree.modeling.call import state_of
 from hf_prefix_tree.modeling.checks import base_causal_lm
-from hf_prefix_tree.modeling.prepare import install_tree_hooks
+from hf_prefix_tree.modeling.prepare import check_call, install_tree_hooks
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from tests.support.models import CONFIGS, branch_runs, make_model, random_forest
 
@@ -206,20 +207,97 @@ def test_overwritten_inputs_are_refused(name, values, alone, plain_model):
         model(**row)
 
 
-def test_what_says_the_same_as_the_tree_is_taken(plain_model):
-    model, row = plain_model, two_trees()
-    expected = model(**row).loss
+def same_as_the_tree():
+    row = two_trees()
     padding = row["attention_mask"] == 0
-    for change in (
+    changes = (
         {"attention_mask": None},
         {"position_ids": None},
         {"attention_mask": None, "position_ids": None},
         {"attention_mask": torch.ones_like(padding).long()},
         {"attention_mask": ~padding},
         {"position_ids": row["position_ids"].masked_fill(padding, 1)},  # as Transformers does
-    ):
-        assert torch.equal(model(**{**row, **change}).loss, expected)
+    )
+    return [{**row, **change} for change in changes]
+
+
+def test_what_says_the_same_as_the_tree_is_taken(plain_model):
+    model = plain_model
+    expected = model(**two_trees()).loss
+    for row in same_as_the_tree():
+        assert torch.equal(model(**row).loss, expected)
     assert_exact(model)
+
+
+WRONG_INPUTS = [
+    {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7]])},
+    {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7]]), "attention_mask": None},
+    {"attention_mask": torch.tensor([[1, 1, 1, 1, 0, 1, 0, 0]])},  # a later root
+    {"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 0, 0]]), "position_ids": None},
+    {"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])},
+]
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch, plain_model):
+    """The checks of calls as if their tensors were on a GPU, after the first ones."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    model = plain_model.train()
+    inputs = state_of(model).inputs = refusals.OverwrittenInputs()
+    for _ in range(refusals._TOGETHER):
+        check_call(model, two_trees())
+        assert not inputs.pending  # each of the first is compared at once
+    return model
+
+
+@pytest.mark.parametrize("place", [0, 4, 7])
+@pytest.mark.parametrize("wrong", WRONG_INPUTS, ids=range(len(WRONG_INPUTS)))
+def test_beside_a_gpu_calls_are_compared_together(wrong, place, on_a_gpu):
+    rows = [*same_as_the_tree(), batch(), batch(seed=1), two_trees()]
+    for row in rows:
+        check_call(on_a_gpu, row)
+    assert not state_of(on_a_gpu).inputs.pending
+    rows[place] = {**two_trees(), **wrong}
+    for row in rows[:-1]:
+        check_call(on_a_gpu, row)
+    assert len(state_of(on_a_gpu).inputs.pending) == 7
+    with pytest.raises(ValueError, match="something overwrote them"):
+        check_call(on_a_gpu, rows[-1])
+    check_call(on_a_gpu, two_trees())
+
+
+@pytest.mark.parametrize("wrong", WRONG_INPUTS, ids=range(len(WRONG_INPUTS)))
+def test_the_first_calls_beside_a_gpu_are_compared_at_once(wrong, on_a_gpu):
+    state_of(on_a_gpu).inputs = refusals.OverwrittenInputs()
+    with pytest.raises(ValueError, match="something overwrote them"):
+        check_call(on_a_gpu, {**two_trees(), **wrong})
+
+
+@pytest.mark.parametrize("then", ["evaluation", "logits", "without a tree", "saving", "unprepare"])
+def test_nothing_is_left_uncompared(then, on_a_gpu, tmp_path, monkeypatch):
+    model = on_a_gpu
+    check_call(model, {**two_trees(), **WRONG_INPUTS[0]})
+    with pytest.raises(ValueError, match="something overwrote them"):
+        if then == "evaluation":
+            check_call(model.eval(), two_trees())
+        elif then == "logits":
+            with torch.no_grad():
+                check_call(model, {name: x for name, x in two_trees().items() if name in ("input_ids", "prefix_tree")})
+        elif then == "without a tree":
+            model(torch.arange(5)[None])
+        elif then == "saving":
+            model.save_pretrained(tmp_path)
+        else:
+            unprepare_model(model)
+    monkeypatch.undo()
+    prepare_model(model)  # the next test's, too
+    assert not state_of(model).inputs.pending
+
+
+def test_logits_beside_a_gpu_are_not_waited_for(on_a_gpu):
+    row = {**two_trees(), **WRONG_INPUTS[0], "labels": None, "loss_weights": None}
+    with torch.no_grad(), pytest.raises(RuntimeError, match="something overwrote them"):  # an assertion of the device
+        check_call(on_a_gpu, row)
 
 
 def test_overwritten_inputs_are_refused_in_a_compiled_model():
