@@ -5,8 +5,8 @@
 
 The calls are training calls of Qwen3-0.6B with its 28 layers. On a CPU the layers are narrow, because the checks read
 modules and the batch, never weights. `loss` tells who weights the tokens: the model, as with a plain `Trainer`, or the
-caller, as in `TreeSFTTrainer`. Every call has tensors of its own. On a GPU the device is idle when a call starts, and
-every eighth call compares the inputs of eight: `mean_us` has its share, `high_us` is such a call.
+caller, as in `TreeSFTTrainer`. On a GPU the device is idle when a call starts. Every eighth
+call there compares the inputs of eight: `mean_us` has its share.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def time_checks(
 ) -> Row:
     times = []
     for _ in range(WARMUP + calls):
-        kwargs = {name: value.clone() for name, value in batch.items()}
+        kwargs = dict(batch)
         if device.type == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
