@@ -141,6 +141,17 @@ def check_options(module: PreTrainedModel, kind: Kind, kwargs: dict[str, Any]) -
     refuse_options(kind.name, kwargs)
 
 
+def refuse_other_backbone(module: PreTrainedModel) -> None:
+    """Raises `ValueError` where the backbone of a prepared causal LM was replaced: the new one has no hooks."""
+    backbone = backbone_of(module)
+    if backbone is None or _gather_hidden_states not in backbone._forward_hooks.values():
+        undo = state_of(module).kind.undo
+        raise ValueError(
+            f"The backbone of {type(module).__name__} was replaced after the model was prepared: call `{undo}(model)` "
+            "and prepare it again."
+        )
+
+
 def with_names(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call, all by name."""
     if not args:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
+import sys
 from typing import Any
 
 import torch
@@ -205,17 +207,26 @@ def _agree_on_host(tree: Any, position_ids: Any, mask: Any) -> bool:
     return True
 
 
-def refuse_counted_items(num_items_in_batch: Any) -> None:
+def refuse_counted_items(num_items_in_batch: Any, loss_weights: torch.Tensor | None = None) -> None:
     """
-    Raises `ValueError` where the divisor of the loss is a number of labels. The summed weights of a step are a Python
-    float or a float64 tensor; `Trainer` passes its count of labels as an integer or, divided by its parallel ranks,
-    in float32.
+    Raises `ValueError` where the divisor of the loss is a number of labels, or no sum of weights. The summed weights
+    of a step are a Python float or a float64 tensor; `Trainer` passes its count of labels as an integer or, divided by
+    its parallel ranks, in float32.
 
     Args:
         num_items_in_batch (`Any`): The argument of the call with this name.
+        loss_weights (`torch.Tensor`, *optional*): That of the call: where all are 0, the divisor may be 0.
     """
-    if num_items_in_batch is None or isinstance(num_items_in_batch, float):
+    if num_items_in_batch is None:
         return
+    if isinstance(num_items_in_batch, float):
+        is_empty = num_items_in_batch == 0 and loss_weights is not None and not loss_weights.any()
+        if 0 < num_items_in_batch < math.inf or is_empty:
+            return
+        raise ValueError(
+            f"`num_items_in_batch` is {num_items_in_batch}, which is no sum of weights: pass the summed weights of "
+            "the step, a finite number above 0."
+        )
     is_tensor = isinstance(num_items_in_batch, torch.Tensor)
     if is_tensor and num_items_in_batch.dtype == torch.float64:
         return
@@ -229,29 +240,41 @@ def refuse_counted_items(num_items_in_batch: Any) -> None:
 
 def refuse_missing_labels(kwargs: dict[str, Any], trains: bool) -> None:
     """
-    Raises `ValueError` for a training call that has weights but no labels, so that a loss is computed elsewhere, from
-    logits alone. Without gradients that is an ordinary way to get logits: it is only logged, once.
+    Raises `ValueError` for a call of training, or of a stock `Trainer`'s loss, that has weights but no labels, so that
+    a loss is computed elsewhere, from logits alone. Otherwise that is an ordinary way to get logits: it is only
+    logged, once, and so is a training call without both.
 
     Args:
         kwargs (`dict[str, Any]`): Keyword arguments of a call with `prefix_tree`.
         trains (`bool`): Whether it is a training call.
     """
-    if kwargs.get("labels") is not None or kwargs.get("loss_weights") is None:
+    if kwargs.get("labels") is not None:
         return
-    if trains:
+    has_weights = kwargs.get("loss_weights") is not None
+    if has_weights and (trains or _is_in_stock_loss()):
         raise ValueError(
-            "A training call has `loss_weights` but no `labels`, so that a loss of its logits would know neither the "
-            "weights nor the branches: leave out `label_smoothing_factor`, `compute_loss_func` or the `compute_loss` "
-            "that takes the labels, or, where your loss follows `prefix_tree`, leave out `loss_weights`."
+            "A call for a loss has `loss_weights` but no `labels`, so that a loss of its logits would know neither "
+            "the weights nor the branches: leave out `label_smoothing_factor`, `compute_loss_func` or the "
+            "`compute_loss` that takes the labels, or, where your loss follows `prefix_tree`, leave out `loss_weights`."
         )
-    _warn_of_logits_without_labels()
+    if has_weights or trains:
+        _warn_of_logits_without_labels()
+
+
+def _is_in_stock_loss() -> bool:
+    """Whether `Trainer.compute_loss` runs: it takes labels out for a loss of its own, in evaluation, too."""
+    trainer: Any = sys.modules.get("transformers.trainer")  # where nobody imported it, it does not run
+    frame: Any = None if trainer is None else sys._getframe()
+    while frame is not None and frame.f_code is not trainer.Trainer.compute_loss.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 @functools.cache
 def _warn_of_logits_without_labels() -> None:
     logger.warning(
-        "A call has `loss_weights` but no `labels`. Its logits are those after each token on its path: a loss that "
-        "shifts labels along the row, as label smoothing and `compute_loss_func` of a stock `Trainer` do, is wrong. "
+        "A call has no `labels`, and it trains or has `loss_weights`. Its logits are those after each token on its "
+        "path: a loss that shifts labels along the row, as label smoothing does, or that knows no weights is wrong. "
         "Leave out `loss_weights` where only logits are wanted."
     )
 

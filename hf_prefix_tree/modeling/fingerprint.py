@@ -9,6 +9,7 @@ the libraries that trainers put around a model (mixed precision, FSDP, checkpoin
 from __future__ import annotations
 
 import contextlib
+import copy
 import dis
 import functools
 import itertools
@@ -37,10 +38,10 @@ _IRRELEVANT_FIELDS = {
     *("use_cache", "return_dict", "output_hidden_states", "output_attentions", "dtype", "torch_dtype"),
     *("pad_token_id", "bos_token_id", "eos_token_id", "architectures", "id2label", "label2id", "problem_type"),
 }
+_SWITCHES = (bool, int, float, str)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # of a module
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)  # of all modules
 _TURNS = 8  # calls in which the classes of all leaves are compared once: there are many, and hardly any change
-_code_of_class = operator.attrgetter("forward", "__call__")
 # What a hook may call that only looks, on tensors, containers and loggers.
 _LOOKS = {
     *("abs", "all", "amax", "any", "append", "clone", "cpu", "debug", "detach", "dim", "double", "extend", "float"),
@@ -98,17 +99,26 @@ class CodeWatch:
         leaves = [module for module in modules.values() if not module._modules]
         shares = [leaves[start::_TURNS] for start in range(_TURNS)]
         self._leaves = itertools.cycle([(share, [*map(type, share)]) for share in shares])
-        self._classes: list[Any] = list(dict.fromkeys(map(type, modules.values())))
-        called = _functions_called(self._classes)
+        classes: list[Any] = list(dict.fromkeys(map(type, modules.values())))
+        methods = {c: _methods_called(c) for c in classes}
+        self._classes = [c for c in classes for _ in methods[c]]
+        self._methods = [*itertools.chain.from_iterable(methods.values())]
+        patchable = [(vars(m), name) for m in modules.values() for name in methods[type(m)][2:]]
+        self._owners, self._patchable = [owner for owner, _ in patchable], [name for _, name in patchable]
+        self._switches = [(vars(module), name) for module in modules.values() for name in _switches_of(module, model)]
+        called = _functions_called(classes)
         called.append((vars(torch.nn.functional), "scaled_dot_product_attention"))  # of every file, ours included
         self._files, self._names = [file for file, _ in called], [name for _, name in called]
-        configs = {
-            id(part.config): vars(part.config) for part in modules.values() if isinstance(part, PreTrainedModel)
-        }
+        self._configured = [vars(module) for module in modules.values() if "config" in vars(module)]
+        self._known_configs = [owner["config"] for owner in self._configured]
+        configs = {id(config): vars(config) for config in self._known_configs}
         fields = [
             (x, name) for x in configs.values() for name in x if name[0] != "_" and name not in _IRRELEVANT_FIELDS
         ]
+        fields += [(vars(module), "rope_type") for module in modules.values() if "rope_type" in vars(module)]
         self._configs, self._fields = [config for config, _ in fields], [name for _, name in fields]
+        self._nested = [config[name] for config, name in fields if isinstance(config[name], dict | list)]
+        self._known_nested = copy.deepcopy(self._nested)
         self._tuners = [vars(m) for m in modules.values() if hasattr(m, "adapter_layer_names")]
         self._references, self._hook_functions = self._look(), self._look_at_hooks()
         self._known_children = [*map(dict, self._children)]
@@ -117,11 +127,14 @@ class CodeWatch:
         self._weights, self._weight = self._find_weight()
         self.kept: list[Any] = []
         self.unknown: list[str] = []
-        self.key = self._make_key(model, modules)
+        self.key = self._make_key(model, modules, methods)
 
     def unchanged(self) -> bool:
         """Whether the model still runs the same code, as far as references tell."""
         if self._look() != self._references or self._children != self._known_children:
+            return False
+        configs = [owner.get("config") for owner in self._configured]
+        if self._nested != self._known_nested or any(map(operator.is_not, configs, self._known_configs)):
             return False
         leaves, classes = next(self._leaves)
         if [*map(type, leaves)] != classes:
@@ -157,7 +170,9 @@ class CodeWatch:
         return (
             [(id(module), module["forward"]) for module in self._attributes if "forward" in module],
             [*map(type, self._parents)],
-            [*map(_code_of_class, self._classes)],
+            [*map(getattr, self._classes, self._methods, repeat(None))],
+            [*map(get, self._owners, self._patchable)],
+            [_switch(owner.get(name)) for owner, name in self._switches],
             [*map(get, self._files, self._names)],
             [*map(get, self._configs, self._fields)],
             [*map(get, self._tuners, repeat("_active_adapter"))],
@@ -178,11 +193,16 @@ class CodeWatch:
             ]
         return functions_of_hooks
 
-    def _make_key(self, model: PreTrainedModel, modules: dict[str, Any]) -> tuple:
+    def _make_key(self, model: PreTrainedModel, modules: dict[str, Any], methods: dict[Any, list[str]]) -> tuple:
         parts: list[Any] = []
+        of_class = {c: [self._ids(getattr(c, name), True) for name in names] for c, names in methods.items()}
         for name, module in modules.items():
-            of_class = [self._ids(code, True) for code in (type(module).forward, type(module).__call__)]
-            parts += [name, *of_class, self._ids(vars(module).get("forward"))]
+            parts += [name, *of_class[type(module)], self._ids(vars(module).get("forward"))]
+        patched = [owner.get(name) for owner, name in zip(self._owners, self._patchable, strict=True)]
+        parts += [(place, self._ids(method)) for place, method in enumerate(patched) if method is not None]
+        parts += [(name, _switch(owner.get(name))) for owner, name in self._switches]
+        ids = [*map(id, self._known_configs)]
+        parts += map(ids.index, ids)  # which modules share one
         parts += [(name, self._ids(file.get(name), True)) for file, name in zip(self._files, self._names, strict=True)]
         parts += [(place, self._ids(code), repr(given)) for place, code, given in self._hook_functions]
         parts += [(name, repr(config.get(name))) for config, name in zip(self._configs, self._fields, strict=True)]
@@ -297,5 +317,44 @@ def _functions_called(classes: list[Any]) -> list[tuple[dict[str, Any], str]]:
     return list(functions.values())
 
 
-def _names_in(code: types.CodeType) -> set[str]:
-    return set(code.co_names).union(*(_names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)))
+def _methods_called(module_class: Any) -> list[str]:
+    """The methods through which a class computes: its forward, and those that this calls, directly or not."""
+    names = ["forward", "__call__"]
+    for name in names:  # which grows
+        for function in _functions_of(getattr(module_class, name)):
+            if hasattr(function, "__code__") and _package(function) != "torch":
+                found = {n: getattr(module_class, n, None) for n in sorted(_names_in(function.__code__))}
+                names += [
+                    n
+                    for n, f in found.items()
+                    if isinstance(f, types.FunctionType) and n not in names and _package(f) != "torch"
+                ]
+    return names
+
+
+def _switches_of(module: torch.nn.Module, model: PreTrainedModel) -> list[str]:
+    """
+    The attributes that may switch something on: numbers and texts of unknown code and of the causal LM, which computes
+    the loss. If that is unknown code, those that it asks for count, too, although they are not there yet.
+    """
+    functions = [*_functions_of(vars(module).get("forward")), *_functions_of(type(module).forward)]
+    unknown = [f for f in functions if _package(f) not in _KNOWN and hasattr(f, "__code__")]
+    if not unknown and module is not model:
+        return []
+    names = {name for name, value in vars(module).items() if type(value) in _SWITCHES}
+    if module is model:
+        names = names.union(*(_names_in(f.__code__, True) - f.__globals__.keys() for f in unknown))
+    return sorted(names - {"training", "forward", "accepts_loss_kwargs"})
+
+
+def _switch(value: Any) -> Any:
+    """Numbers count as on or off: some change in every step."""
+    kind = type(value)
+    return value if kind is str else bool(value) if kind in _SWITCHES else None
+
+
+def _names_in(code: types.CodeType, with_texts: bool = False) -> set[str]:
+    """The names that code looks up, with the texts in it that may be names for `getattr`."""
+    texts = {c for c in code.co_consts if with_texts and isinstance(c, str) and c.isidentifier()}
+    nested = [_names_in(c, with_texts) for c in code.co_consts if isinstance(c, types.CodeType)]
+    return texts.union(code.co_names, *nested)

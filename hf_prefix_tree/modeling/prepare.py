@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hf_prefix_tree.modeling.attention.backend import ATTN_BACKENDS
 from hf_prefix_tree.modeling.attention.implementations import FALLBACK_HINT, IMPLEMENTATION
@@ -27,7 +27,15 @@ from hf_prefix_tree.modeling.batch import (
     check_batch,
     gather_supervised,
 )
-from hf_prefix_tree.modeling.call import Kind, State, check_options, prepare, state_of, unprepare
+from hf_prefix_tree.modeling.call import (
+    Kind,
+    State,
+    check_options,
+    prepare,
+    refuse_other_backbone,
+    state_of,
+    unprepare,
+)
 from hf_prefix_tree.modeling.call_checks import (
     OverwrittenInputs,
     refuse_counted_items,
@@ -38,7 +46,7 @@ from hf_prefix_tree.modeling.call_checks import (
     refuse_partial_batch,
     warn_of_router_loss,
 )
-from hf_prefix_tree.modeling.checks import base_causal_lm, rope_limit, warn_of_dropout
+from hf_prefix_tree.modeling.checks import base_causal_lm, rope_limit_of, warn_of_dropout
 from hf_prefix_tree.modeling.compilation import compile_decoder_layers
 from hf_prefix_tree.modeling.context import TreeContext, active_tree, separate_calls
 from hf_prefix_tree.modeling.fingerprint import CodeWatch
@@ -174,7 +182,6 @@ def _follow_trees(base: PreTrainedModel, state: _TreeState) -> None:
     text_config = base.config.get_text_config()
     state.previous_loss = base.__dict__.get("_loss_function")
     state.router_config = text_config if hasattr(text_config, "output_router_logits") else None
-    state.rope_limit = rope_limit(base.config)
     state.has_sinks = any("sink" in name for name, _ in base.named_parameters())
     state.recurrent = followed_functions(base)
     base._loss_function = functools.partial(_tree_aware_loss, base.loss_function)
@@ -241,7 +248,9 @@ def ensure_verified(model: torch.nn.Module, forward: Callable) -> None:
 def _is_verified(base: PreTrainedModel, state: _TreeState) -> bool:
     """Whether the code that the model runs now was checked on its device."""
     if state.watch is None or not state.watch.unchanged():
+        refuse_other_backbone(base)
         state.watch = CodeWatch(base)
+        state.rope_limit = rope_limit_of(base)
         state.kept += state.watch.kept
         state.verified_on = state.verified.setdefault(state.watch.key, set())
     return state.watch.device_type in state.verified_on
@@ -302,13 +311,15 @@ def check_call(module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: boo
         if state.router_config is not None:
             warn_of_router_loss(state.router_config, kwargs)
         if not is_weighted:
-            refuse_counted_items(kwargs.get("num_items_in_batch"))
+            refuse_counted_items(kwargs.get("num_items_in_batch"), kwargs.get("loss_weights"))
             _refuse_other_losses(module, state)
 
 
 def _refuse_other_losses(module: PreTrainedModel, state: _TreeState) -> None:
     loss: Any = module.loss_function
-    loss = loss.args[0] if getattr(loss, "func", None) is _tree_aware_loss else loss
+    if getattr(loss, "func", None) is _tree_aware_loss:
+        by_name = LOSS_MAPPING.get(getattr(module, "loss_type", None), ForCausalLMLoss)  # as before it was replaced
+        loss = loss.args[0] if state.previous_loss is not None else by_name
     if loss is not ForCausalLMLoss:
         raise ValueError(
             f"`model.loss_function` is {getattr(loss, '__qualname__', repr(loss))}, and the weighted cross-entropy of "

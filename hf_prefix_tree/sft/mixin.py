@@ -96,6 +96,7 @@ class TreeLossMixin(StepMixin):
     def loss_terms(
         self, model: torch.nn.Module, inputs: dict[str, Any], items: torch.Tensor, return_outputs: bool
     ) -> LossTerms:
+        check_tree_batch(inputs)  # once more: an override of `compute_loss` may have taken something out
         divisor = safe_divisor(items, inputs["input_ids"])
         if isinstance(self, SFTTrainer):
             weighted = _WeightedLogProbs(model, divisor)

@@ -338,22 +338,29 @@ def refuse_tensor_parallelism(trainer: Any) -> None:
 
 
 def check_tree_batch(batch: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for a batch that holds no trees."""
-    if "tree_stats" not in batch:
+    """Raises `ValueError` for a batch that holds no trees, or that something was taken out of."""
+    names = ("tree_stats", "prefix_tree", "labels", "loss_weights")
+    if missing := [f"`{name}`" for name in names if batch.get(name) is None]:
         raise ValueError(
-            f"A batch has no `tree_stats`, only {sorted(batch)}: pass "
-            "`data_collator=DataCollatorForPrefixTree(pad_token_id)`."
+            f"A batch has no {', '.join(missing)}, only {sorted(batch)}: pass "
+            "`data_collator=DataCollatorForPrefixTree(pad_token_id)`, and leave its batches whole in `compute_loss`."
         )
+
+
+def own_loss(trainer: Any) -> str:
+    """Why a loss that is not the mixin's is refused."""
+    return (
+        f"{type(trainer).__name__} or its model computes the loss by itself, so it cannot be weighted: put "
+        "`TreeLossMixin` before `transformers.Trainer` or TRL's `SFTTrainer`, and have `compute_loss` call the one of "
+        "`super()`."
+    )
 
 
 def check_loss(trainer: Any, returned: torch.Tensor, outputs: Any) -> torch.Tensor:
     """The loss of the model; raises `ValueError` where there is none, or the trainer returned another one."""
     loss = getattr(outputs, "loss", None)
     if loss is None or returned is not loss:
-        raise ValueError(
-            f"{type(trainer).__name__} or its model computes the loss by itself, so it cannot be weighted: put "
-            "`TreeLossMixin` before `transformers.Trainer` or TRL's `SFTTrainer`."
-        )
+        raise ValueError(own_loss(trainer))
     return loss
 
 
