@@ -171,7 +171,13 @@ def check_batch(batch: Mapping[str, object]) -> None:
         batch (`Mapping[str, object]`): Keyword arguments of a model call that holds `prefix_tree`.
     """
     tree = batch["prefix_tree"]
-    if not isinstance(tree, torch.Tensor) or tree.dtype != torch.int32 or tree.dim() != 3 or tree.shape[1] != NUM_ROWS:
+    if (
+        not isinstance(tree, torch.Tensor)
+        or tree.dtype != torch.int32
+        or tree.dim() != 3
+        or tree.shape[1] != NUM_ROWS
+        or not tree.shape[0]
+    ):
         what = f"{tree.dtype} of shape {tuple(tree.shape)}" if isinstance(tree, torch.Tensor) else type(tree).__name__
         raise ValueError(
             f"`prefix_tree` must be an int32 tensor of shape (batch, {NUM_ROWS}, length) with rows subtree_end, depth "

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_prefix_tree.modeling.attention.implementations import implementations, set_implementations, with_implementation
-from hf_prefix_tree.modeling.call_checks import refuse_options
+from hf_prefix_tree.modeling.call_checks import WITH, refuse_options
 from hf_prefix_tree.modeling.checks import backbone_of, base_causal_lm, check_support, refuse_adapters
 from hf_prefix_tree.modeling.context import CallContext, active_context, enter_call, leave_call, set_active_context
 from hf_prefix_tree.modeling.positions import Handle
@@ -135,6 +135,11 @@ def check_options(module: PreTrainedModel, kind: Kind, kwargs: dict[str, Any]) -
         raise ValueError(
             f"`{kind.function}` prepared the model, but its attention is {module.config._attn_implementation!r} now: "
             f"call `{kind.function}(model)` again."
+        )
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise ValueError(
+            f"Transforms of `torch.func` cannot be used {WITH[kind.name]}: their tensors have no storage. Use "
+            "`loss.backward()` or `torch.autograd.grad`."
         )
     if "peft_config" in vars(module):  # adapters may have come after it
         refuse_adapters(module)

@@ -21,7 +21,7 @@ from hf_prefix_tree.modeling.positions import IMAGE_INPUTS
 
 logger = logging.getLogger(__name__)
 
-_WITH = {"tree": "together with `prefix_tree`", "diffusion": "with a diffusion language model"}
+WITH = {"tree": "together with `prefix_tree`", "diffusion": "with a diffusion language model"}
 _NO_SEQUENCES = "sequences are told apart by the mask alone."
 _NO_WEIGHTS = "the kernels keep no attention weights."
 _NO_CACHE = {
@@ -36,7 +36,7 @@ _REFUSED_OPTIONS = {
         "seq_idx": _NO_SEQUENCES,
         "output_attentions": _NO_WEIGHTS,
     }
-    for kind in _WITH
+    for kind in WITH
 }
 _REFUSED_OPTIONS["diffusion"]["labels"] = (
     "they would be shifted by one, but it predicts tokens at their own place: use the losses of "
@@ -78,12 +78,12 @@ def refuse_options(kind: str, kwargs: dict[str, Any]) -> None:
             continue
         if name == "labels" and kwargs.get("shift_labels") is not None:  # which are used instead
             continue
-        raise ValueError(f"`{name}` cannot be used {_WITH[kind]}: {reason}")
+        raise ValueError(f"`{name}` cannot be used {WITH[kind]}: {reason}")
     mask = kwargs.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() != 2:
         raise ValueError(
             f"`attention_mask` has the shape {tuple(mask.shape)}: pass one number per token. Custom masks are not "
-            f"taken {_WITH[kind]}."
+            f"taken {WITH[kind]}."
         )
 
 
@@ -255,7 +255,8 @@ def refuse_missing_labels(kwargs: dict[str, Any], trains: bool) -> None:
         raise ValueError(
             "A call for a loss has `loss_weights` but no `labels`, so that a loss of its logits would know neither "
             "the weights nor the branches: leave out `label_smoothing_factor`, `compute_loss_func` or the "
-            "`compute_loss` that takes the labels, or, where your loss follows `prefix_tree`, leave out `loss_weights`."
+            "`compute_loss` that takes the labels, or leave out `loss_weights`, too, where your loss follows "
+            "`prefix_tree`."
         )
     if has_weights or trains:
         _warn_of_logits_without_labels()

@@ -111,9 +111,9 @@ class CodeWatch:
         self._files, self._names = [file for file, _ in called], [name for _, name in called]
         self._configured = [vars(module) for module in modules.values() if "config" in vars(module)]
         self._known_configs = [owner["config"] for owner in self._configured]
-        configs = {id(config): vars(config) for config in self._known_configs}
+        self._config_tables = [*{id(config): vars(config) for config in self._known_configs}.values()]
         fields = [
-            (x, name) for x in configs.values() for name in x if name[0] != "_" and name not in _IRRELEVANT_FIELDS
+            (x, name) for x in self._config_tables for name in x if name[0] != "_" and name not in _IRRELEVANT_FIELDS
         ]
         fields += [(vars(module), "rope_type") for module in modules.values() if "rope_type" in vars(module)]
         self._configs, self._fields = [config for config, _ in fields], [name for _, name in fields]
@@ -175,6 +175,7 @@ class CodeWatch:
             [_switch(owner.get(name)) for owner, name in self._switches],
             [*map(get, self._files, self._names)],
             [*map(get, self._configs, self._fields)],
+            [*map(len, self._config_tables)],
             [*map(get, self._tuners, repeat("_active_adapter"))],
             [ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION], ALL_MASK_ATTENTION_FUNCTIONS[IMPLEMENTATION]],
         )

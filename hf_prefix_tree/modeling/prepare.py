@@ -156,6 +156,8 @@ def install_tree_hooks(
     model: torch.nn.Module, *, attn_backend: str = "auto", compile_layers: bool = False
 ) -> torch.nn.Module:
     """[`prepare_model`] for trainers that normalise by themselves: leaves stock ones the model's normalisation."""
+    if not isinstance(compile_layers, bool):
+        raise ValueError(f"`compile_layers` must be `True` or `False`, got {compile_layers!r}.")
     base, is_new = prepare(model, TREE, attn_backend, _TreeState)
     state: _TreeState = state_of(base)
     if is_new:

@@ -100,7 +100,7 @@ class DataCollatorForPrefixTree:
         check_multiple(self.pad_to_multiple_of)
 
     def __call__(self, features: Sequence[PrefixTree | Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        if self.pad_token_id < 0:  # may be set after construction
+        if not 0 <= self.pad_token_id < 2**63:  # may be set after construction
             raise ValueError(f"`pad_token_id` must be a token id, got {self.pad_token_id}: set it before collating.")
         return concatenate_trees(self.trees(features), self.pad_token_id, self.pad_to_multiple_of)
 
@@ -111,6 +111,7 @@ class DataCollatorForPrefixTree:
         Args:
             features (`Sequence`): The features that the collator is called with.
         """
+        features = as_list(features, "features")
         return [tree for feature in features if not _is_padding(feature) for tree in _trees(feature, self.weighting)]
 
 

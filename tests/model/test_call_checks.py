@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from transformers.integrations.neftune import neftune_post_forward_hook
-from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from trl.trainer.utils import add_fused_lm_head
 
@@ -132,6 +132,17 @@ def test_summed_weights_are_a_divisor(kind, plain_model):
     assert got == pytest.approx(branch_runs(model, trees)[0].item() * 3, rel=1e-5)
 
 
+@pytest.mark.parametrize("divisor", [0.0, -1.0, float("nan"), float("inf")])
+def test_no_sum_of_weights_is_no_divisor(divisor, plain_model):
+    with pytest.raises(ValueError, match=f"`num_items_in_batch` is {divisor}, which is no sum of weights"):
+        plain_model(**batch(), num_items_in_batch=divisor)
+
+
+def test_a_step_without_weight_has_a_divisor_of_0(plain_model):
+    row = concatenate_trees([], pad_token_id=0)
+    assert plain_model(**row, num_items_in_batch=0.0).loss.item() == 0.0
+
+
 # ---- labels ----
 
 
@@ -150,13 +161,27 @@ def test_a_training_call_without_labels_is_refused_where_it_has_weights(caplog):
         model.train()(**row)
     with pytest.raises(ValueError, match=r"`loss_weights` but no `labels`"):
         model(**row, labels=None)
+    refusals._warn_of_logits_without_labels.cache_clear()
     weights = row.pop("loss_weights").view(torch.float64)[0]
-    assert torch.equal(model(**row).logits, logits)  # who leaves both out takes care of both
+    with caplog.at_level(logging.WARNING, logger="hf_prefix_tree"):
+        assert torch.equal(model(**row).logits, logits)  # who leaves both out takes care of both
+    assert caplog.text.count("or that knows no weights is wrong") == 2
     index = weights.nonzero()[:, 0]
     index = index[row["prefix_tree"][0, 2, index] >= 0]
     before = row["prefix_tree"][0, 2, index].long()
     nll = torch.nn.functional.cross_entropy(logits[0, before], row["input_ids"][0, index], reduction="none")
     assert ((nll * weights[index]).sum() / weights[index].sum()).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_batch_without_rows_is_refused(plain_model):
+    with pytest.raises(ValueError, match=r"`prefix_tree` must be .*got torch.int32 of shape \(0, 3, 128\)"):
+        plain_model(**{name: value[:0] for name, value in batch().items()})
+
+
+def test_transforms_of_torch_func_are_refused(plain_model):
+    weights = {name: x.detach() for name, x in plain_model.named_parameters()}
+    with pytest.raises(ValueError, match=r"`torch.func` cannot be used together with `prefix_tree`.*no storage"):
+        torch.func.grad(lambda x: torch.func.functional_call(plain_model, x, (), batch()).loss)(weights)
 
 
 @pytest.mark.parametrize("name", ["labels", "attention_mask", "position_ids", "input_ids"])
@@ -455,6 +480,46 @@ def test_a_term_in_the_forward_is_refused(calls_loss_function, only_in_training,
     with pytest.raises(ValueError, match=r"ZLoss returns the loss .*cross-entropy of its logits is .*another term"):
         model.train()(**batch())
     model(**{key: x for key, x in batch().items() if key not in ("labels", "loss_weights")})  # logits are right
+
+
+class Switch(ZLoss):
+    """The term comes with an attribute, or while the backbone trains."""
+
+    def forward(self, labels=None, **kwargs):
+        output = Qwen3ForCausalLM.forward(self, labels=labels, **kwargs)
+        if labels is not None and (getattr(self, "z", 0) or (self.beta and self.model.training)):
+            output.loss = output.loss + 1e-2 * output.logits.logsumexp(-1).square().mean()
+        return output
+
+
+@pytest.mark.parametrize("name", ["z", "beta"])
+def test_a_term_that_is_switched_on_later_is_refused(name):
+    model = Switch._from_config(CONFIGS["qwen3"], dtype=torch.float32, attn_implementation="prefix_tree")
+    model.beta = 0.0
+    assert_exact(prepare_model(model).train())
+    setattr(model, name, 1e-2)
+    with pytest.raises(ValueError, match="another term"):
+        model(**batch())
+
+
+def test_the_z_loss_of_bamba_is_refused_when_it_comes_later():
+    model = prepare_model(build_model("bamba"))
+    assert model(**batch()).loss > 0
+    model.z_loss_coefficient = 1e-3
+    with pytest.raises(ValueError, match="`z_loss_coefficient`"):
+        model(**batch())
+
+
+@pytest.mark.parametrize("how", ["loss_type", "mapping"])
+def test_a_loss_of_another_name_is_refused(how, monkeypatch):
+    model = prepared()
+    if how == "mapping":
+        monkeypatch.setitem(LOSS_MAPPING, "ForCausalLM", with_z_loss)
+    else:
+        monkeypatch.setitem(LOSS_MAPPING, "Mine", with_z_loss)
+        model.loss_type = "Mine"
+    with pytest.raises(ValueError, match=r"`model.loss_function` is with_z_loss"):
+        model(**batch())
 
 
 @pytest.mark.parametrize("name", ["bamba", "qwen3_moe"])
