@@ -72,13 +72,13 @@ def refuse_options(kind: str, kwargs: dict[str, Any]) -> None:
         kind (`str`): The purpose that the model is prepared for, `"tree"` or `"diffusion"`.
         kwargs (`dict[str, Any]`): Keyword arguments of the call.
     """
-    for name, reason in _REFUSED_OPTIONS[kind].items():
-        value = kwargs.get(name)
+    for name in _REFUSED_OPTIONS[kind].keys() & kwargs.keys():
+        value = kwargs[name]
         if value is None or value is False or (isinstance(value, int) and value == 0):
             continue
         if name == "labels" and kwargs.get("shift_labels") is not None:  # which are used instead
             continue
-        raise ValueError(f"`{name}` cannot be used {WITH[kind]}: {reason}")
+        raise ValueError(f"`{name}` cannot be used {WITH[kind]}: {_REFUSED_OPTIONS[kind][name]}")
     mask = kwargs.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() != 2:
         raise ValueError(
@@ -96,7 +96,7 @@ def refuse_other_inputs(model: PreTrainedModel, kwargs: dict[str, Any], image_re
         kwargs (`dict[str, Any]`): Keyword arguments of a call with `prefix_tree`.
         image_refusal (`str`, *optional*): Why this model's images are not served; `None` where they are.
     """
-    if not model.config.sub_configs:  # no part for anything but text
+    if not type(model.config).sub_configs:  # no part for anything but text
         return
     others = {name for name, x in kwargs.items() if isinstance(x, torch.Tensor) and x.dim() > 0} - _TEXT_INPUTS
     images = others & set(IMAGE_INPUTS)
@@ -217,24 +217,19 @@ def refuse_counted_items(num_items_in_batch: Any, loss_weights: torch.Tensor | N
         num_items_in_batch (`Any`): The argument of the call with this name.
         loss_weights (`torch.Tensor`, *optional*): That of the call: where all are 0, the divisor may be 0.
     """
-    if num_items_in_batch is None:
+    value = num_items_in_batch
+    if value is None or (isinstance(value, float) and 0 < value < math.inf):
         return
-    if isinstance(num_items_in_batch, float):
-        is_empty = num_items_in_batch == 0 and loss_weights is not None and not loss_weights.any()
-        if 0 < num_items_in_batch < math.inf or is_empty:
-            return
-        raise ValueError(
-            f"`num_items_in_batch` is {num_items_in_batch}, which is no sum of weights: pass the summed weights of "
-            "the step, a finite number above 0."
-        )
-    is_tensor = isinstance(num_items_in_batch, torch.Tensor)
-    if is_tensor and num_items_in_batch.dtype == torch.float64:
+    if isinstance(value, float) and value == 0 and loss_weights is not None and not loss_weights.any():
         return
-    what = f"a tensor of {num_items_in_batch.dtype}" if is_tensor else repr(num_items_in_batch)
+    is_tensor = isinstance(value, torch.Tensor)
+    if is_tensor and value.dtype == torch.float64:
+        return
+    what = f"a tensor of {value.dtype}" if is_tensor else repr(value)
     raise ValueError(
-        f"`num_items_in_batch` is {what}, which counts labels where trees divide by weights: call "
+        f"`num_items_in_batch` is {what}, which counts labels or is no sum of weights, by which trees divide: call "
         "`prepare_model(model)` before making the Trainer, use `TreeSFTTrainer`, or pass the summed weights of the "
-        "step as a float (or a float64 tensor)."
+        "step as a float above 0 (or a float64 tensor)."
     )
 
 

@@ -84,15 +84,10 @@ def refuse_adapters(model: Any) -> None:
                 f"PEFT adapter {name!r} is an activated LoRA (`alora_invocation_tokens`), which starts at one place "
                 "of the row, not of each branch. Use LoRA without `alora_invocation_tokens`."
             )
-        if hasattr(config, "xlora_depth"):
+        if hasattr(config, "xlora_depth") or hasattr(config, "shadow_model"):
             raise ValueError(
-                f"PEFT adapter {name!r} is an X-LoRA ({type(config).__name__}), which runs the model once more to mix "
-                "its experts, without the tree. Use LoRA."
-            )
-        if hasattr(config, "shadow_model"):
-            raise ValueError(
-                f"PEFT adapter {name!r} is a Shadow ({type(config).__name__}), which runs a second backbone, without "
-                "the tree. Use LoRA."
+                f"PEFT adapter {name!r} ({type(config).__name__}) runs a model once more (X-LoRA to mix its experts, "
+                "Shadow beside the backbone), without the tree. Use LoRA."
             )
 
 

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import dis
 import functools
+import gc
 import itertools
 import operator
 import types
@@ -41,28 +42,13 @@ _IRRELEVANT_FIELDS = {
 _SWITCHES = (bool, int, float, str)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # of a module
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)  # of all modules
-_TURNS = 8  # calls in which the classes of all leaves are compared once: there are many, and hardly any change
+_TURNS = 8  # calls in which the classes of leaves and the configs of layers are compared once: hardly any change
 # What a hook may call that only looks, on tensors, containers and loggers.
 _LOOKS = {
     *("abs", "all", "amax", "any", "append", "clone", "cpu", "debug", "detach", "dim", "double", "extend", "float"),
     *("get", "id", "info", "int", "is_grad_enabled", "isfinite", "isinstance", "isnan", "item", "items", "len", "max"),
-    *(
-        "mean",
-        "memory_allocated",
-        "min",
-        "norm",
-        "numel",
-        "perf_counter",
-        "print",
-        "size",
-        "square",
-        "std",
-        "str",
-        "sum",
-        "time",
-        "tolist",
-        "type",
-    ),
+    *("mean", "memory_allocated", "min", "norm", "numel", "perf_counter", "print", "size", "square", "std", "str"),
+    *("sum", "time", "tolist", "type"),
 }
 
 
@@ -96,21 +82,25 @@ class CodeWatch:
         self._hooks = [getattr(module, name) for module in modules.values() for name in _HOOKS]
         self._hooks += [getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS]
         self._parents, self._children = parents, [parent._modules for parent in parents]
-        leaves = [module for module in modules.values() if not module._modules]
-        shares = [leaves[start::_TURNS] for start in range(_TURNS)]
-        self._leaves = itertools.cycle([(share, [*map(type, share)]) for share in shares])
         classes: list[Any] = list(dict.fromkeys(map(type, modules.values())))
-        methods = {c: _methods_called(c) for c in classes}
+        called, methods = _functions_called(classes)
         self._classes = [c for c in classes for _ in methods[c]]
         self._methods = [*itertools.chain.from_iterable(methods.values())]
         patchable = [(vars(m), name) for m in modules.values() for name in methods[type(m)][2:]]
         self._owners, self._patchable = [owner for owner, _ in patchable], [name for _, name in patchable]
-        self._switches = [(vars(module), name) for module in modules.values() for name in _switches_of(module, model)]
-        called = _functions_called(classes)
+        unknown = [m for m in modules.values() if any(_package(f) not in _KNOWN for f in _forwards_of(m))]
+        self._own_tables = [vars(module) for module in unknown]
+        self._switches = [
+            (vars(m), name) for m in dict.fromkeys([*unknown, model]) for name in _switches_of(m, m in unknown)
+        ]
         called.append((vars(torch.nn.functional), "scaled_dot_product_attention"))  # of every file, ours included
         self._files, self._names = [file for file, _ in called], [name for _, name in called]
         self._configured = [vars(module) for module in modules.values() if "config" in vars(module)]
         self._known_configs = [owner["config"] for owner in self._configured]
+        leaves = [module for module in modules.values() if not module._modules]
+        shares = [slice(start, None, _TURNS) for start in range(_TURNS)]
+        turns = [(leaves[x], [*map(type, leaves[x])], self._configured[x], self._known_configs[x]) for x in shares]
+        self._turns = itertools.cycle(turns)
         self._config_tables = [*{id(config): vars(config) for config in self._known_configs}.values()]
         fields = [
             (x, name) for x in self._config_tables for name in x if name[0] != "_" and name not in _IRRELEVANT_FIELDS
@@ -121,7 +111,7 @@ class CodeWatch:
         self._known_nested = copy.deepcopy(self._nested)
         self._tuners = [vars(m) for m in modules.values() if hasattr(m, "adapter_layer_names")]
         self._references, self._hook_functions = self._look(), self._look_at_hooks()
-        self._known_children = [*map(dict, self._children)]
+        self._known_children = gc.get_referents(*self._children)  # the modules in order; faster than to compare dicts
         self._remember_hooks()
         self.embeddings = model.get_input_embeddings()
         self._weights, self._weight = self._find_weight()
@@ -131,13 +121,13 @@ class CodeWatch:
 
     def unchanged(self) -> bool:
         """Whether the model still runs the same code, as far as references tell."""
-        if self._look() != self._references or self._children != self._known_children:
+        if self._nested != self._known_nested or self._look() != self._references:
             return False
-        configs = [owner.get("config") for owner in self._configured]
-        if self._nested != self._known_nested or any(map(operator.is_not, configs, self._known_configs)):
+        if gc.get_referents(*self._children) != self._known_children:
             return False
-        leaves, classes = next(self._leaves)
-        if [*map(type, leaves)] != classes:
+        leaves, classes, owners, configs = next(self._turns)
+        now = [owner.get("config") for owner in owners]
+        if [*map(type, leaves)] != classes or any(map(operator.is_not, now, configs)):
             return False
         # the counter grows with every hook that is registered, anywhere
         if RemovableHandle.next_id != self._registered or [*map(tuple, self._hooked)] != self._hook_ids:
@@ -175,7 +165,7 @@ class CodeWatch:
             [_switch(owner.get(name)) for owner, name in self._switches],
             [*map(get, self._files, self._names)],
             [*map(get, self._configs, self._fields)],
-            [*map(len, self._config_tables)],
+            [*map(len, self._config_tables), *map(len, self._own_tables)],
             [*map(get, self._tuners, repeat("_active_adapter"))],
             [ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION], ALL_MASK_ATTENTION_FUNCTIONS[IMPLEMENTATION]],
         )
@@ -300,62 +290,45 @@ def _name(function: Any) -> str:
     return f"`{getattr(function, '__qualname__', type(function).__qualname__)}`"
 
 
-def _functions_called(classes: list[Any]) -> list[tuple[dict[str, Any], str]]:
-    """The functions that the forwards of these classes look up in their files, and those that these look up there."""
+def _functions_called(classes: list[Any]) -> tuple[list[tuple[dict[str, Any], str]], dict[Any, list[str]]]:
+    """What the forwards of classes call, directly or not: functions of their files, and methods by class."""
     functions: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
-    pending = [function for c in classes for function in _functions_of(c.forward)]
+    methods = {c: ["forward", "__call__"] for c in classes}
+    pending = [(c, function) for c in classes for function in _functions_of(c.forward)]
     while pending:
-        function = pending.pop()
+        c, function = pending.pop()
         file = getattr(function, "__globals__", None)
         if file is None or _package(function) == "torch":
             continue
         for name in sorted(_names_in(function.__code__)):
-            value = file.get(name)
+            value, method = file.get(name), getattr(c, name, None)
             if isinstance(value, types.FunctionType) and (id(file), name) not in functions:
                 functions[id(file), name] = (file, name)
                 if value.__globals__ is file:
-                    pending.append(value)
-    return list(functions.values())
+                    pending.append((c, value))
+            if isinstance(method, types.FunctionType) and name not in {*methods[c], *vars(torch.nn.Module)}:
+                methods[c].append(name)
+                pending += [(c, f) for f in _functions_of(method)]
+    return list(functions.values()), methods
 
 
-def _methods_called(module_class: Any) -> list[str]:
-    """The methods through which a class computes: its forward, and those that this calls, directly or not."""
-    names = ["forward", "__call__"]
-    for name in names:  # which grows
-        for function in _functions_of(getattr(module_class, name)):
-            if hasattr(function, "__code__") and _package(function) != "torch":
-                found = {n: getattr(module_class, n, None) for n in sorted(_names_in(function.__code__))}
-                names += [
-                    n
-                    for n, f in found.items()
-                    if isinstance(f, types.FunctionType) and n not in names and _package(f) != "torch"
-                ]
-    return names
+def _names_in(code: types.CodeType) -> set[str]:
+    return set(code.co_names).union(*(_names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)))
 
 
-def _switches_of(module: torch.nn.Module, model: PreTrainedModel) -> list[str]:
-    """
-    The attributes that may switch something on: numbers and texts of unknown code and of the causal LM, which computes
-    the loss. If that is unknown code, those that it asks for count, too, although they are not there yet.
-    """
-    functions = [*_functions_of(vars(module).get("forward")), *_functions_of(type(module).forward)]
-    unknown = [f for f in functions if _package(f) not in _KNOWN and hasattr(f, "__code__")]
-    if not unknown and module is not model:
-        return []
-    names = {name for name, value in vars(module).items() if type(value) in _SWITCHES}
-    if module is model:
-        names = names.union(*(_names_in(f.__code__, True) - f.__globals__.keys() for f in unknown))
-    return sorted(names - {"training", "forward", "accepts_loss_kwargs"})
+def _forwards_of(module: torch.nn.Module) -> list[Any]:
+    return [*_functions_of(vars(module).get("forward")), *_functions_of(type(module).forward)]
+
+
+def _switches_of(module: torch.nn.Module, is_unknown: bool) -> list[str]:
+    """The attributes that may switch something on: numbers and texts, of known code those that the forward reads."""
+    present = {name for name, value in vars(module).items() if type(value) in _SWITCHES}
+    functions = [function for function in _functions_of(type(module).forward) if hasattr(function, "__code__")]
+    read = present if is_unknown else set().union(*(_names_in(function.__code__) for function in functions))
+    return sorted(present & read - {"training", "accepts_loss_kwargs"})
 
 
 def _switch(value: Any) -> Any:
     """Numbers count as on or off: some change in every step."""
     kind = type(value)
     return value if kind is str else bool(value) if kind in _SWITCHES else None
-
-
-def _names_in(code: types.CodeType, with_texts: bool = False) -> set[str]:
-    """The names that code looks up, with the texts in it that may be names for `getattr`."""
-    texts = {c for c in code.co_consts if with_texts and isinstance(c, str) and c.isidentifier()}
-    nested = [_names_in(c, with_texts) for c in code.co_consts if isinstance(c, types.CodeType)]
-    return texts.union(code.co_names, *nested)

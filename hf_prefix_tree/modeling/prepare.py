@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from hf_prefix_tree.modeling import call, call_checks
 from hf_prefix_tree.modeling.attention.backend import ATTN_BACKENDS
 from hf_prefix_tree.modeling.attention.implementations import FALLBACK_HINT, IMPLEMENTATION
 from hf_prefix_tree.modeling.batch import (
@@ -27,25 +28,7 @@ from hf_prefix_tree.modeling.batch import (
     check_batch,
     gather_supervised,
 )
-from hf_prefix_tree.modeling.call import (
-    Kind,
-    State,
-    check_options,
-    prepare,
-    refuse_other_backbone,
-    state_of,
-    unprepare,
-)
-from hf_prefix_tree.modeling.call_checks import (
-    OverwrittenInputs,
-    refuse_counted_items,
-    refuse_long_branches,
-    refuse_missing_labels,
-    refuse_noisy_embeddings,
-    refuse_other_inputs,
-    refuse_partial_batch,
-    warn_of_router_loss,
-)
+from hf_prefix_tree.modeling.call import Kind, State, check_options, prepare, state_of, unprepare
 from hf_prefix_tree.modeling.checks import base_causal_lm, rope_limit_of, warn_of_dropout
 from hf_prefix_tree.modeling.compilation import compile_decoder_layers
 from hf_prefix_tree.modeling.context import TreeContext, active_tree, separate_calls
@@ -70,7 +53,7 @@ class _TreeState(State):
     watch: CodeWatch | None = None
     kept: list[Any] = field(default_factory=list)  # what the ids in the keys of `verified` belong to
     verifying: bool = False
-    inputs: OverwrittenInputs = field(default_factory=OverwrittenInputs)
+    inputs: call_checks.OverwrittenInputs = field(default_factory=call_checks.OverwrittenInputs)
     router_config: Any = None  # the config that switches a router's auxiliary loss on, where there is a router
     rope_limit: int | None = None
     has_sinks: bool = False
@@ -80,7 +63,7 @@ class _TreeState(State):
 
     def __getstate__(self) -> dict[str, Any]:  # a copy has other functions and is checked again
         unchecked: dict[str, Any] = {"verified": {}, "verified_on": set(), "watch": None, "kept": []}
-        unchecked["inputs"] = OverwrittenInputs()
+        unchecked["inputs"] = call_checks.OverwrittenInputs()
         return {**self.__dict__, **unchecked}
 
 
@@ -250,7 +233,7 @@ def ensure_verified(model: torch.nn.Module, forward: Callable) -> None:
 def _is_verified(base: PreTrainedModel, state: _TreeState) -> bool:
     """Whether the code that the model runs now was checked on its device."""
     if state.watch is None or not state.watch.unchanged():
-        refuse_other_backbone(base)
+        call.refuse_other_backbone(base)
         state.watch = CodeWatch(base)
         state.rope_limit = rope_limit_of(base)
         state.kept += state.watch.kept
@@ -302,18 +285,20 @@ def check_call(module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: boo
     check_batch(kwargs)
     trains = module.training and torch.is_grad_enabled()
     state.inputs.refuse(kwargs, trains)
-    refuse_long_branches(kwargs["prefix_tree"], state.rope_limit)
-    refuse_missing_labels(kwargs, trains)
+    call_checks.refuse_long_branches(kwargs["prefix_tree"], state.rope_limit)
+    call_checks.refuse_missing_labels(kwargs, trains)
     if module.training:
-        refuse_noisy_embeddings(module.get_input_embeddings() if state.watch is None else state.watch.embeddings)
+        call_checks.refuse_noisy_embeddings(
+            module.get_input_embeddings() if state.watch is None else state.watch.embeddings
+        )
     if not state.verifying:
         (_verify_outside_graphs if torch.compiler.is_compiling() else _verify_call)(module, state)
-    refuse_other_inputs(module, kwargs, state.image_refusal)
+    call_checks.refuse_other_inputs(module, kwargs, state.image_refusal)
     if kwargs.get("labels") is not None and not state.verifying:
         if state.router_config is not None:
-            warn_of_router_loss(state.router_config, kwargs)
+            call_checks.warn_of_router_loss(state.router_config, kwargs)
         if not is_weighted:
-            refuse_counted_items(kwargs.get("num_items_in_batch"), kwargs.get("loss_weights"))
+            call_checks.refuse_counted_items(kwargs.get("num_items_in_batch"), kwargs.get("loss_weights"))
             _refuse_other_losses(module, state)
 
 
@@ -359,7 +344,7 @@ def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[TreeContext
         )
     if kwargs.get("prefix_tree") is None:
         state_of(module).inputs.settle()
-        refuse_partial_batch(kwargs)
+        call_checks.refuse_partial_batch(kwargs)
         trains = module.training and torch.is_grad_enabled() and kwargs.get("labels") is not None
         if trains and state_of(module).previous_flag is not None:
             _warn_of_training_without_trees()

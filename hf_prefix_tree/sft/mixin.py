@@ -96,7 +96,9 @@ class TreeLossMixin(StepMixin):
     def loss_terms(
         self, model: torch.nn.Module, inputs: dict[str, Any], items: torch.Tensor, return_outputs: bool
     ) -> LossTerms:
-        check_tree_batch(inputs)  # once more: an override of `compute_loss` may have taken something out
+        check_tree_batch(
+            inputs, ("prefix_tree", "labels", "loss_weights")
+        )  # once more: an override of `compute_loss` may have taken something out
         divisor = safe_divisor(items, inputs["input_ids"])
         if isinstance(self, SFTTrainer):
             weighted = _WeightedLogProbs(model, divisor)

@@ -341,9 +341,11 @@ def refuse_tensor_parallelism(trainer: Any) -> None:
         )
 
 
-def check_tree_batch(batch: Mapping[str, Any]) -> None:
+_TREE_BATCH = ("tree_stats", "prefix_tree", "labels", "loss_weights")
+
+
+def check_tree_batch(batch: Mapping[str, Any], names: Sequence[str] = _TREE_BATCH) -> None:
     """Raises `ValueError` for a batch that holds no trees, or that something was taken out of."""
-    names = ("tree_stats", "prefix_tree", "labels", "loss_weights")
     if missing := [f"`{name}`" for name in names if batch.get(name) is None]:
         raise ValueError(
             f"A batch has no {', '.join(missing)}, only {sorted(batch)}: pass "

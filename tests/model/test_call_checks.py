@@ -134,7 +134,7 @@ def test_summed_weights_are_a_divisor(kind, plain_model):
 
 @pytest.mark.parametrize("divisor", [0.0, -1.0, float("nan"), float("inf")])
 def test_no_sum_of_weights_is_no_divisor(divisor, plain_model):
-    with pytest.raises(ValueError, match=f"`num_items_in_batch` is {divisor}, which is no sum of weights"):
+    with pytest.raises(ValueError, match=rf"`num_items_in_batch` is {divisor}, .*no sum of weights"):
         plain_model(**batch(), num_items_in_batch=divisor)
 
 
