@@ -148,8 +148,7 @@ def check_options(module: PreTrainedModel, kind: Kind, kwargs: dict[str, Any]) -
 
 def refuse_other_backbone(module: PreTrainedModel) -> None:
     """Raises `ValueError` where the backbone of a prepared causal LM was replaced: the new one has no hooks."""
-    backbone = backbone_of(module)
-    if backbone is None or _gather_hidden_states not in backbone._forward_hooks.values():
+    if not any(_gather_hidden_states in part._forward_hooks.values() for part in module.modules()):
         undo = state_of(module).kind.undo
         raise ValueError(
             f"The backbone of {type(module).__name__} was replaced after the model was prepared: call `{undo}(model)` "

@@ -153,7 +153,7 @@ class OverwrittenInputs:
         """
         inputs = (kwargs["prefix_tree"], kwargs.get("position_ids"), kwargs.get("attention_mask"))
         tree = inputs[0]
-        if self.pending and not trains:
+        if not trains:
             self.settle()
         if inputs[1] is inputs[2] is None or tree.is_meta:
             return
@@ -169,6 +169,8 @@ class OverwrittenInputs:
 
     def settle(self) -> None:
         """Compares what was kept, and waits for the result."""
+        if not self.pending:
+            return
         pending, self.pending = self.pending, []
         for _, group in itertools.groupby(pending, lambda x: (len(x[0]), x[1] is None, x[2] is None)):
             together: list[Any] = [None if x[0] is None else torch.cat(x, dim=-1) for x in zip(*group, strict=True)]

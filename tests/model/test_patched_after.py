@@ -18,6 +18,7 @@ import hf_prefix_tree.modeling.fingerprint as fingerprint
 import hf_prefix_tree.modeling.prepare as model_module
 from hf_prefix_tree import prepare_model, unprepare_model
 from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.modeling.call import refuse_other_backbone
 from hf_prefix_tree.modeling.fingerprint import CodeWatch
 from hf_prefix_tree.modeling.prepare import ensure_verified
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
@@ -377,6 +378,12 @@ def test_a_counter_costs_no_check(monkeypatch):
     for _ in range(3):
         model(**batch())
     assert not checks
+
+
+def test_a_backbone_that_is_compiled_later_is_served():
+    model = prepare_model(make_model("llama", dtype=torch.float32))
+    model.model = torch.compile(model.model, backend="eager")
+    refuse_other_backbone(model)
 
 
 def test_another_backbone_is_refused():
