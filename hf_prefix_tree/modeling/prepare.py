@@ -266,6 +266,8 @@ def _verify(base: PreTrainedModel, state: _TreeState, forward: Callable | None =
     finally:
         state.verifying = False
     state.verified_on.add(state.watch.device_type)
+    _is_verified(base, state)  # the first calls may have added attributes, counters for example
+    state.verified_on.add(state.watch.device_type)
 
 
 def check_call(module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: bool = False) -> None:
