@@ -573,3 +573,9 @@ def test_the_router_loss_of_shared_tokens_is_pointed_out_once(by, caplog):
 def test_a_batch_of_nemo_rows_passes_all_checks():
     tree = PrefixTree.from_node_paths([5, 6, 7, 11, 12, 21], [3, 2, 1], [[0, 1], [0, 2]], weights=[0, 0, 0, 1, 1, 1])
     assert prepared().train()(**concatenate_trees([tree], pad_token_id=0)).loss > 0
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_layers_are_compiled_or_not(value):
+    with pytest.raises(ValueError, match=f"`compile_layers` must be `True` or `False`, got {value!r}"):
+        prepare_model(make_model("qwen3", dtype=torch.float32), compile_layers=value)

@@ -253,3 +253,20 @@ def test_a_fused_loss_is_refused(tmp_path, trainer_class):
         trainer.train()
     del model.forward
     assert_equals_branches(make_trainer(tmp_path, model, trees, trainer_class), trees)
+
+
+# ---- values that no trainer can use ----
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("train_sampling_strategy", "x"), ("per_device_train_batch_size", 0), ("per_device_eval_batch_size", -1)],
+)
+def test_impossible_options_are_refused(tmp_path, name, value):
+    with pytest.raises(ValueError, match=rf"`{name}` must be .*, got '?{value}"):
+        make_trainer(tmp_path, make_model(), make_trees(2), MixedTrainer, **{name: value})
+
+
+def test_no_model_is_refused():
+    with pytest.raises(ValueError, match="`model` is None: pass a causal LM"):
+        TreeSFTTrainer(model=None)
