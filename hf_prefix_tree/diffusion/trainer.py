@@ -244,7 +244,7 @@ class DiffusionSFTTrainer(StepMixin, PreparationMixin, SFTTrainer):
     def _noise(self, batch: dict[str, Any]) -> Corrupted:
         """That of a micro-batch: it depends on its samples, `seed`, and the epoch or the draw of an evaluation."""
         args, supervised = self.args, supervised_tokens(batch)
-        check_batch(batch, SAMPLE_INDEX, "add a column of that name, counting from 0, or prepare the dataset here")
+        check_batch(batch, [SAMPLE_INDEX], "add a column of that name, counting from 0, or prepare the dataset here")
         salts = (self._passes.epoch,) if self._is_training else (_EVALUATION, self._draw)
         has_blocks = args.objective != "mdlm"
         return corrupt(

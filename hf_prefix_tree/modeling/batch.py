@@ -163,16 +163,17 @@ def check_multiple(pad_to_multiple_of: Any) -> None:
         )
 
 
-def check_batch(batch: Mapping[str, object]) -> None:
+def check_batch(batch: Mapping[str, Any]) -> None:
     """
     Raises `ValueError` where a batch breaks the contract. Looks at types and shapes only: it never waits for a device.
 
     Args:
-        batch (`Mapping[str, object]`): Keyword arguments of a model call that holds `prefix_tree`.
+        batch (`Mapping[str, Any]`): Keyword arguments of a model call that holds `prefix_tree`.
     """
     tree = batch["prefix_tree"]
-    if not isinstance(tree, torch.Tensor) or tree.dtype != torch.int32 or tree.dim() != 3 or tree.shape[1] != NUM_ROWS:
-        what = f"{tree.dtype} of shape {tuple(tree.shape)}" if isinstance(tree, torch.Tensor) else type(tree).__name__
+    is_tensor = isinstance(tree, torch.Tensor)
+    if not is_tensor or tree.dtype != torch.int32 or tree.dim() != 3 or tree.shape[1] != NUM_ROWS or not tree.shape[0]:
+        what = f"{tree.dtype} of shape {tuple(tree.shape)}" if is_tensor else type(tree).__name__
         raise ValueError(
             f"`prefix_tree` must be an int32 tensor of shape (batch, {NUM_ROWS}, length) with rows subtree_end, depth "
             f"and predecessor, got {what}. Build the batch with `DataCollatorForPrefixTree`."
@@ -182,7 +183,7 @@ def check_batch(batch: Mapping[str, object]) -> None:
         value = batch.get(name)
         if value is None:
             continue
-        if not isinstance(value, torch.Tensor) or tuple(value.shape) != row_shape:
+        if not isinstance(value, torch.Tensor) or value.shape != row_shape:
             what = str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(
                 f"`{name}` must be a tensor of shape {row_shape} to match `prefix_tree`, got {what}. On the tree path "

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_prefix_tree.modeling.attention.implementations import implementations, set_implementations, with_implementation
-from hf_prefix_tree.modeling.call_checks import refuse_options
+from hf_prefix_tree.modeling.call_checks import WITH, refuse_options
 from hf_prefix_tree.modeling.checks import backbone_of, base_causal_lm, check_support, refuse_adapters
 from hf_prefix_tree.modeling.context import CallContext, active_context, enter_call, leave_call, set_active_context
 from hf_prefix_tree.modeling.positions import Handle
@@ -130,14 +130,30 @@ def check_options(module: PreTrainedModel, kind: Kind, kwargs: dict[str, Any]) -
         kind ([`Kind`]): The purpose.
         kwargs (`dict[str, Any]`): Keyword arguments of the call.
     """
-    if module.config._attn_implementation != kind.implementation:
+    # behind the property of the config, which takes 3 microseconds
+    if vars(module.config)["_attn_implementation_internal"] != kind.implementation:
         raise ValueError(
             f"`{kind.function}` prepared the model, but its attention is {module.config._attn_implementation!r} now: "
             f"call `{kind.function}(model)` again."
         )
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise ValueError(
+            f"Transforms of `torch.func` cannot be used {WITH[kind.name]}: their tensors have no storage. Use "
+            "`loss.backward()` or `torch.autograd.grad`."
+        )
     if "peft_config" in vars(module):  # adapters may have come after it
         refuse_adapters(module)
     refuse_options(kind.name, kwargs)
+
+
+def refuse_other_backbone(module: PreTrainedModel) -> None:
+    """Raises `ValueError` where the backbone of a prepared causal LM was replaced: the new one has no hooks."""
+    if not any(_gather_hidden_states in part._forward_hooks.values() for part in module.modules()):
+        undo = state_of(module).kind.undo
+        raise ValueError(
+            f"The backbone of {type(module).__name__} was replaced after the model was prepared: call `{undo}(model)` "
+            "and prepare it again."
+        )
 
 
 def with_names(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

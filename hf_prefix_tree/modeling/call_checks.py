@@ -7,7 +7,10 @@ The checks read names, types and shapes, and cost little: together at most 50 mi
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+import math
+import sys
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from hf_prefix_tree.modeling.positions import IMAGE_INPUTS
 
 logger = logging.getLogger(__name__)
 
-_WITH = {"tree": "together with `prefix_tree`", "diffusion": "with a diffusion language model"}
+WITH = {"tree": "together with `prefix_tree`", "diffusion": "with a diffusion language model"}
 _NO_SEQUENCES = "sequences are told apart by the mask alone."
 _NO_WEIGHTS = "the kernels keep no attention weights."
 _NO_CACHE = {
@@ -33,7 +36,7 @@ _REFUSED_OPTIONS = {
         "seq_idx": _NO_SEQUENCES,
         "output_attentions": _NO_WEIGHTS,
     }
-    for kind in _WITH
+    for kind in WITH
 }
 _REFUSED_OPTIONS["diffusion"]["labels"] = (
     "they would be shifted by one, but it predicts tokens at their own place: use the losses of "
@@ -69,18 +72,18 @@ def refuse_options(kind: str, kwargs: dict[str, Any]) -> None:
         kind (`str`): The purpose that the model is prepared for, `"tree"` or `"diffusion"`.
         kwargs (`dict[str, Any]`): Keyword arguments of the call.
     """
-    for name, reason in _REFUSED_OPTIONS[kind].items():
-        value = kwargs.get(name)
+    for name in _REFUSED_OPTIONS[kind].keys() & kwargs.keys():
+        value = kwargs[name]
         if value is None or value is False or (isinstance(value, int) and value == 0):
             continue
         if name == "labels" and kwargs.get("shift_labels") is not None:  # which are used instead
             continue
-        raise ValueError(f"`{name}` cannot be used {_WITH[kind]}: {reason}")
+        raise ValueError(f"`{name}` cannot be used {WITH[kind]}: {_REFUSED_OPTIONS[kind][name]}")
     mask = kwargs.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() != 2:
         raise ValueError(
             f"`attention_mask` has the shape {tuple(mask.shape)}: pass one number per token. Custom masks are not "
-            f"taken {_WITH[kind]}."
+            f"taken {WITH[kind]}."
         )
 
 
@@ -93,7 +96,7 @@ def refuse_other_inputs(model: PreTrainedModel, kwargs: dict[str, Any], image_re
         kwargs (`dict[str, Any]`): Keyword arguments of a call with `prefix_tree`.
         image_refusal (`str`, *optional*): Why this model's images are not served; `None` where they are.
     """
-    if not model.config.sub_configs:  # no part for anything but text
+    if not type(model.config).sub_configs:  # no part for anything but text
         return
     others = {name for name, x in kwargs.items() if isinstance(x, torch.Tensor) and x.dim() > 0} - _TEXT_INPUTS
     images = others & set(IMAGE_INPUTS)
@@ -127,40 +130,74 @@ def refuse_long_branches(tree: torch.Tensor, limit: int | None) -> None:
         )
 
 
-def refuse_overwritten_inputs(kwargs: dict[str, Any]) -> None:
+class OverwrittenInputs:
     """
     Raises `ValueError` where `position_ids` are not the depths of the tree, or `attention_mask` hides a token of it:
-    the tree path would ignore both. On CUDA the values are compared without waiting for the device, so that the error
-    is a device-side assertion with the same text.
+    the tree path would ignore both.
 
-    Args:
-        kwargs (`dict[str, Any]`): Keyword arguments of a call with `prefix_tree`, of the shapes of the contract.
+    On CUDA it takes longer to launch the comparison than to make all other checks. Only the first training calls are
+    compared one by one; later ones by eights, so that the error may come up to seven calls late.
     """
-    tree, position_ids, mask = kwargs["prefix_tree"], kwargs.get("position_ids"), kwargs.get("attention_mask")
-    if tree.is_meta or (position_ids is None and mask is None):
-        return
-    message = (
-        "`position_ids` must be the depth of each token and `attention_mask` must be 1 at every token of the tree, "
-        "but something overwrote them: pass both as `DataCollatorForPrefixTree` makes them, or neither."
-    )
-    if torch.compiler.is_compiling() or tree.is_cuda:
-        torch._assert_async(_agree(tree[:, DEPTH], position_ids, mask), message)
-    elif not _agree_on_host(*(None if value is None else value.cpu().numpy() for value in (tree, position_ids, mask))):
-        raise ValueError(message)
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.pending: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
+
+    def refuse(self, kwargs: dict[str, Any], trains: bool) -> None:
+        """
+        Compares the inputs of a call, or keeps them to compare them with those of later calls.
+
+        Args:
+            kwargs (`dict[str, Any]`): Keyword arguments of a call with `prefix_tree`, of the shapes of the contract.
+            trains (`bool`): Whether it is a training call.
+        """
+        inputs = (kwargs["prefix_tree"], kwargs.get("position_ids"), kwargs.get("attention_mask"))
+        tree = inputs[0]
+        if not trains:
+            self.settle()
+        if inputs[1] is inputs[2] is None or tree.is_meta:
+            return
+        if torch.compiler.is_compiling() or (tree.is_cuda and not trains and kwargs.get("labels") is None):
+            torch._assert_async(~_differ(*inputs), _OVERWRITTEN)  # nothing else in the call waits for the device
+        elif tree.is_cuda:
+            self.calls += 1
+            self.pending.append(inputs)
+            if not trains or self.calls <= _TOGETHER or len(self.pending) == _TOGETHER:
+                self.settle()
+        elif not _agree_on_host(*(None if value is None else value.numpy() for value in inputs)):
+            raise ValueError(_OVERWRITTEN)
+
+    def settle(self) -> None:
+        """Compares what was kept, and waits for the result."""
+        if not self.pending:
+            return
+        pending, self.pending = self.pending, []
+        for _, group in itertools.groupby(pending, lambda x: (len(x[0]), x[1] is None, x[2] is None)):
+            together: list[Any] = [None if x[0] is None else torch.cat(x, dim=-1) for x in zip(*group, strict=True)]
+            if _differ(*together):
+                raise ValueError(_OVERWRITTEN)
 
 
-def _agree(depth: torch.Tensor, position_ids: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor:
-    """Padding, whose depth is 0, comes last in a row."""
+_TOGETHER = 8  # calls
+_OVERWRITTEN = (
+    "`position_ids` must be the depth of each token and `attention_mask` must be 1 at every token of the tree, but "
+    "something overwrote them: pass both as `DataCollatorForPrefixTree` makes them, or neither."
+)
+
+
+def _differ(tree: torch.Tensor, position_ids: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor:
+    """Whether a token has another position, or is hidden without being a tree by itself, as padding is."""
+    depth = tree[:, DEPTH]
     positions = depth if position_ids is None else position_ids
     if mask is None:
-        return (positions == depth).all()
-    is_right = (mask * positions == depth).all()  # a hidden token's product is 0
-    # the product says nothing about roots: what follows a hidden one is visible
-    return is_right & (mask[:, 1:] <= mask[:, :-1]).all()
+        return (positions != depth).any()
+    differs = mask * positions != depth  # a hidden token's product is 0
+    differs[:, :-1] |= (depth[:, 1:] == 1) > mask[:, :-1]  # that says nothing about roots, whose depth is 0
+    return differs.any()
 
 
 def _agree_on_host(tree: Any, position_ids: Any, mask: Any) -> bool:
-    """The same on arrays, in fewer and cheaper operations: the first hidden token must begin the padding."""
+    """On arrays, in fewer and cheaper operations: the first hidden token must begin the padding, whose depth is 0."""
     for row, depth in enumerate(tree[:, DEPTH]):
         length = len(depth)
         if mask is not None and not mask[row, first := mask[row].argmin()]:
@@ -172,53 +209,70 @@ def _agree_on_host(tree: Any, position_ids: Any, mask: Any) -> bool:
     return True
 
 
-def refuse_counted_items(num_items_in_batch: Any) -> None:
+def refuse_counted_items(num_items_in_batch: Any, loss_weights: torch.Tensor | None = None) -> None:
     """
-    Raises `ValueError` where the divisor of the loss is a number of labels. The summed weights of a step are a Python
-    float or a float64 tensor; `Trainer` passes its count of labels as an integer or, divided by its parallel ranks,
-    in float32.
+    Raises `ValueError` where the divisor of the loss is a number of labels, or no sum of weights. The summed weights
+    of a step are a Python float or a float64 tensor; `Trainer` passes its count of labels as an integer or, divided by
+    its parallel ranks, in float32.
 
     Args:
         num_items_in_batch (`Any`): The argument of the call with this name.
+        loss_weights (`torch.Tensor`, *optional*): That of the call: where all are 0, the divisor may be 0.
     """
-    if num_items_in_batch is None or isinstance(num_items_in_batch, float):
+    value = num_items_in_batch
+    if value is None or (isinstance(value, float) and 0 < value < math.inf):
         return
-    is_tensor = isinstance(num_items_in_batch, torch.Tensor)
-    if is_tensor and num_items_in_batch.dtype == torch.float64:
+    if isinstance(value, float) and value == 0 and loss_weights is not None and not loss_weights.any():
         return
-    what = f"a tensor of {num_items_in_batch.dtype}" if is_tensor else repr(num_items_in_batch)
+    is_tensor = isinstance(value, torch.Tensor)
+    if is_tensor and value.dtype == torch.float64:
+        return
+    what = f"a tensor of {value.dtype}" if is_tensor else repr(value)
     raise ValueError(
-        f"`num_items_in_batch` is {what}, which counts labels where trees divide by weights: call "
+        f"`num_items_in_batch` is {what}, which counts labels or is no sum of weights, by which trees divide: call "
         "`prepare_model(model)` before making the Trainer, use `TreeSFTTrainer`, or pass the summed weights of the "
-        "step as a float (or a float64 tensor)."
+        "step as a float above 0 (or a float64 tensor)."
     )
 
 
 def refuse_missing_labels(kwargs: dict[str, Any], trains: bool) -> None:
     """
-    Raises `ValueError` for a training call that has weights but no labels, so that a loss is computed elsewhere, from
-    logits alone. Without gradients that is an ordinary way to get logits: it is only logged, once.
+    Raises `ValueError` for a call of training, or of a stock `Trainer`'s loss, that has weights but no labels, so that
+    a loss is computed elsewhere, from logits alone. Otherwise that is an ordinary way to get logits: it is only
+    logged, once, and so is a training call without both.
 
     Args:
         kwargs (`dict[str, Any]`): Keyword arguments of a call with `prefix_tree`.
         trains (`bool`): Whether it is a training call.
     """
-    if kwargs.get("labels") is not None or kwargs.get("loss_weights") is None:
+    if kwargs.get("labels") is not None:
         return
-    if trains:
+    has_weights = kwargs.get("loss_weights") is not None
+    if has_weights and (trains or _is_in_stock_loss()):
         raise ValueError(
-            "A training call has `loss_weights` but no `labels`, so that a loss of its logits would know neither the "
-            "weights nor the branches: leave out `label_smoothing_factor`, `compute_loss_func` or the `compute_loss` "
-            "that takes the labels, or, where your loss follows `prefix_tree`, leave out `loss_weights`."
+            "A call for a loss has `loss_weights` but no `labels`, so that a loss of its logits would know neither "
+            "the weights nor the branches: leave out `label_smoothing_factor`, `compute_loss_func` or the "
+            "`compute_loss` that takes the labels, or leave out `loss_weights`, too, where your loss follows "
+            "`prefix_tree`."
         )
-    _warn_of_logits_without_labels()
+    if has_weights or trains:
+        _warn_of_logits_without_labels()
+
+
+def _is_in_stock_loss() -> bool:
+    """Whether `Trainer.compute_loss` runs: it takes labels out for a loss of its own, in evaluation, too."""
+    trainer: Any = sys.modules.get("transformers.trainer")  # where nobody imported it, it does not run
+    frame: Any = None if trainer is None else sys._getframe()
+    while frame is not None and frame.f_code is not trainer.Trainer.compute_loss.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 @functools.cache
 def _warn_of_logits_without_labels() -> None:
     logger.warning(
-        "A call has `loss_weights` but no `labels`. Its logits are those after each token on its path: a loss that "
-        "shifts labels along the row, as label smoothing and `compute_loss_func` of a stock `Trainer` do, is wrong. "
+        "A call has no `labels`, and it trains or has `loss_weights`. Its logits are those after each token on its "
+        "path: a loss that shifts labels along the row, as label smoothing does, or that knows no weights is wrong. "
         "Leave out `loss_weights` where only logits are wanted."
     )
 

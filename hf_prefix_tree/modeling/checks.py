@@ -88,10 +88,10 @@ def refuse_adapters(model: Any) -> None:
                 f"PEFT adapter {name!r} is an activated LoRA (`alora_invocation_tokens`), which starts at one place "
                 "of the row, not of each branch. Use LoRA without `alora_invocation_tokens`."
             )
-        if hasattr(config, "xlora_depth"):
+        if hasattr(config, "xlora_depth") or hasattr(config, "shadow_model"):
             raise ValueError(
-                f"PEFT adapter {name!r} is an X-LoRA ({type(config).__name__}), which runs the model once more to mix "
-                "its experts, without the tree. Use LoRA."
+                f"PEFT adapter {name!r} ({type(config).__name__}) runs a model once more (X-LoRA to mix its experts, "
+                "Shadow beside the backbone), without the tree. Use LoRA."
             )
 
 
@@ -233,6 +233,15 @@ def rope_limit(config: Any) -> int | None:
     known = [part.get("original_max_position_embeddings") for part in varying]
     known += [getattr(config, name, None) for name in ("original_max_position_embeddings", "max_position_embeddings")]
     return min(limit for limit in known if limit)
+
+
+def rope_limit_of(model: PreTrainedModel) -> int | None:
+    """[`rope_limit`] of all configs that the modules of a model read, and of rotary embeddings that say otherwise."""
+    parts = [vars(module) for module in model.modules()]
+    configs = {id(config): config for part in parts if hasattr(config := part.get("config"), "get_text_config")}
+    limits = [rope_limit(config) for config in configs.values()]
+    limits += [part.get("original_max_seq_len") for part in parts if "dynamic" in str(part.get("rope_type"))]
+    return min((limit for limit in limits if limit), default=None)
 
 
 def warn_of_dropout(model: PreTrainedModel) -> None:

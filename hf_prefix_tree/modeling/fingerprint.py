@@ -9,8 +9,10 @@ the libraries that trainers put around a model (mixed precision, FSDP, checkpoin
 from __future__ import annotations
 
 import contextlib
+import copy
 import dis
 import functools
+import gc
 import itertools
 import operator
 import types
@@ -37,31 +39,16 @@ _IRRELEVANT_FIELDS = {
     *("use_cache", "return_dict", "output_hidden_states", "output_attentions", "dtype", "torch_dtype"),
     *("pad_token_id", "bos_token_id", "eos_token_id", "architectures", "id2label", "label2id", "problem_type"),
 }
+_SWITCHES = (bool, int, float, str)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # of a module
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)  # of all modules
-_TURNS = 8  # calls in which the classes of all leaves are compared once: there are many, and hardly any change
-_code_of_class = operator.attrgetter("forward", "__call__")
+_TURNS = 8  # calls in which the classes of leaves and the configs of layers are compared once: hardly any change
 # What a hook may call that only looks, on tensors, containers and loggers.
 _LOOKS = {
     *("abs", "all", "amax", "any", "append", "clone", "cpu", "debug", "detach", "dim", "double", "extend", "float"),
     *("get", "id", "info", "int", "is_grad_enabled", "isfinite", "isinstance", "isnan", "item", "items", "len", "max"),
-    *(
-        "mean",
-        "memory_allocated",
-        "min",
-        "norm",
-        "numel",
-        "perf_counter",
-        "print",
-        "size",
-        "square",
-        "std",
-        "str",
-        "sum",
-        "time",
-        "tolist",
-        "type",
-    ),
+    *("mean", "memory_allocated", "min", "norm", "numel", "perf_counter", "print", "size", "square", "std", "str"),
+    *("sum", "time", "tolist", "type"),
 }
 
 
@@ -95,36 +82,52 @@ class CodeWatch:
         self._hooks = [getattr(module, name) for module in modules.values() for name in _HOOKS]
         self._hooks += [getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS]
         self._parents, self._children = parents, [parent._modules for parent in parents]
-        leaves = [module for module in modules.values() if not module._modules]
-        shares = [leaves[start::_TURNS] for start in range(_TURNS)]
-        self._leaves = itertools.cycle([(share, [*map(type, share)]) for share in shares])
-        self._classes: list[Any] = list(dict.fromkeys(map(type, modules.values())))
-        called = _functions_called(self._classes)
+        classes: list[Any] = list(dict.fromkeys(map(type, modules.values())))
+        called, methods = _functions_called(classes)
+        self._classes = [c for c in classes for _ in methods[c]]
+        self._methods = [*itertools.chain.from_iterable(methods.values())]
+        patchable = [(vars(m), name) for m in modules.values() for name in methods[type(m)][2:]]
+        self._owners, self._patchable = [owner for owner, _ in patchable], [name for _, name in patchable]
+        unknown = [m for m in modules.values() if any(_package(f) not in _KNOWN for f in _forwards_of(m))]
+        self._own_tables = [vars(module) for module in unknown]
+        self._switches = [
+            (vars(m), name) for m in dict.fromkeys([*unknown, model]) for name in _switches_of(m, m in unknown)
+        ]
         called.append((vars(torch.nn.functional), "scaled_dot_product_attention"))  # of every file, ours included
         self._files, self._names = [file for file, _ in called], [name for _, name in called]
-        configs = {
-            id(part.config): vars(part.config) for part in modules.values() if isinstance(part, PreTrainedModel)
-        }
+        self._configured = [vars(module) for module in modules.values() if "config" in vars(module)]
+        self._known_configs = [owner["config"] for owner in self._configured]
+        leaves = [module for module in modules.values() if not module._modules]
+        shares = [slice(start, None, _TURNS) for start in range(_TURNS)]
+        turns = [(leaves[x], [*map(type, leaves[x])], self._configured[x], self._known_configs[x]) for x in shares]
+        self._turns = itertools.cycle(turns)
+        self._config_tables = [*{id(config): vars(config) for config in self._known_configs}.values()]
         fields = [
-            (x, name) for x in configs.values() for name in x if name[0] != "_" and name not in _IRRELEVANT_FIELDS
+            (x, name) for x in self._config_tables for name in x if name[0] != "_" and name not in _IRRELEVANT_FIELDS
         ]
+        fields += [(vars(module), "rope_type") for module in modules.values() if "rope_type" in vars(module)]
         self._configs, self._fields = [config for config, _ in fields], [name for _, name in fields]
+        self._nested = [config[name] for config, name in fields if isinstance(config[name], dict | list)]
+        self._known_nested = copy.deepcopy(self._nested)
         self._tuners = [vars(m) for m in modules.values() if hasattr(m, "adapter_layer_names")]
         self._references, self._hook_functions = self._look(), self._look_at_hooks()
-        self._known_children = [*map(dict, self._children)]
+        self._known_children = gc.get_referents(*self._children)  # the modules in order; faster than to compare dicts
         self._remember_hooks()
         self.embeddings = model.get_input_embeddings()
         self._weights, self._weight = self._find_weight()
         self.kept: list[Any] = []
         self.unknown: list[str] = []
-        self.key = self._make_key(model, modules)
+        self.key = self._make_key(model, modules, methods)
 
     def unchanged(self) -> bool:
         """Whether the model still runs the same code, as far as references tell."""
-        if self._look() != self._references or self._children != self._known_children:
+        if self._nested != self._known_nested or self._look() != self._references:
             return False
-        leaves, classes = next(self._leaves)
-        if [*map(type, leaves)] != classes:
+        if gc.get_referents(*self._children) != self._known_children:
+            return False
+        leaves, classes, owners, configs = next(self._turns)
+        now = [owner.get("config") for owner in owners]
+        if [*map(type, leaves)] != classes or any(map(operator.is_not, now, configs)):
             return False
         # the counter grows with every hook that is registered, anywhere
         if RemovableHandle.next_id != self._registered or [*map(tuple, self._hooked)] != self._hook_ids:
@@ -155,11 +158,14 @@ class CodeWatch:
     def _look(self) -> tuple[list[Any], ...]:
         get: Any = dict.get
         return (
-            [*map(get, self._attributes, repeat("forward"))],
+            [(id(module), module["forward"]) for module in self._attributes if "forward" in module],
             [*map(type, self._parents)],
-            [*map(_code_of_class, self._classes)],
+            [*map(getattr, self._classes, self._methods, repeat(None))],
+            [*map(get, self._owners, self._patchable)],
+            [_switch(owner.get(name)) for owner, name in self._switches],
             [*map(get, self._files, self._names)],
             [*map(get, self._configs, self._fields)],
+            [*map(len, self._config_tables), *map(len, self._own_tables)],
             [*map(get, self._tuners, repeat("_active_adapter"))],
             [ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION], ALL_MASK_ATTENTION_FUNCTIONS[IMPLEMENTATION]],
         )
@@ -178,11 +184,16 @@ class CodeWatch:
             ]
         return functions_of_hooks
 
-    def _make_key(self, model: PreTrainedModel, modules: dict[str, Any]) -> tuple:
+    def _make_key(self, model: PreTrainedModel, modules: dict[str, Any], methods: dict[Any, list[str]]) -> tuple:
         parts: list[Any] = []
+        of_class = {c: [self._ids(getattr(c, name), True) for name in names] for c, names in methods.items()}
         for name, module in modules.items():
-            of_class = [self._ids(code, True) for code in (type(module).forward, type(module).__call__)]
-            parts += [name, *of_class, self._ids(vars(module).get("forward"))]
+            parts += [name, *of_class[type(module)], self._ids(vars(module).get("forward"))]
+        patched = [owner.get(name) for owner, name in zip(self._owners, self._patchable, strict=True)]
+        parts += [(place, self._ids(method)) for place, method in enumerate(patched) if method is not None]
+        parts += [(name, _switch(owner.get(name))) for owner, name in self._switches]
+        ids = [*map(id, self._known_configs)]
+        parts += map(ids.index, ids)  # which modules share one
         parts += [(name, self._ids(file.get(name), True)) for file, name in zip(self._files, self._names, strict=True)]
         parts += [(place, self._ids(code), repr(given)) for place, code, given in self._hook_functions]
         parts += [(name, repr(config.get(name))) for config, name in zip(self._configs, self._fields, strict=True)]
@@ -279,23 +290,45 @@ def _name(function: Any) -> str:
     return f"`{getattr(function, '__qualname__', type(function).__qualname__)}`"
 
 
-def _functions_called(classes: list[Any]) -> list[tuple[dict[str, Any], str]]:
-    """The functions that the forwards of these classes look up in their files, and those that these look up there."""
+def _functions_called(classes: list[Any]) -> tuple[list[tuple[dict[str, Any], str]], dict[Any, list[str]]]:
+    """What the forwards of classes call, directly or not: functions of their files, and methods by class."""
     functions: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
-    pending = [function for c in classes for function in _functions_of(c.forward)]
+    methods = {c: ["forward", "__call__"] for c in classes}
+    pending = [(c, function) for c in classes for function in _functions_of(c.forward)]
     while pending:
-        function = pending.pop()
+        c, function = pending.pop()
         file = getattr(function, "__globals__", None)
         if file is None or _package(function) == "torch":
             continue
         for name in sorted(_names_in(function.__code__)):
-            value = file.get(name)
+            value, method = file.get(name), getattr(c, name, None)
             if isinstance(value, types.FunctionType) and (id(file), name) not in functions:
                 functions[id(file), name] = (file, name)
                 if value.__globals__ is file:
-                    pending.append(value)
-    return list(functions.values())
+                    pending.append((c, value))
+            if isinstance(method, types.FunctionType) and name not in {*methods[c], *vars(torch.nn.Module)}:
+                methods[c].append(name)
+                pending += [(c, f) for f in _functions_of(method)]
+    return list(functions.values()), methods
 
 
 def _names_in(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*(_names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)))
+
+
+def _forwards_of(module: torch.nn.Module) -> list[Any]:
+    return [*_functions_of(vars(module).get("forward")), *_functions_of(type(module).forward)]
+
+
+def _switches_of(module: torch.nn.Module, is_unknown: bool) -> list[str]:
+    """The attributes that may switch something on: numbers and texts, of known code those that the forward reads."""
+    present = {name for name, value in vars(module).items() if type(value) in _SWITCHES}
+    functions = [function for function in _functions_of(type(module).forward) if hasattr(function, "__code__")]
+    read = present if is_unknown else set().union(*(_names_in(function.__code__) for function in functions))
+    return sorted(present & read - {"training", "accepts_loss_kwargs"})
+
+
+def _switch(value: Any) -> Any:
+    """Numbers count as on or off: some change in every step."""
+    kind = type(value)
+    return value if kind is str else bool(value) if kind in _SWITCHES else None

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from hf_prefix_tree.modeling import call, call_checks
 from hf_prefix_tree.modeling.attention.backend import ATTN_BACKENDS
 from hf_prefix_tree.modeling.attention.implementations import FALLBACK_HINT, IMPLEMENTATION
 from hf_prefix_tree.modeling.batch import (
@@ -28,17 +29,7 @@ from hf_prefix_tree.modeling.batch import (
     gather_supervised,
 )
 from hf_prefix_tree.modeling.call import Kind, State, check_options, prepare, state_of, unprepare
-from hf_prefix_tree.modeling.call_checks import (
-    refuse_counted_items,
-    refuse_long_branches,
-    refuse_missing_labels,
-    refuse_noisy_embeddings,
-    refuse_other_inputs,
-    refuse_overwritten_inputs,
-    refuse_partial_batch,
-    warn_of_router_loss,
-)
-from hf_prefix_tree.modeling.checks import base_causal_lm, rope_limit, warn_of_dropout
+from hf_prefix_tree.modeling.checks import base_causal_lm, rope_limit_of, warn_of_dropout
 from hf_prefix_tree.modeling.compilation import compile_decoder_layers
 from hf_prefix_tree.modeling.context import TreeContext, active_tree, separate_calls
 from hf_prefix_tree.modeling.fingerprint import CodeWatch
@@ -62,6 +53,7 @@ class _TreeState(State):
     watch: CodeWatch | None = None
     kept: list[Any] = field(default_factory=list)  # what the ids in the keys of `verified` belong to
     verifying: bool = False
+    inputs: call_checks.OverwrittenInputs = field(default_factory=call_checks.OverwrittenInputs)
     router_config: Any = None  # the config that switches a router's auxiliary loss on, where there is a router
     rope_limit: int | None = None
     has_sinks: bool = False
@@ -71,6 +63,7 @@ class _TreeState(State):
 
     def __getstate__(self) -> dict[str, Any]:  # a copy has other functions and is checked again
         unchecked: dict[str, Any] = {"verified": {}, "verified_on": set(), "watch": None, "kept": []}
+        unchecked["inputs"] = call_checks.OverwrittenInputs()
         return {**self.__dict__, **unchecked}
 
 
@@ -146,6 +139,8 @@ def install_tree_hooks(
     model: torch.nn.Module, *, attn_backend: str = "auto", compile_layers: bool = False
 ) -> torch.nn.Module:
     """[`prepare_model`] for trainers that normalise by themselves: leaves stock ones the model's normalisation."""
+    if not isinstance(compile_layers, bool):
+        raise ValueError(f"`compile_layers` must be `True` or `False`, got {compile_layers!r}.")
     base, is_new = prepare(model, TREE, attn_backend, _TreeState)
     state: _TreeState = state_of(base)
     if is_new:
@@ -172,11 +167,16 @@ def _follow_trees(base: PreTrainedModel, state: _TreeState) -> None:
     text_config = base.config.get_text_config()
     state.previous_loss = base.__dict__.get("_loss_function")
     state.router_config = text_config if hasattr(text_config, "output_router_logits") else None
-    state.rope_limit = rope_limit(base.config)
     state.has_sinks = any("sink" in name for name, _ in base.named_parameters())
     state.recurrent = followed_functions(base)
     base._loss_function = functools.partial(_tree_aware_loss, base.loss_function)
     state.handles += [*place_by_depth(base), *follow_branches(base)]
+    state.handles.append(base.register_state_dict_pre_hook(_settle_inputs))
+
+
+def _settle_inputs(module: PreTrainedModel, *args: Any) -> None:
+    """Before weights are saved that the last calls trained."""
+    state_of(module).inputs.settle()
 
 
 def unprepare_model(model: torch.nn.Module) -> torch.nn.Module:
@@ -197,6 +197,7 @@ def unprepare_model(model: torch.nn.Module) -> torch.nn.Module:
     if state.previous_flag is not None:
         del base.accepts_loss_kwargs
         base.__dict__.update(state.previous_flag)
+    state.inputs.settle()
     return model
 
 
@@ -232,7 +233,9 @@ def ensure_verified(model: torch.nn.Module, forward: Callable) -> None:
 def _is_verified(base: PreTrainedModel, state: _TreeState) -> bool:
     """Whether the code that the model runs now was checked on its device."""
     if state.watch is None or not state.watch.unchanged():
+        call.refuse_other_backbone(base)
         state.watch = CodeWatch(base)
+        state.rope_limit = rope_limit_of(base)
         state.kept += state.watch.kept
         state.verified_on = state.verified.setdefault(state.watch.key, set())
     return state.watch.device_type in state.verified_on
@@ -263,6 +266,8 @@ def _verify(base: PreTrainedModel, state: _TreeState, forward: Callable | None =
     finally:
         state.verifying = False
     state.verified_on.add(state.watch.device_type)
+    _is_verified(base, state)  # the first calls may have added attributes, counters for example
+    state.verified_on.add(state.watch.device_type)
 
 
 def check_call(module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: bool = False) -> None:
@@ -280,27 +285,30 @@ def check_call(module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: boo
     state: _TreeState = state_of(module)
     check_options(module, TREE, kwargs)
     check_batch(kwargs)
-    refuse_overwritten_inputs(kwargs)
-    tree = kwargs["prefix_tree"]
-    refuse_long_branches(tree, state.rope_limit)
     trains = module.training and torch.is_grad_enabled()
-    refuse_missing_labels(kwargs, trains)
+    state.inputs.refuse(kwargs, trains)
+    call_checks.refuse_long_branches(kwargs["prefix_tree"], state.rope_limit)
+    call_checks.refuse_missing_labels(kwargs, trains)
     if module.training:
-        refuse_noisy_embeddings(module.get_input_embeddings() if state.watch is None else state.watch.embeddings)
+        call_checks.refuse_noisy_embeddings(
+            module.get_input_embeddings() if state.watch is None else state.watch.embeddings
+        )
     if not state.verifying:
-        _verify_call(module, state)
-    refuse_other_inputs(module, kwargs, state.image_refusal)
+        (_verify_outside_graphs if torch.compiler.is_compiling() else _verify_call)(module, state)
+    call_checks.refuse_other_inputs(module, kwargs, state.image_refusal)
     if kwargs.get("labels") is not None and not state.verifying:
         if state.router_config is not None:
-            warn_of_router_loss(state.router_config, kwargs)
+            call_checks.warn_of_router_loss(state.router_config, kwargs)
         if not is_weighted:
-            refuse_counted_items(kwargs.get("num_items_in_batch"))
+            call_checks.refuse_counted_items(kwargs.get("num_items_in_batch"), kwargs.get("loss_weights"))
             _refuse_other_losses(module, state)
 
 
 def _refuse_other_losses(module: PreTrainedModel, state: _TreeState) -> None:
     loss: Any = module.loss_function
-    loss = loss.args[0] if getattr(loss, "func", None) is _tree_aware_loss else loss
+    if getattr(loss, "func", None) is _tree_aware_loss:
+        by_name = LOSS_MAPPING.get(getattr(module, "loss_type", None), ForCausalLMLoss)  # as before it was replaced
+        loss = loss.args[0] if state.previous_loss is not None else by_name
     if loss is not ForCausalLMLoss:
         raise ValueError(
             f"`model.loss_function` is {getattr(loss, '__qualname__', repr(loss))}, and the weighted cross-entropy of "
@@ -310,7 +318,6 @@ def _refuse_other_losses(module: PreTrainedModel, state: _TreeState) -> None:
         raise ValueError(state.loss_refusal)
 
 
-@torch.compiler.disable  # looks at the model's code, and runs the model where it has changed
 def _verify_call(module: PreTrainedModel, state: _TreeState) -> None:
     """Checks the code of the model in a call, without the other ranks."""
     if _is_verified(module, state):
@@ -326,6 +333,10 @@ def _verify_call(module: PreTrainedModel, state: _TreeState) -> None:
         )
 
 
+# It looks at the model's code, and runs the model where it has changed. The wrapper alone takes 9 microseconds.
+_verify_outside_graphs = torch.compiler.disable(_verify_call)
+
+
 def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[TreeContext, dict[str, Any]] | None:
     """Batch contract in, context of the call out."""
     if kwargs.get("node_lengths") is not None:
@@ -334,7 +345,8 @@ def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[TreeContext
             "`PrefixTree.from_node_paths` and collate it with `DataCollatorForPrefixTree`."
         )
     if kwargs.get("prefix_tree") is None:
-        refuse_partial_batch(kwargs)
+        state_of(module).inputs.settle()
+        call_checks.refuse_partial_batch(kwargs)
         trains = module.training and torch.is_grad_enabled() and kwargs.get("labels") is not None
         if trains and state_of(module).previous_flag is not None:
             _warn_of_training_without_trees()

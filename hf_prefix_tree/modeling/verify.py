@@ -159,7 +159,8 @@ def verify_loss(model: PreTrainedModel, forward: Callable) -> str | None:
         kwargs["output_router_logits"] = False  # the router's loss comes on top of the weighted one
     loss_function = model.loss_function  # checked at each call, since it may change
     with undisturbed(model), torch.no_grad(), _other_attention(model, None):
-        model.training = True  # terms of the training loss; the layers stay as they are for evaluation
+        for part in [x for x in model.modules() if isinstance(x, PreTrainedModel)]:
+            part.training = True  # terms of the training loss; the layers stay as they are for evaluation
         try:
             model._loss_function = ForCausalLMLoss
             output = forward(**kwargs)

@@ -90,7 +90,7 @@ def tree_log_probs(
 
     ```
     """
-    if not temperature > 0:
+    if not isinstance(temperature, int | float) or not temperature > 0:
         raise ValueError(f"`temperature` must be a number > 0, got {temperature!r}.")
     if not isinstance(input_ids, torch.Tensor):
         if attention_mask is not None:
@@ -102,9 +102,10 @@ def tree_log_probs(
         options: Any = {"completion_mask": is_wanted, "temperature": temperature, "min_reuse": min_reuse}
         rows = tree_log_probs(model, ids, is_token, **options)
         return [row[: len(sequence)] for row, sequence in zip(rows, sequences, strict=True)]
-    if input_ids.dim() != 2:
+    if input_ids.dim() != 2 or not input_ids.numel():
         raise ValueError(
-            f"`input_ids` has the shape {tuple(input_ids.shape)}: pass padded rows `[B, L]`, or a list of sequences."
+            f"`input_ids` has the shape {tuple(input_ids.shape)}: pass padded rows `[B, L]` with a token, or a list "
+            "of sequences."
         )
     for name, mask in (("attention_mask", attention_mask), ("completion_mask", completion_mask)):
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape):

@@ -104,6 +104,7 @@ class DataCollatorForPrefixTree:
         Args:
             features (`Sequence`): The features that the collator is called with.
         """
+        features = as_list(features, "features")
         return [tree for feature in features if not _is_padding(feature) for tree in _trees(feature, self.weighting)]
 
 

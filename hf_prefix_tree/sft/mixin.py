@@ -37,6 +37,8 @@ from hf_prefix_tree.training.step import LossTerms, StepMixin, without_empty_mas
 
 logger = logging.getLogger(__name__)
 
+_LOSS_KEYS = ("prefix_tree", "labels", "loss_weights")
+_WHOLE = "pass `data_collator=DataCollatorForPrefixTree(pad_token_id)`, and leave its batches whole in `compute_loss`"
 _TREE_TOKENS, _TREE_PAIRS = STATS.index("tree_tokens"), STATS.index("tree_pairs")
 
 
@@ -85,7 +87,7 @@ class TreeLossMixin(StepMixin):
 
     def count_details(self, batch: dict[str, Any]) -> torch.Tensor:
         """[`STATS`], tokens, positions and FLOPs."""
-        check_batch(batch, "tree_stats", "pass `data_collator=DataCollatorForPrefixTree(pad_token_id)`")
+        check_batch(batch, ("tree_stats", *_LOSS_KEYS), _WHOLE)
         stats = batch["tree_stats"].sum(dim=0).double()
         tokens, supervised = batch["attention_mask"].sum(), (batch["labels"] != IGNORE_INDEX).sum()
         counts = torch.stack([stats[_TREE_TOKENS], supervised.to(stats), stats[_TREE_PAIRS]])
@@ -96,6 +98,7 @@ class TreeLossMixin(StepMixin):
     def loss_terms(
         self, model: torch.nn.Module, inputs: dict[str, Any], items: torch.Tensor, return_outputs: bool
     ) -> LossTerms:
+        check_batch(inputs, _LOSS_KEYS, _WHOLE)  # an override of `compute_loss` may have taken something out
         divisor = safe_divisor(items, inputs["input_ids"])
         if isinstance(self, SFTTrainer):
             weighted = _WeightedLogProbs(model, divisor)

@@ -99,6 +99,8 @@ def check_trainer(trainer: Any) -> None:
     if trainer.args.n_gpu > 1:
         raise ValueError("`nn.DataParallel` is not supported: start one process per GPU with `accelerate launch`.")
     _refuse_functions(vars(trainer))
+    at_least = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}
+    check_config(trainer.args, choices=("train_sampling_strategy",), at_least=at_least)
 
 
 @contextmanager
@@ -135,7 +137,7 @@ def check_arguments(
     Args:
         args (`config_class`, *optional*): The user's.
         config_class (`type`): The configuration that it must be.
-        model (`str` or `PreTrainedModel`): Names the output folder where `args` is `None`.
+        model (`str` or `PreTrainedModel`): Must be there; names the output folder where `args` is `None`.
         purpose (`str`): The end of that name.
         given (`Mapping`): Further keyword arguments of the trainer.
 
@@ -143,6 +145,8 @@ def check_arguments(
         `ValueError`: For a configuration of another class, and refused arguments.
     """
     _refuse_functions(given, (*_FUNCTIONS, "formatting_func", "model_init"))
+    if model is None:
+        raise ValueError("`model` is None: pass a causal LM, or its name.")
     if args is None:
         name = model if isinstance(model, str) else model.config._name_or_path
         return config_class(f"{name.split('/')[-1] or type(model).__name__}-{purpose}")  # type: ignore[call-arg]
@@ -340,20 +344,26 @@ def refuse_tensor_parallelism(trainer: Any) -> None:
         )
 
 
-def check_batch(batch: Mapping[str, Any], name: str, remedy: str) -> None:
-    """Raises `ValueError`, with the remedy, for a batch without the entry `name`."""
-    if name not in batch:
-        raise ValueError(f"A batch has no `{name}`, only {sorted(batch)}: {remedy}.")
+def check_batch(batch: Mapping[str, Any], names: Sequence[str], remedy: str) -> None:
+    """Raises `ValueError`, with the remedy, for a batch that lacks one of the entries, or in which it is `None`."""
+    if missing := [f"`{name}`" for name in names if batch.get(name) is None]:
+        raise ValueError(f"A batch has no {', '.join(missing)}, only {sorted(batch)}: {remedy}.")
+
+
+def own_loss(trainer: Any) -> str:
+    """Why a loss that is not the mixin's is refused."""
+    return (
+        f"{type(trainer).__name__} or its model computes the loss by itself, so it cannot be weighted: put "
+        "`TreeLossMixin` before `transformers.Trainer` or TRL's `SFTTrainer`, and have `compute_loss` call the one of "
+        "`super()`."
+    )
 
 
 def check_loss(trainer: Any, returned: torch.Tensor, outputs: Any) -> torch.Tensor:
     """The loss of the model; raises `ValueError` where there is none, or the trainer returned another one."""
     loss = getattr(outputs, "loss", None)
     if loss is None or returned is not loss:
-        raise ValueError(
-            f"{type(trainer).__name__} or its model computes the loss by itself, so it cannot be weighted: put "
-            "`TreeLossMixin` before `transformers.Trainer` or TRL's `SFTTrainer`."
-        )
+        raise ValueError(own_loss(trainer))
     return loss
 
 

@@ -18,7 +18,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 from trl.trainer.utils import global_then_local_main_first
 
-from hf_prefix_tree.training.checks import check_trainer, keep_output_dtype
+from hf_prefix_tree.training.checks import check_trainer, keep_output_dtype, own_loss
 from hf_prefix_tree.training.options import refuse_options
 from hf_prefix_tree.training.sampling import fill_uneven_steps, length_sampler
 
@@ -167,11 +167,14 @@ class StepMixin(Trainer):  # so that it comes before Trainer whatever else a cla
     def training_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
     ) -> torch.Tensor:
-        self._is_training, self._step_items = True, num_items_in_batch
+        self._is_training, self._step_items, self._has_loss = True, num_items_in_batch, False
         try:
-            return super().training_step(model, inputs, num_items_in_batch)
+            loss = super().training_step(model, inputs, num_items_in_batch)
         finally:
             self._is_training, self._step_items = False, None
+        if not self._has_loss:
+            raise ValueError(own_loss(self))
+        return loss
 
     def compute_loss(
         self,
@@ -184,6 +187,7 @@ class StepMixin(Trainer):  # so that it comes before Trainer whatever else a cla
         # Not the argument: an override of `compute_loss` may not hand it on, and evaluation divides by its own items.
         items = self.count_items(inputs) if self._step_items is None else self._step_items
         terms = self.loss_terms(model, inputs, items.double(), return_outputs)
+        self._has_loss = True
         self._add("train" if is_training else "eval", terms.sums)
         loss = terms.loss
         if is_training:

@@ -206,7 +206,7 @@ def test_x_lora_is_refused(later, tmp_path):
         prepare_model(model)
     config = peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, adapters={"a": str(tmp_path)})
     model = get_peft_model(model, config)
-    with pytest.raises(ValueError, match=r"PEFT adapter 'default' is an X-LoRA \(XLoraConfig\)"):
+    with pytest.raises(ValueError, match=r"PEFT adapter 'default' \(XLoraConfig\) runs a model once more \(X-LoRA"):
         model(**concatenate_trees(random_forest(0), pad_token_id=0)) if later else prepare_model(model)
     with pytest.raises(ValueError, match="X-LoRA"):
         prepare_model(model)

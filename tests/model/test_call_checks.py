@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from transformers.integrations.neftune import neftune_post_forward_hook
-from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from trl.trainer.utils import add_fused_lm_head
 
@@ -19,8 +19,9 @@ from conformance.build import build_model
 from hf_prefix_tree import PrefixTree, prepare_model, tree_log_probs, unprepare_model
 from hf_prefix_tree.modeling import call_checks as refusals
 from hf_prefix_tree.modeling.batch import WEIGHTED_BY_CALLER, concatenate_trees
+from hf_prefix_tree.modeling.call import state_of
 from hf_prefix_tree.modeling.checks import base_causal_lm
-from hf_prefix_tree.modeling.prepare import install_tree_hooks
+from hf_prefix_tree.modeling.prepare import check_call, install_tree_hooks
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from tests.support.models import CONFIGS, branch_runs, make_model, random_forest
 
@@ -131,6 +132,17 @@ def test_summed_weights_are_a_divisor(kind, plain_model):
     assert got == pytest.approx(branch_runs(model, trees)[0].item() * 3, rel=1e-5)
 
 
+@pytest.mark.parametrize("divisor", [0.0, -1.0, float("nan"), float("inf")])
+def test_no_sum_of_weights_is_no_divisor(divisor, plain_model):
+    with pytest.raises(ValueError, match=rf"`num_items_in_batch` is {divisor}, .*no sum of weights"):
+        plain_model(**batch(), num_items_in_batch=divisor)
+
+
+def test_a_step_without_weight_has_a_divisor_of_0(plain_model):
+    row = concatenate_trees([], pad_token_id=0)
+    assert plain_model(**row, num_items_in_batch=0.0).loss.item() == 0.0
+
+
 # ---- labels ----
 
 
@@ -149,13 +161,27 @@ def test_a_training_call_without_labels_is_refused_where_it_has_weights(caplog):
         model.train()(**row)
     with pytest.raises(ValueError, match=r"`loss_weights` but no `labels`"):
         model(**row, labels=None)
+    refusals._warn_of_logits_without_labels.cache_clear()
     weights = row.pop("loss_weights").view(torch.float64)[0]
-    assert torch.equal(model(**row).logits, logits)  # who leaves both out takes care of both
+    with caplog.at_level(logging.WARNING, logger="hf_prefix_tree"):
+        assert torch.equal(model(**row).logits, logits)  # who leaves both out takes care of both
+    assert caplog.text.count("or that knows no weights is wrong") == 2
     index = weights.nonzero()[:, 0]
     index = index[row["prefix_tree"][0, 2, index] >= 0]
     before = row["prefix_tree"][0, 2, index].long()
     nll = torch.nn.functional.cross_entropy(logits[0, before], row["input_ids"][0, index], reduction="none")
     assert ((nll * weights[index]).sum() / weights[index].sum()).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_batch_without_rows_is_refused(plain_model):
+    with pytest.raises(ValueError, match=r"`prefix_tree` must be .*got torch.int32 of shape \(0, 3, 128\)"):
+        plain_model(**{name: value[:0] for name, value in batch().items()})
+
+
+def test_transforms_of_torch_func_are_refused(plain_model):
+    weights = {name: x.detach() for name, x in plain_model.named_parameters()}
+    with pytest.raises(ValueError, match=r"`torch.func` cannot be used together with `prefix_tree`.*no storage"):
+        torch.func.grad(lambda x: torch.func.functional_call(plain_model, x, (), batch()).loss)(weights)
 
 
 @pytest.mark.parametrize("name", ["labels", "attention_mask", "position_ids", "input_ids"])
@@ -206,20 +232,97 @@ def test_overwritten_inputs_are_refused(name, values, alone, plain_model):
         model(**row)
 
 
-def test_what_says_the_same_as_the_tree_is_taken(plain_model):
-    model, row = plain_model, two_trees()
-    expected = model(**row).loss
+def same_as_the_tree():
+    row = two_trees()
     padding = row["attention_mask"] == 0
-    for change in (
+    changes = (
         {"attention_mask": None},
         {"position_ids": None},
         {"attention_mask": None, "position_ids": None},
         {"attention_mask": torch.ones_like(padding).long()},
         {"attention_mask": ~padding},
         {"position_ids": row["position_ids"].masked_fill(padding, 1)},  # as Transformers does
-    ):
-        assert torch.equal(model(**{**row, **change}).loss, expected)
+    )
+    return [{**row, **change} for change in changes]
+
+
+def test_what_says_the_same_as_the_tree_is_taken(plain_model):
+    model = plain_model
+    expected = model(**two_trees()).loss
+    for row in same_as_the_tree():
+        assert torch.equal(model(**row).loss, expected)
     assert_exact(model)
+
+
+WRONG_INPUTS = [
+    {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7]])},
+    {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7]]), "attention_mask": None},
+    {"attention_mask": torch.tensor([[1, 1, 1, 1, 0, 1, 0, 0]])},  # a later root
+    {"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 0, 0]]), "position_ids": None},
+    {"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])},
+]
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch, plain_model):
+    """The checks of calls as if their tensors were on a GPU, after the first ones."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    model = plain_model.train()
+    inputs = state_of(model).inputs = refusals.OverwrittenInputs()
+    for _ in range(refusals._TOGETHER):
+        check_call(model, two_trees())
+        assert not inputs.pending  # each of the first is compared at once
+    return model
+
+
+@pytest.mark.parametrize("place", [0, 4, 7])
+@pytest.mark.parametrize("wrong", WRONG_INPUTS, ids=range(len(WRONG_INPUTS)))
+def test_beside_a_gpu_calls_are_compared_together(wrong, place, on_a_gpu):
+    rows = [*same_as_the_tree(), batch(), batch(seed=1), two_trees()]
+    for row in rows:
+        check_call(on_a_gpu, row)
+    assert not state_of(on_a_gpu).inputs.pending
+    rows[place] = {**two_trees(), **wrong}
+    for row in rows[:-1]:
+        check_call(on_a_gpu, row)
+    assert len(state_of(on_a_gpu).inputs.pending) == 7
+    with pytest.raises(ValueError, match="something overwrote them"):
+        check_call(on_a_gpu, rows[-1])
+    check_call(on_a_gpu, two_trees())
+
+
+@pytest.mark.parametrize("wrong", WRONG_INPUTS, ids=range(len(WRONG_INPUTS)))
+def test_the_first_calls_beside_a_gpu_are_compared_at_once(wrong, on_a_gpu):
+    state_of(on_a_gpu).inputs = refusals.OverwrittenInputs()
+    with pytest.raises(ValueError, match="something overwrote them"):
+        check_call(on_a_gpu, {**two_trees(), **wrong})
+
+
+@pytest.mark.parametrize("then", ["evaluation", "logits", "without a tree", "saving", "unprepare"])
+def test_nothing_is_left_uncompared(then, on_a_gpu, tmp_path, monkeypatch):
+    model = on_a_gpu
+    check_call(model, {**two_trees(), **WRONG_INPUTS[0]})
+    with pytest.raises(ValueError, match="something overwrote them"):
+        if then == "evaluation":
+            check_call(model.eval(), two_trees())
+        elif then == "logits":
+            with torch.no_grad():
+                check_call(model, {name: x for name, x in two_trees().items() if name in ("input_ids", "prefix_tree")})
+        elif then == "without a tree":
+            model(torch.arange(5)[None])
+        elif then == "saving":
+            model.save_pretrained(tmp_path)
+        else:
+            unprepare_model(model)
+    monkeypatch.undo()
+    prepare_model(model)  # the next test's, too
+    assert not state_of(model).inputs.pending
+
+
+def test_logits_beside_a_gpu_are_not_waited_for(on_a_gpu):
+    row = {**two_trees(), **WRONG_INPUTS[0], "labels": None, "loss_weights": None}
+    with torch.no_grad(), pytest.raises(RuntimeError, match="something overwrote them"):  # an assertion of the device
+        check_call(on_a_gpu, row)
 
 
 def test_overwritten_inputs_are_refused_in_a_compiled_model():
@@ -379,6 +482,46 @@ def test_a_term_in_the_forward_is_refused(calls_loss_function, only_in_training,
     model(**{key: x for key, x in batch().items() if key not in ("labels", "loss_weights")})  # logits are right
 
 
+class Switch(ZLoss):
+    """The term comes with an attribute, or while the backbone trains."""
+
+    def forward(self, labels=None, **kwargs):
+        output = Qwen3ForCausalLM.forward(self, labels=labels, **kwargs)
+        if labels is not None and (getattr(self, "z", 0) or (self.beta and self.model.training)):
+            output.loss = output.loss + 1e-2 * output.logits.logsumexp(-1).square().mean()
+        return output
+
+
+@pytest.mark.parametrize("name", ["z", "beta"])
+def test_a_term_that_is_switched_on_later_is_refused(name):
+    model = Switch._from_config(CONFIGS["qwen3"], dtype=torch.float32, attn_implementation="prefix_tree")
+    model.beta = 0.0
+    assert_exact(prepare_model(model).train())
+    setattr(model, name, 1e-2)
+    with pytest.raises(ValueError, match="another term"):
+        model(**batch())
+
+
+def test_the_z_loss_of_bamba_is_refused_when_it_comes_later():
+    model = prepare_model(build_model("bamba"))
+    assert model(**batch()).loss > 0
+    model.z_loss_coefficient = 1e-3
+    with pytest.raises(ValueError, match="`z_loss_coefficient`"):
+        model(**batch())
+
+
+@pytest.mark.parametrize("how", ["loss_type", "mapping"])
+def test_a_loss_of_another_name_is_refused(how, monkeypatch):
+    model = prepared()
+    if how == "mapping":
+        monkeypatch.setitem(LOSS_MAPPING, "ForCausalLM", with_z_loss)
+    else:
+        monkeypatch.setitem(LOSS_MAPPING, "Mine", with_z_loss)
+        model.loss_type = "Mine"
+    with pytest.raises(ValueError, match=r"`model.loss_function` is with_z_loss"):
+        model(**batch())
+
+
 @pytest.mark.parametrize("name", ["bamba", "qwen3_moe"])
 def test_the_z_loss_of_a_config_is_refused_and_a_router_loss_is_not(name):
     model = build_model(name)
@@ -430,3 +573,9 @@ def test_the_router_loss_of_shared_tokens_is_pointed_out_once(by, caplog):
 def test_a_batch_of_nemo_rows_passes_all_checks():
     tree = PrefixTree.from_node_paths([5, 6, 7, 11, 12, 21], [3, 2, 1], [[0, 1], [0, 2]], weights=[0, 0, 0, 1, 1, 1])
     assert prepared().train()(**concatenate_trees([tree], pad_token_id=0)).loss > 0
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_layers_are_compiled_or_not(value):
+    with pytest.raises(ValueError, match=f"`compile_layers` must be `True` or `False`, got {value!r}"):
+        prepare_model(make_model("qwen3", dtype=torch.float32), compile_layers=value)

@@ -9,16 +9,19 @@ import torch
 from peft import LilyConfig, LoraConfig, get_peft_model
 from torch import square
 from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
 import hf_prefix_tree.modeling.fingerprint as fingerprint
 import hf_prefix_tree.modeling.prepare as model_module
-from hf_prefix_tree import prepare_model
+from hf_prefix_tree import prepare_model, unprepare_model
 from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.modeling.call import refuse_other_backbone
 from hf_prefix_tree.modeling.fingerprint import CodeWatch
 from hf_prefix_tree.modeling.prepare import ensure_verified
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from tests.support.models import VOCAB, make_model, random_forest
 
 WRONG = "attention interface|does not give the same logits|computes something over all tokens of a call"
@@ -251,6 +254,155 @@ def test_a_changed_window_is_checked(monkeypatch):
     model.config.sliding_window = 9
     model(**batch())
     assert len(checks) == 2
+
+
+def own_attn(self, query, key, value, attention_mask=None, *args, **kwargs):
+    """GPT-Neo's attention with a mask of its own."""
+    scores = query @ key.transpose(-1, -2)
+    visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    return scores.masked_fill(~visible, -1e9).softmax(-1) @ value, None
+
+
+@pytest.mark.parametrize("of", ["class", "instance"])
+def test_a_helper_method_that_is_patched_later_is_checked(of, monkeypatch):
+    config = GPTNeoConfig(
+        vocab_size=VOCAB, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]],
+        attention_dropout=0.0, resid_dropout=0.0, embed_dropout=0.0,
+    )  # fmt: skip
+    model = prepare_model(GPTNeoForCausalLM(config))
+    expected = model(**batch()).loss
+    attention = model.transformer.h[1].attn.attention
+    if of == "class":
+        monkeypatch.setattr(type(attention), "_attn", own_attn)
+    else:
+        attention._attn = MethodType(own_attn, attention)
+    with pytest.raises(ValueError, match=WRONG):
+        model(**batch())
+    monkeypatch.undo()
+    vars(attention).pop("_attn", None)
+    assert torch.equal(model(**batch()).loss, expected)
+
+
+def by_another_config(model):
+    attention = model.model.layers[1].self_attn
+    attention.config = copy.deepcopy(attention.config)
+
+
+def by_a_nested_value(model):
+    model.config.rope_parameters["partial_rotary_factor"] = 0.5
+
+
+def by_rope_type(model):
+    model.model.rotary_emb.rope_type = "linear"
+
+
+def by_a_new_field(model):
+    model.config.attention_span = 5
+
+
+@pytest.mark.parametrize("change", [by_another_config, by_a_nested_value, by_rope_type, by_a_new_field])
+def test_a_config_that_changes_behind_the_model_is_checked(change, monkeypatch):
+    model = prepare_model(make_model("llama", dtype=torch.float32))
+    checks = count_checks(monkeypatch)
+    change(model)
+    for _ in range(fingerprint._TURNS if change is by_another_config else 2):
+        model(**batch())
+    assert len(checks) == 1
+
+
+def long_chain():
+    ids = torch.arange(200).remainder(VOCAB - 3) + 3
+    return concatenate_trees([fold([Branch(ids.tolist(), [1] * 200), Branch([3, 5], [1, 1])])], pad_token_id=0)
+
+
+def dynamic(config):
+    config = copy.deepcopy(config)
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    return config
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("by", ["attribute", "module"])
+def test_dynamic_rotary_behind_the_config_limits_branches(by, is_first):
+    model = make_model("llama", dtype=torch.float32)
+    model.config.max_position_embeddings = 150
+    if not is_first:
+        prepare_model(model)
+        model(**long_chain())
+    if by == "module":
+        model.model.rotary_emb = type(model.model.rotary_emb)(dynamic(model.config))
+    else:
+        model.model.rotary_emb.rope_type, model.model.rotary_emb.original_max_seq_len = "dynamic", 150
+    with pytest.raises(ValueError, match=r"A branch has 200 tokens, .* beyond 150 tokens"):
+        prepare_model(model)(**long_chain())
+
+
+class Switched(LlamaAttention):
+    """Its own attention once an attribute is set."""
+
+    mode = None
+
+    def forward(self, *args, **kwargs):
+        return (
+            causal(self, *args, **kwargs)
+            if getattr(self, "by_itself", self.mode)
+            else super().forward(*args, **kwargs)
+        )
+
+
+@pytest.mark.parametrize("value", [True, 1, "causal"])
+def test_an_attribute_that_switches_ones_own_attention_is_checked(value):
+    model = make_model("llama", dtype=torch.float32)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Switched
+        layer.self_attn.by_itself = False if value is True else 0 if value == 1 else ""
+    prepare_model(model)(**batch())
+    model.model.layers[1].self_attn.by_itself = value
+    with pytest.raises(ValueError, match=WRONG):
+        model(**batch())
+
+
+class Counts(LlamaMLP):
+    calls, last = 0, 0.0
+
+    def forward(self, x):
+        self.calls, self.last = self.calls + 1, float(x.detach().sum())
+        return super().forward(x)
+
+
+def test_a_counter_costs_no_check(monkeypatch):
+    model = make_model("llama", dtype=torch.float32)
+    model.model.layers[0].mlp.__class__ = Counts
+    prepare_model(model)
+    checks = count_checks(monkeypatch)
+    for _ in range(3):
+        model(**batch())
+    assert not checks
+
+
+def test_a_backbone_that_is_compiled_later_is_served():
+    model = prepare_model(make_model("llama", dtype=torch.float32))
+    model.model = torch.compile(model.model, backend="eager")
+    refuse_other_backbone(model)
+
+
+def test_another_backbone_is_refused():
+    model = prepare_model(make_model("llama", dtype=torch.float32))
+    model.model = make_model("llama", dtype=torch.float32).model
+    with pytest.raises(ValueError, match=r"backbone of LlamaForCausalLM was replaced.*`unprepare_model\(model\)`"):
+        model(**batch())
+    unprepare_model(model)
+    assert prepare_model(model)(**batch()).loss > 0
+
+
+def test_a_shadow_that_comes_later_is_refused():
+    peft = pytest.importorskip("peft", reason="adapters are of PEFT")
+    if not hasattr(peft, "ShadowConfig"):
+        pytest.skip("this version of PEFT has no Shadow")
+    model = prepare_model(make_model("llama", dtype=torch.float32))
+    shadow = get_peft_model(model, peft.ShadowConfig(task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match=r"\(ShadowConfig\) runs a model once more"):
+        shadow(**batch())
 
 
 def count_checks(monkeypatch):

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from trl import SFTConfig, SFTTrainer
 
-from hf_prefix_tree import DataCollatorForPrefixTree, TreeLossMixin, prepare_model, tree_log_probs
+from hf_prefix_tree import DataCollatorForPrefixTree, TreeLossMixin, TreeSFTTrainer, prepare_model, tree_log_probs
 from hf_prefix_tree.modeling.prepare import install_tree_hooks
 from tests.support.models import branch_runs, gradients, relative_error
 from tests.support.trainer_runs import config, make_model, make_trees, tokenizer, tree_dataset
@@ -147,6 +147,50 @@ def test_a_loss_of_logits_and_labels_is_refused(tmp_path, options, is_first):
         trainer.train()
 
 
+@pytest.mark.parametrize(
+    "options", [{"label_smoothing_factor": 0.1}, {"compute_loss_func": loss_of_outputs}], ids=lambda x: next(iter(x))
+)
+def test_an_evaluation_with_a_loss_of_logits_is_refused(tmp_path, options):
+    trainer = make_trainer(tmp_path, prepare_model(make_model()), make_trees(2), **options)
+    with pytest.raises(ValueError, match=r"`loss_weights` but no `labels`.*leave out `label_smoothing_factor`"):
+        trainer.evaluate()
+
+
+class DropsWeights:
+    dropped = ("loss_weights",)
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return super().compute_loss(model, {n: x for n, x in inputs.items() if n not in self.dropped}, *args, **kwargs)
+
+
+class DropsLabels(DropsWeights):
+    dropped = ("labels", "loss_weights")
+
+
+class OwnLogits(OwnLoss):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return super().compute_loss(model, {n: x for n, x in inputs.items() if n != "loss_weights"}, *args, **kwargs)
+
+
+@pytest.mark.parametrize("override", [DropsWeights, DropsLabels, OwnLogits])
+@pytest.mark.parametrize("trainer", ["Trainer", "SFTTrainer"])
+def test_an_override_that_takes_keys_out_of_a_batch_is_refused(tmp_path, override, trainer):
+    bases = (override, TreeLossMixin, Trainer)
+    if trainer == "SFTTrainer":
+        own = type("Own", (override, TreeSFTTrainer), {})
+        args = config(
+            tmp_path, per_device_train_batch_size=4, max_steps=1, dataset_kwargs={"skip_prepare_dataset": True}
+        )
+        made = own(
+            model=make_model(), args=args, train_dataset=tree_dataset(make_trees(4)), processing_class=tokenizer()
+        )
+    else:
+        made = make_trainer(tmp_path, make_model(), make_trees(2), type("Own", bases, {}))
+    message = r"computes the loss by itself" if override is OwnLogits else r"A batch has no .*`loss_weights`"
+    with pytest.raises(ValueError, match=message):
+        made.train()
+
+
 # ---- NEFTune ----
 
 
@@ -209,3 +253,20 @@ def test_a_fused_loss_is_refused(tmp_path, trainer_class):
         trainer.train()
     del model.forward
     assert_equals_branches(make_trainer(tmp_path, model, trees, trainer_class), trees)
+
+
+# ---- values that no trainer can use ----
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("train_sampling_strategy", "x"), ("per_device_train_batch_size", 0), ("per_device_eval_batch_size", -1)],
+)
+def test_impossible_options_are_refused(tmp_path, name, value):
+    with pytest.raises(ValueError, match=rf"`{name}` must be .*, got '?{value}"):
+        make_trainer(tmp_path, make_model(), make_trees(2), MixedTrainer, **{name: value})
+
+
+def test_no_model_is_refused():
+    with pytest.raises(ValueError, match="`model` is None: pass a causal LM"):
+        TreeSFTTrainer(model=None)

@@ -272,3 +272,15 @@ def test_a_wrong_layout_would_show(broken, monkeypatch):
     reference, model = double_model("qwen3"), prepare_model(double_model("qwen3"))
     with keep_double(), pytest.raises(AssertionError):
         check(model, reference, rollouts(), None, 1e-3)
+
+
+@pytest.mark.parametrize("temperature", [None, "1", 0.0, float("nan")])
+def test_a_temperature_is_a_number_above_0(temperature):
+    with pytest.raises(ValueError, match=f"`temperature` must be a number > 0, got {temperature!r}"):
+        tree_log_probs(None, [torch.tensor([5, 6])], temperature=temperature)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
+def test_rows_without_tokens_are_refused(shape):
+    with pytest.raises(ValueError, match=r"`input_ids` has the shape .*: pass padded rows"):
+        tree_log_probs(None, torch.zeros(shape, dtype=torch.int64))
