@@ -37,7 +37,8 @@ from hf_prefix_tree.modeling.verify import (
 logger = logging.getLogger(__name__)
 
 PATH = 24  # tokens of the longest path: what adapters do depends on no distance
-NOISE = 0.1  # standard deviation of what is added to the weights of adapters
+NOISE = 0.1  # standard deviation of what is added to the weights of adapters, of at most `WIDTH` inputs
+WIDTH = 64  # wider weights get less, so that adapters change a layer's output by as much, and bf16 stays comparable
 
 SMALL = 2**20  # the most numbers of a parameter whose gradient is compared; norms, biases and routers have fewer
 
@@ -238,7 +239,8 @@ def _randomized(layers: list[Any]) -> Iterator[tuple[list[torch.nn.Parameter], C
         generator = torch.Generator().manual_seed(0)
         for parameter, value, _ in values:
             if parameter.is_floating_point():
-                _local(parameter).add_((torch.randn(value.shape, generator=generator) * NOISE).to(value))
+                size = NOISE * min(1.0, (WIDTH / max(1, value.shape[-1] if value.dim() > 1 else 1)) ** 0.5)
+                _local(parameter).add_((torch.randn(value.shape, generator=generator) * size).to(value))
                 parameter.requires_grad_(True)
         for layer in layers:
             layer._disable_adapters = False
