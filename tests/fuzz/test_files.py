@@ -17,6 +17,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from datasets import Dataset, disable_progress_bars, load_from_disk
+from tqdm import tqdm
 
 from hf_prefix_tree import export_for_serving
 from hf_prefix_tree.data.prepare import prepare_trees
@@ -107,6 +109,7 @@ KINDS = {
 def kind(request, caplog):
     caplog.set_level(logging.CRITICAL, "hf_prefix_tree")
     disable_progress_bars()
+    tqdm.set_lock(threading.RLock())  # processes share the usual one, and those that are killed would keep it
     return KINDS[request.param]
 
 
