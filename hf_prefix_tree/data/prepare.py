@@ -46,7 +46,6 @@ class Plan:
     settings: dict[str, Any]
     limit: dict[str, Any]
     group_by: str | None
-    max_packed_tokens: int | None
     pack_trees: bool
     selection_metric: str | None
     selection_num_proc: int | None
@@ -118,10 +117,10 @@ def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
     if not len(trees):
         raise ValueError(f"no tree is left of {report} ({report.losses()}); change the rows, or what drops them.")
     trees = trees.remove_columns(REPORT)
-    if plan.max_packed_tokens is not None:
-        trees, packing = pack_dataset(trees, lengths.tolist(), plan.max_packed_tokens, plan.pack_trees, plan.num_proc)
+    if (max_tokens := plan.limit["max_packed_tokens"]) is not None:
+        trees, packing = pack_dataset(trees, lengths.tolist(), max_tokens, plan.pack_trees, plan.num_proc)
         report.further |= packing
-        log_packing(packing, plan.max_packed_tokens)
+        log_packing(packing, max_tokens)
     return trees
 
 
@@ -145,8 +144,8 @@ def prepare_stream(dataset: IterableDataset, columns: list[str], plan: Plan) -> 
         )
     if plan.max_examples is not None:
         trees = trees.take(plan.max_examples)
-    if plan.max_packed_tokens is not None:
-        trees = pack_stream(trees, plan.max_packed_tokens, plan.pack_trees)
+    if plan.limit["max_packed_tokens"] is not None:
+        trees = pack_stream(trees, plan.limit["max_packed_tokens"], plan.pack_trees)
     return trees
 
 
@@ -398,7 +397,6 @@ def prepare_trees(
         settings={"options": options, "weighting": weighting, "on_error": on_error},
         limit={"max_packed_tokens": max_packed_tokens, "overflow": overflow, "on_error": on_error},
         group_by=group_by,
-        max_packed_tokens=max_packed_tokens,
         pack_trees=pack_trees,
         selection_metric=selection_metric,
         selection_num_proc=selection_num_proc,

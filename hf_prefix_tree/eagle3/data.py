@@ -239,8 +239,7 @@ def _pack_batch(batch: Mapping[str, Any], indices: Iterable[int], **settings: An
 def _mapped(dataset: Any, function: Any, columns: Sequence[str], settings: dict[str, Any], **kwargs: Any) -> Any:
     """A dataset or a stream after a function that makes documents of its rows."""
     options = dataclasses.replace(settings["options"], features=dict(dataset.features or {}))
-    mapped = cached_map if isinstance(dataset, Dataset) else type(dataset).map
-    return mapped(
+    return (cached_map if isinstance(dataset, Dataset) else type(dataset).map)(
         dataset,
         function,
         batched=True,

@@ -411,14 +411,7 @@ def problem_of_ids(ids: torch.Tensor, target_vocab_size: int, size: int) -> str 
 def write_tensors(
     path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """
-    Write a safetensors file that [`read_tensors`] can check. A reader sees it whole, or the one before it.
-
-    Args:
-        path (`str` or `os.PathLike`): The file. Missing folders are created.
-        tensors (`Mapping[str, torch.Tensor]`): The tensors.
-        metadata (`Mapping[str, str]`): Further entries of its header.
-    """
+    """Write a safetensors file that [`read_tensors`] can check. A reader sees it whole, or the one before it."""
     held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     content = safetensors.torch.save(held, {**metadata, "checksum": checksum_of(held, metadata)})
     write_files({Path(path): content})

@@ -60,22 +60,17 @@ def last_checkpoint(folder: str) -> str:
     """
     found = [path for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name[11:].isdigit()]
     for path in sorted(found, key=lambda path: -int(path.name[11:])):
-        if (problem := _problem_of(path)) is None:
+        try:
+            json.loads((path / TRAINER_STATE_NAME).read_bytes())  # written last
+            for file in path.rglob("*.*"):
+                if file.suffix == ".safetensors":
+                    safetensors.safe_open(file, framework="pt").__enter__()
+                elif file.suffix in (".bin", ".pt", ".pth"):
+                    zipfile.ZipFile(file).close()
             return str(path)
-        logger.warning("The checkpoint %s is passed over: %s.", path, problem)
+        except (OSError, ValueError, safetensors.SafetensorError, zipfile.BadZipFile) as error:
+            logger.warning("The checkpoint %s is passed over, as it was not saved whole: %s.", path, error)
     raise ValueError(f"`resume_from_checkpoint` is True, but {folder!r} holds no complete checkpoint; leave it out.")
-
-
-def _problem_of(checkpoint: Path) -> str | None:
-    """Why a checkpoint can't be resumed from: a file is missing or truncated; `None` if it can be."""
-    try:
-        json.loads((checkpoint / TRAINER_STATE_NAME).read_bytes())  # written last
-        for file in checkpoint.rglob("*.safetensors"):
-            safetensors.safe_open(file, framework="pt").__enter__()
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        return f"a file can't be read ({error})"
-    pickles = (file for pattern in ("*.bin", "*.pt", "*.pth") for file in checkpoint.rglob(pattern))
-    return next((f"{file.name} is truncated" for file in pickles if not zipfile.is_zipfile(file)), None)
 
 
 class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer whatever else a class derives from
