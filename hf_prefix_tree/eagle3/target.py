@@ -277,9 +277,12 @@ def precompute_hidden_states(
         metadata = {"target": json.dumps({**identity, "config": target.config.to_dict()})}
         write_tensors(folder / TARGET_FILE, weights, metadata)
         saved, new = folder / "rows" / split, folder / "rows" / f".{split}.{uuid.uuid4().hex}"
-        described.save_to_disk(str(new))
-        shutil.rmtree(saved, ignore_errors=True)
-        new.rename(saved)
+        try:
+            described.save_to_disk(str(new))
+            shutil.rmtree(saved, ignore_errors=True)
+            new.rename(saved)
+        except OSError as error:  # that of a write names no file
+            raise OSError(error.errno, error.strerror, str(saved)) from error
     if num_ranks > 1:
         dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
     return described
