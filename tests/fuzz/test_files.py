@@ -312,8 +312,8 @@ def test_two_writers(kind, folder):
                             path.unlink(missing_ok=True)
                     kind.write(folder)
                 code = 0
-            except (ValueError, OSError):
-                code = 2
+            except (ValueError, OSError) as error:
+                code = 2 if is_ours(error, folder) else 1
             finally:
                 os._exit(code)
         writers.append(child)
