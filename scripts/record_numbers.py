@@ -38,7 +38,6 @@ import math
 import multiprocessing
 import platform
 import random
-import socket
 import sys
 import tempfile
 import time
@@ -703,12 +702,10 @@ def eagle3() -> Values:
 
 def two_ranks() -> Values:
     """DDP over gloo: steps that do not divide evenly, and evaluation."""
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # at a free port
+    with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
-        ranks = [context.Process(target=_rank, args=(rank, port, folder)) for rank in range(2)]
+        ranks = [context.Process(target=_rank, args=(rank, store.port, folder)) for rank in range(2)]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -721,6 +718,7 @@ def two_ranks() -> Values:
 def _rank(rank: int, port: int, folder: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     _be_quiet_and_deterministic()
     with keep_double(), contextlib.redirect_stdout(io.StringIO()):
         trainer = _sft(f"{folder}/run", make_trees(7), eval_trees=make_trees(3, seed=1), gradient_accumulation_steps=2)

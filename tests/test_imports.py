@@ -35,7 +35,7 @@ ROOMS = (
 )
 WITHOUT_TORCH = ("version", "tree")
 WITH_TRL = ("training", "sft", "rl", "diffusion", "eagle3", "report", "nemo", "cli")
-NOT_LOADED = ("datasets", "trl")
+NOT_LOADED = ("datasets", "trl", "torch")  # torch, as `import transformers` does not load it either
 
 
 def loaded_modules(statement: str, **variables: str) -> list[str]:
@@ -47,8 +47,25 @@ def loaded_modules(statement: str, **variables: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_import_loads_no_trl_and_no_datasets():
+def test_import_loads_no_trl_no_datasets_and_no_torch():
     assert loaded_modules(f"import {PACKAGE}") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", ["", "import transformers.modeling_utils\n"], ids=["before", "after"])
+def test_import_registers_with_transformers(before: str):
+    """Whichever is loaded first; our functions are loaded at their first call."""
+    code = f"""{before}import {PACKAGE}, sys
+from transformers import AutoModelForCausalLM, LlamaConfig
+import torch
+config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
+model = AutoModelForCausalLM.from_config(config, attn_implementation="prefix_tree")
+assert "{PACKAGE}.modeling.attention.interface" not in sys.modules
+logits = model(torch.tensor([[1, 2, 3]])).logits
+assert "{PACKAGE}.modeling.attention.interface" in sys.modules
+model.set_attn_implementation("sdpa")
+assert torch.equal(model(torch.tensor([[1, 2, 3]])).logits, logits)"""
+    loaded_modules(code)
 
 
 @pytest.mark.parametrize("name", NOT_LOADED)

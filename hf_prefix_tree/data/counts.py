@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from datasets import Dataset, IterableDataset, List, Value
 
-from hf_prefix_tree.tree.layout import TreeStats
+from hf_prefix_tree.tree.layout import MAXIMA, TreeStats
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,24 @@ FEATURES = {**dict.fromkeys((*COUNTS, *SIZES), Value("int64")), "errors": List(V
 NO_SIZES = dict.fromkeys(SIZES, 0)
 
 
+def read_counts(trees: Dataset, name: str) -> dict[str, Any]:
+    """
+    The counts of trees as columns: int64 arrays, and the list `errors`. Row by row it takes 0.2 ms a tree.
+
+    Args:
+        trees ([`~datasets.Dataset`]): Rows are trees.
+        name (`str`): The column, of values of `FEATURES`.
+    """
+    rows = pa.concat_arrays(trees.select_columns(name).with_format("arrow")[:][name].chunks)
+    columns: dict[str, Any] = {name: np.array(rows.field(name)) for name in (*COUNTS, *SIZES)}
+    return columns | {"errors": rows.field("errors").to_pylist()}
+
+
+def counts_at(columns: Mapping[str, Any], indices: Sequence[int]) -> dict[str, Any]:
+    """The counts of some of the trees, as columns."""
+    return {name: [values[index] for index in indices] for name, values in columns.items()}
+
+
 def described(counts: Mapping[str, int]) -> list[str]:
     """The losses among the counts, in words."""
     return [f"{counts[name]} {meaning}" for name, meaning in LOSSES.items() if counts.get(name)]
@@ -59,13 +78,18 @@ class Report:
         self._max_branches = 0
         self.further: dict[str, Any] = {}
 
-    def add(self, counts: dict[str, Any]) -> None:
-        """Add what one tree's rows counted: a value of `FEATURES`."""
-        self._counts.update({name: counts[name] for name in COUNTS})
-        self._errors += counts["errors"]
-        self._stats += TreeStats(**{name: counts[name] for name in SIZES})
-        self._trees += counts["branches"] > 0
-        self._max_branches = max(self._max_branches, counts["branches"])
+    def add(self, counts: Mapping[str, Any]) -> None:
+        """Add what one tree's rows counted, a value of `FEATURES`, or the columns of several."""
+        columns = {name: np.atleast_1d(counts[name]) for name in (*COUNTS, *SIZES)}
+        if not columns["rows"].size:
+            return
+        self._counts.update({name: int(columns[name].sum()) for name in COUNTS})
+        for errors in counts["errors"]:
+            self._errors += [errors] if isinstance(errors, str) else errors
+        sizes = {name: int(columns[name].max() if name in MAXIMA else columns[name].sum()) for name in SIZES}
+        self._stats += TreeStats(**sizes)
+        self._trees += int((columns["branches"] > 0).sum())
+        self._max_branches = max(self._max_branches, int(columns["branches"].max()))
 
     def losses(self) -> str:
         """The losses, with the first few errors; empty if there are none."""
@@ -171,7 +195,7 @@ def without_unsupervised(dataset: Dataset | IterableDataset, cap: tuple[str, int
     """
     if isinstance(dataset, IterableDataset):
         return dataset.filter(_Keeps(cap), input_columns=TRUNCATION).remove_columns(TRUNCATION)
-    kept = kept_of(dataset[TRUNCATION], cap)
+    kept = kept_of(dataset[TRUNCATION][:], cap)
     dataset = dataset.remove_columns(TRUNCATION)
     return dataset.select(kept) if len(kept) < len(dataset) else dataset
 

@@ -151,8 +151,8 @@ def search_tree_branches(prompt: Any, steps: Sequence[Any], tokenizer: PreTraine
         level[step["text"]] = level.get(step["text"], False) or step["kept"]
     nodes: dict[tuple[int, str], tuple[int, str] | None] = {}  # the text before each, in the order of the steps
     for number in sorted(kept_of):
-        for text in kept_of[number]:
-            nodes[number, text] = _extended(number, text, kept_of.get(number - 1, {})) if number else None
+        before = _extended(number, kept_of[number], kept_of.get(number - 1, {})) if number else {}
+        nodes |= {(number, text): before.get(text) for text in kept_of[number]}
     wanted: dict[tuple[int, str], int] = {}
     for key in nodes:
         if kept_of[key[0]][key[1]]:
@@ -164,10 +164,10 @@ def search_tree_branches(prompt: Any, steps: Sequence[Any], tokenizer: PreTraine
         raise ValueError("`nodes` has no kept step, so nothing to train on; drop the row.")
     parents, texts, weights = [-1], [prompt if prompt[-1:].isspace() else f"{prompt}\n"], [0.0]
     for number, text in sorted(wanted, key=lambda key: key[0]):
-        before = nodes[number, text]
+        parent = nodes[number, text]
         wanted[number, text] = len(texts)
-        parents.append(wanted[before] if before is not None else 0)
-        texts.append(text[len(before[1]) :] if before is not None else text)
+        parents.append(wanted[parent] if parent is not None else 0)
+        texts.append(text[len(parent[1]) :] if parent is not None else text)
         weights.append(float(kept_of[number][text]))
     return text_tree_branches(parents, texts, weights, tokenizer)
 
@@ -182,15 +182,25 @@ def _check_step(step: Any, index: int) -> None:
         raise ValueError(f"`nodes[{index}].step` is {step['step']}; number the steps from 0.")
 
 
-def _extended(number: int, text: str, before: Mapping[str, bool]) -> tuple[int, str]:
-    """The text of the step before that this one extends: a kept one if there is, of those the longest."""
-    extended = [start for start in before if text.startswith(start)]
-    if not extended:
-        raise ValueError(
-            f"`nodes` has the text {text[-60:]!r} of step {number}, which extends no text of step {number - 1}; add "
-            "that step, or number the steps from 0."
-        )
-    return number - 1, max(extended, key=lambda start: (before[start], len(start)))
+def _extended(number: int, texts: Mapping[str, bool], before: Mapping[str, bool]) -> dict[str, tuple[int, str]]:
+    """The text of the step before that each one extends: a kept one if there is, of those the longest."""
+    extended: dict[str, tuple[int, str]] = {}
+    # In this order, the texts that one extends are open when it comes: those that it follows and begins with.
+    opened: list[tuple[str, str]] = []  # a text of the step before, and the best one so far
+    for text, is_new in sorted([*((text, False) for text in before), *((text, True) for text in texts)]):
+        while opened and not text.startswith(opened[-1][0]):
+            opened.pop()
+        if not is_new:
+            best = opened[-1][1] if opened else text
+            opened.append((text, best if before[best] and not before[text] else text))
+        elif opened:
+            extended[text] = number - 1, opened[-1][1]
+        else:
+            raise ValueError(
+                f"`nodes` has the text {text[-60:]!r} of step {number}, which extends no text of step {number - 1}; "
+                "add that step, or number the steps from 0."
+            )
+    return extended
 
 
 def _ids_before_a_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
 
-from hf_prefix_tree.data.trees import TREE_FEATURES
+from hf_prefix_tree.data.trees import TREE_FEATURES, cached_map
 from hf_prefix_tree.tree.packing import fill, pack_rows
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 from hf_prefix_tree.tree.splitting import split_tree
@@ -32,7 +32,7 @@ PACKED_FEATURES = Features(
     {"trees": List(dict(TREE_FEATURES)), "tree_ids": List(Value("int64")), "num_parts": List(Value("int64"))}
 )
 STREAM_BUFFER = 1000  # trees of a stream that are packed together
-_PART_COUNTS = ("tree_id", "tokens", "weightless")
+_PART_COUNTS = ("tree", "tokens", "weightless", "tree_id")
 _PART_FEATURES = Features({**TREE_FEATURES, **dict.fromkeys(_PART_COUNTS, Value("int64"))})
 
 
@@ -61,33 +61,37 @@ def pack_dataset(
     large = [index for index, length in enumerate(lengths) if length > max_tokens]
     # Pieces are the whole trees and the parts: where each is in `source`, which tree it is of, how long it is.
     source = trees
-    pieces = [[(index, index, length)] for index, length in enumerate(lengths)]
+    parts_of: dict[int, list[tuple[int, int, int]]] = {index: [] for index in large}
     split: list[tuple[int, int, int]] = []
+    part_ids: list[int] = []
     if large:
-        parts = trees.select(large).map(
+        parts = cached_map(
+            trees.select(large),
             _split_batch,
             with_indices=True,
             batched=True,
             batch_size=16,
             remove_columns=trees.column_names,
             features=_PART_FEATURES,
-            fn_kwargs={"tree_ids": large, "max_tokens": max_tokens},
+            fn_kwargs={"trees": large, "max_tokens": max_tokens},
             num_proc=_processes(num_proc, len(large)),
             writer_batch_size=100,
             desc="Splitting trees",
         )
-        for index in large:
-            pieces[index] = []
-        split = list(zip(*(parts[name] for name in _PART_COUNTS), strict=True))
+        *counts, part_ids = (parts[name][:] for name in _PART_COUNTS)
+        split = list(zip(*counts, strict=True))
         for at, (tree, length, is_weightless) in enumerate(split):
             if not is_weightless:
-                pieces[tree].append((len(trees) + at, tree, length))
+                parts_of[tree].append((len(trees) + at, tree, length))
         source = concatenate_datasets([trees, parts.remove_columns(list(_PART_COUNTS))])
-    flat = [piece for of_tree in pieces for piece in of_tree]
+    whole = ([(index, index, length)] for index, length in enumerate(lengths))
+    flat = [piece for index, pieces in enumerate(whole) for piece in parts_of.get(index, pieces)]
     rows = _rows([length for *_, length in flat], [tree for _, tree, _ in flat], max_tokens, pack_trees)
-    members = [[flat[piece][0] for piece in row] for row in rows]
-    ids = _tree_ids(trees)
-    packed = source.select([row[0] for row in members]).map(
+    # In the order of the rows: where each piece is in `source`, and which tree it is of. Arrays are hashed fast.
+    members = np.array([flat[piece][:2] for row in rows for piece in row])
+    ends = np.cumsum([len(row) for row in rows])
+    packed = cached_map(
+        source.select(members[np.append(0, ends[:-1]), 0]),
         _gather,
         with_indices=True,
         input_columns=["num_branches"],  # a row stands for the packed row that it is in; no more of it is read
@@ -98,8 +102,9 @@ def pack_dataset(
         fn_kwargs={
             "source": source,
             "members": members,
-            "tree_ids": [[ids[flat[piece][1]] for piece in row] for row in rows],
-            "num_parts": [[len(pieces[flat[piece][1]]) for piece in row] for row in rows],
+            "ends": ends,
+            "num_parts": np.bincount(members[:, 1])[members[:, 1]],
+            "part_ids": np.array(part_ids, dtype=np.int64),
         },
         num_proc=_processes(num_proc, len(rows)),
         writer_batch_size=16,
@@ -208,18 +213,19 @@ def _counted(
 
 
 def _split_batch(
-    batch: Mapping[str, list[Any]], indices: list[int], tree_ids: list[int], max_tokens: int
+    batch: Mapping[str, list[Any]], indices: list[int], trees: list[int], max_tokens: int
 ) -> dict[str, list[Any]]:
     parts = [
-        part for row, index in enumerate(indices) for part in _parts(_tree_at(batch, row), tree_ids[index], max_tokens)
+        part for row, index in enumerate(indices) for part in _parts(_tree_at(batch, row), trees[index], max_tokens)
     ]
     return {name: [part[name] for part in parts] for name in _PART_FEATURES}
 
 
-def _parts(tree: PrefixTree, tree_id: int, max_tokens: int) -> list[dict[str, Any]]:
+def _parts(tree: PrefixTree, index: int, max_tokens: int) -> list[dict[str, Any]]:
     """The parts as rows. A part is weightless, and has no gradient, if all that it supervises is in earlier parts."""
+    counts = {"tree": index, "tree_id": _tree_id(tree.input_ids, index)}
     return [
-        part.to_dict() | {"tree_id": tree_id, "tokens": len(part), "weightless": int(not part.weights.any())}
+        part.to_dict() | counts | {"tokens": len(part), "weightless": int(not part.weights.any())}
         for part in split_tree(tree, max_tokens)
     ]
 
@@ -228,16 +234,26 @@ def _gather(
     _: Any,
     indices: list[int],
     source: Dataset,
-    members: list[list[int]],
-    tree_ids: list[list[int]],
-    num_parts: list[list[int]],
+    members: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+    num_parts: npt.NDArray[np.int64],
+    part_ids: npt.NDArray[np.int64],
 ) -> pa.Table:
-    pieces = source.with_format("arrow")[[piece for index in indices for piece in members[index]]]
-    columns = [pa.concat_arrays(pieces[name].chunks) for name in TREE_FEATURES]
-    offsets = np.cumsum([0, *(len(members[index]) for index in indices)]).astype(np.int32)
-    lists = {"trees": pa.StructArray.from_arrays(columns, list(TREE_FEATURES))}
-    for name, values in (("tree_ids", tree_ids), ("num_parts", num_parts)):
-        lists[name] = pa.array([value for index in indices for value in values[index]], pa.int64())
+    starts = [ends[index - 1] if index else 0 for index in indices]
+    chosen = np.concatenate([np.arange(start, ends[index]) for start, index in zip(starts, indices, strict=True)])
+    pieces = source.with_format("arrow")[members[chosen, 0]]
+    columns = {name: pa.concat_arrays(pieces[name].chunks) for name in TREE_FEATURES}
+    num_whole = len(source) - len(part_ids)
+    tree_ids = [
+        _tree_id(ids.values.to_numpy(), int(tree)) if place < num_whole else part_ids[place - num_whole]
+        for ids, (place, tree) in zip(columns["input_ids"], members[chosen], strict=True)
+    ]
+    lists = {
+        "trees": pa.StructArray.from_arrays(list(columns.values()), list(columns)),
+        "tree_ids": pa.array(tree_ids, pa.int64()),
+        "num_parts": pa.array(num_parts[chosen]),
+    }
+    offsets = np.append(0, np.cumsum(ends[indices] - starts)).astype(np.int32)
     return pa.table({name: pa.ListArray.from_arrays(offsets, values) for name, values in lists.items()})
 
 
@@ -268,13 +284,6 @@ def _pack_batch(
         "tree_ids": [[ids[pieces[piece][1]] for piece in row] for row in rows],
         "num_parts": [[num_parts[pieces[piece][1]] for piece in row] for row in rows],
     }
-
-
-def _tree_ids(trees: Dataset) -> list[int]:
-    """The id of each tree of a dataset, read as Arrow tables."""
-    columns = trees.select_columns("input_ids").with_format("arrow").iter(batch_size=100)
-    contents = (ids.values.to_numpy() for table in columns for ids in table["input_ids"])
-    return [_tree_id(ids, index) for index, ids in enumerate(contents)]
 
 
 def _tree_id(input_ids: npt.ArrayLike, index: int) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 import transformers
 from datasets import Dataset, IterableDataset
 
-from hf_prefix_tree.data.counts import Report
+from hf_prefix_tree.data.counts import Report, read_counts
 from hf_prefix_tree.data.messages import Tools
 from hf_prefix_tree.data.packed import check_weightings, log_packing, pack_dataset, pack_stream
 from hf_prefix_tree.data.rows import MESSAGE_KINDS, TEXT_KINDS, RowOptions, columns_of, group_key, row_kind
@@ -25,6 +25,8 @@ from hf_prefix_tree.data.trees import (
     COUNTED_FEATURES,
     REPORT,
     TREE_FEATURES,
+    cached_map,
+    drop_oversized_trees,
     skipped_row,
     tree_of_unit,
     trees_of_batch,
@@ -39,11 +41,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """The checked options of `prepare_trees`. `settings` are those of `tree_of_rows`."""
+    """The checked options of `prepare_trees`: `settings` are those of `tree_of_rows`, `limit` of `drop_oversized`."""
 
     settings: dict[str, Any]
+    limit: dict[str, Any]
     group_by: str | None
-    max_packed_tokens: int | None
     pack_trees: bool
     selection_metric: str | None
     selection_num_proc: int | None
@@ -56,7 +58,7 @@ def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
     units: list[list[int]] | None = None
     if plan.group_by is not None:
         members: dict[Any, list[int]] = {}
-        for index, group in enumerate(dataset[plan.group_by]):
+        for index, group in enumerate(dataset[plan.group_by][:]):
             try:
                 members.setdefault(group_key(group, plan.group_by), []).append(index)
             except ValueError as error:
@@ -65,12 +67,13 @@ def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
         if not units:
             raise ValueError(f"no tree is left of {report} ({report.losses()}); pass another `group_by`.")
 
-    def prepare(chosen: list[int] | None, num_proc: int | None = plan.num_proc) -> Dataset:
+    def prepare(chosen: list[int] | None, num_proc: int | None = plan.num_proc) -> tuple[Dataset, dict[str, Any]]:
         rows = units
         if chosen is not None:
             rows = [units[unit] if units is not None else [unit] for unit in chosen]
         # The first row stands for its unit; the rest of a group is read when the unit is folded.
-        return (dataset if rows is None else dataset.select([unit[0] for unit in rows])).map(
+        trees = cached_map(
+            dataset if rows is None else dataset.select([unit[0] for unit in rows]),
             tree_of_unit,
             with_indices=True,
             remove_columns=dataset.column_names,
@@ -80,15 +83,18 @@ def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
             writer_batch_size=100,
             desc="Folding trees",
         )
+        counts = read_counts(trees, REPORT)
+        drop_oversized_trees(counts, lambda index: index if rows is None else rows[index][-1], **plan.limit)
+        return trees, counts
 
     if plan.max_examples is None:
-        trees = prepare(None)
-        for tree_counts in trees[REPORT]:
-            report.add(tree_counts)
-        sources = [index for index, tree_counts in enumerate(trees[REPORT]) if tree_counts["branches"]]
+        trees, counts = prepare(None)
+        report.add(counts)
+        sources = np.flatnonzero(counts["branches"])
         if len(sources) < len(trees):
             trees = trees.select(sources)
-        report.further["sources"] = np.array(sources, dtype=np.int64)
+        report.further["sources"] = sources
+        lengths = counts["tree_tokens"][sources]
     else:
         candidates = list(range(len(dataset) if units is None else len(units)))
         ratio = None
@@ -106,15 +112,15 @@ def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
             ratio = plan.selection_metric
         processes = (plan.selection_num_proc if ratio else None) or plan.num_proc
         trees = select_trees(lambda chosen: prepare(chosen, processes), candidates, plan.max_examples, ratio, report)
+        lengths = read_counts(trees, REPORT)["tree_tokens"]
     report.log()
     if not len(trees):
         raise ValueError(f"no tree is left of {report} ({report.losses()}); change the rows, or what drops them.")
-    lengths = [tree_counts["tree_tokens"] for tree_counts in trees[REPORT]]
     trees = trees.remove_columns(REPORT)
-    if plan.max_packed_tokens is not None:
-        trees, packing = pack_dataset(trees, lengths, plan.max_packed_tokens, plan.pack_trees, plan.num_proc)
+    if (max_tokens := plan.limit["max_packed_tokens"]) is not None:
+        trees, packing = pack_dataset(trees, lengths.tolist(), max_tokens, plan.pack_trees, plan.num_proc)
         report.further |= packing
-        log_packing(packing, plan.max_packed_tokens)
+        log_packing(packing, max_tokens)
     return trees
 
 
@@ -128,18 +134,18 @@ def prepare_stream(dataset: IterableDataset, columns: list[str], plan: Plan) -> 
             batch_size=64,
             remove_columns=columns,
             features=TREE_FEATURES,
-            fn_kwargs=plan.settings,
+            fn_kwargs={"settings": plan.settings, "limit": plan.limit},
         )
     else:
         trees = IterableDataset.from_generator(
             trees_of_stream,
             features=TREE_FEATURES,
-            gen_kwargs={"dataset": dataset, "group_by": plan.group_by, "settings": plan.settings},
+            gen_kwargs={"dataset": dataset, "group_by": plan.group_by, "settings": plan.settings, "limit": plan.limit},
         )
     if plan.max_examples is not None:
         trees = trees.take(plan.max_examples)
-    if plan.max_packed_tokens is not None:
-        trees = pack_stream(trees, plan.max_packed_tokens, plan.pack_trees)
+    if plan.limit["max_packed_tokens"] is not None:
+        trees = pack_stream(trees, plan.limit["max_packed_tokens"], plan.pack_trees)
     return trees
 
 
@@ -388,15 +394,9 @@ def prepare_trees(
         code=code_state(),
     )
     plan = Plan(
-        settings={
-            "options": options,
-            "weighting": weighting,
-            "on_error": on_error,
-            "max_packed_tokens": max_packed_tokens,
-            "overflow": overflow,
-        },
+        settings={"options": options, "weighting": weighting, "on_error": on_error},
+        limit={"max_packed_tokens": max_packed_tokens, "overflow": overflow, "on_error": on_error},
         group_by=group_by,
-        max_packed_tokens=max_packed_tokens,
         pack_trees=pack_trees,
         selection_metric=selection_metric,
         selection_num_proc=selection_num_proc,

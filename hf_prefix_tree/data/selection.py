@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, Features, Value, concatenate_datasets
 
-from hf_prefix_tree.data.counts import Report
+from hf_prefix_tree.data.counts import Report, counts_at
 from hf_prefix_tree.data.messages import Message, normalize_messages, split_reasoning
 from hf_prefix_tree.data.rows import RowOptions, row_conversations
-from hf_prefix_tree.data.trees import REPORT
+from hf_prefix_tree.data.trees import cached_map
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,8 @@ def order_units(
     Raises:
         `ValueError`: If a row can't be read, unless `on_error` is `"skip"`: its unit then comes last.
     """
-    scored = dataset.map(
+    scored = cached_map(
+        dataset,
         _score_row,
         with_indices=True,
         remove_columns=dataset.column_names,
@@ -57,7 +58,7 @@ def order_units(
         num_proc=num_proc if num_proc is None else min(num_proc, len(dataset)),
         desc="Scoring rows",
     )
-    scores, lasts = np.array(scored["score"]), np.array(scored["last"])
+    scores, lasts = np.array(scored["score"][:]), np.array(scored["last"][:])
     totals = np.array(
         [
             scores[rows].sum() + lasts[rows[:-1]].sum() if scores[rows].min() >= 0 else _UNREADABLE
@@ -72,7 +73,7 @@ def order_units(
 
 
 def select_trees(
-    prepare: Callable[[list[int]], Dataset],
+    prepare: Callable[[list[int]], tuple[Dataset, dict[str, Any]]],
     candidates: Sequence[int],
     max_examples: int,
     ratio: str | None,
@@ -83,8 +84,8 @@ def select_trees(
     enough.
 
     Args:
-        prepare (`Callable[[list[int]], Dataset]`):
-            Prepares units: a row with the counts in the column `REPORT` for each, no branches if it is invalid.
+        prepare (`Callable[[list[int]], tuple[Dataset, dict]]`):
+            Prepares units: a row for each, and the columns of their counts, no branches if a unit is invalid.
         candidates (sequence of `int`):
             Units, best first.
         max_examples (`int`):
@@ -102,20 +103,17 @@ def select_trees(
     while waiting and len(taken) < max_examples:
         chunk, waiting = waiting[:size], waiting[size:]
         before = sum(map(len, tables))
-        tables.append(prepare(chunk))
-        counts = list(tables[-1][REPORT])
-        order = list(range(len(counts)))
+        table, counts = prepare(chunk)
+        tables.append(table)
+        order = np.arange(len(chunk))
         if ratio:
             over, under = RATIOS[ratio]
-            order = sorted(order, key=lambda i: -counts[i][over] / max(counts[i][under], 1))
-        for index in order:
-            is_valid = counts[index]["branches"] > 0
-            valid += is_valid
-            if is_valid and len(taken) < max_examples:
-                taken.append(before + index)
-                report.add(counts[index])
-            elif not is_valid:
-                report.add(counts[index])
+            order = np.argsort(-counts[over] / np.maximum(counts[under], 1), kind="stable")
+        is_valid = counts["branches"][order] > 0
+        valid += int(is_valid.sum())
+        is_taken = is_valid & (is_valid.cumsum() <= max_examples - len(taken))
+        taken += (before + order[is_taken]).tolist()
+        report.add(counts_at(counts, order[is_taken | ~is_valid]))
         size = max(max_examples - len(taken), 8)  # replacements, a few at a time
     report.further |= {
         "candidates": len(candidates),

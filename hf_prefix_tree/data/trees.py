@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Dataset rows to one tree and its counts: the functions that `datasets` maps.
+"""Dataset rows to one tree and its counts: the functions that `datasets` maps, and the map that checks its cache.
 
 A tree's rows carry their counts along, in one more column, so that they are there also when the tree comes from the
 cache. A tree that supervises nothing is kept for its counts, without tokens.
@@ -9,18 +9,28 @@ Cost: that of reading the rows (`row_branches`), then one fold. The branches of 
 
 from __future__ import annotations
 
+import functools
+import json
+import logging
+import os
+import time
+import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets import Dataset, Features, IterableDataset, List, Value, is_caching_enabled
+from datasets.fingerprint import Hasher, update_fingerprint
 
 from hf_prefix_tree.data.counts import COUNTS, FEATURES, NO_SIZES, Report
 from hf_prefix_tree.data.rows import RowOptions, group_key, row_branches, rows_of_batch
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
+
+logger = logging.getLogger(__name__)
 
 TREE_FEATURES = Features(
     {
@@ -57,14 +67,18 @@ def tree_of_unit(
     return tree_of_rows([(first, row)], ((i, source[i]) for i in further), **settings)
 
 
-def trees_of_batch(batch: Mapping[str, list[Any]], indices: list[int], **settings: Any) -> dict[str, list[Any]]:
-    """The trees of a stream's rows, each row a tree; losses are logged."""
+def trees_of_batch(
+    batch: Mapping[str, list[Any]], indices: list[int], settings: dict[str, Any], limit: dict[str, Any]
+) -> dict[str, list[Any]]:
+    """The trees of a stream's rows, each row a tree; losses are logged. `limit` is that of `drop_oversized`."""
     rows = zip(indices, rows_of_batch(batch), strict=True)
-    trees = list(_logged(tree_of_rows([row], **settings) for row in rows))
+    trees = list(_logged((tree_of_rows([row], **settings), row[0], limit) for row in rows))
     return {name: [tree[name] for tree in trees] for name in TREE_FEATURES}
 
 
-def trees_of_stream(dataset: IterableDataset, group_by: str, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def trees_of_stream(
+    dataset: IterableDataset, group_by: str, settings: dict[str, Any], limit: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
     """The trees of a stream's groups, each of consecutive rows; losses are logged."""
 
     def keyed() -> Iterator[tuple[Any, tuple[int, Mapping[str, Any]]]]:
@@ -77,7 +91,8 @@ def trees_of_stream(dataset: IterableDataset, group_by: str, settings: dict[str,
                 report.log()
 
     for _, items in groupby(keyed(), key=itemgetter(0)):
-        yield from _logged([tree_of_rows(map(itemgetter(1), items), **settings)])
+        rows = [row for _, row in items]
+        yield from _logged([(tree_of_rows(rows, **settings), rows[-1][0], limit)])
 
 
 def skipped_row(index: int, error: ValueError, on_error: str) -> dict[str, Any]:
@@ -87,33 +102,29 @@ def skipped_row(index: int, error: ValueError, on_error: str) -> dict[str, Any]:
     return {**dict.fromkeys(COUNTS, 0), **NO_SIZES, "rows": 1, "skipped": 1, "errors": [f"row {index}: {error}"]}
 
 
-def _logged(trees: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The trees that supervise something, without their counts; losses are logged after the last one."""
+def _logged(trees: Iterable[tuple[dict[str, Any], int, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """The trees that supervise something and fit, without their counts; losses are logged after the last one."""
     report = Report()
-    for tree in trees:
-        report.add(tree.pop(REPORT))
-        if tree["num_branches"]:
+    for tree, last, limit in trees:
+        counts = tree.pop(REPORT)
+        drop_oversized(counts, last, **limit)
+        report.add(counts)
+        if counts["branches"]:
             yield tree
     if report.losses():
         report.log()
 
 
 def tree_of_rows(
-    *rows: Iterable[tuple[int, Mapping[str, Any]]],
-    options: RowOptions,
-    weighting: str,
-    on_error: str,
-    max_packed_tokens: int | None,
-    overflow: str,
+    *rows: Iterable[tuple[int, Mapping[str, Any]]], options: RowOptions, weighting: str, on_error: str
 ) -> dict[str, Any]:
     """The tree of some rows, given with their indices, and its counts. Without tokens if it supervises nothing."""
     counts: Counter[str] = Counter()
     errors: list[str] = []
     branches: list[Branch] = []
-    tree, last = None, 0
+    tree = None
     for index, row in (item for items in rows for item in items):
         counts["rows"] += 1
-        last = index
         try:
             if options.kind == "tree":
                 tree = _reweighted(PrefixTree.from_dict(row), weighting)
@@ -126,17 +137,7 @@ def tree_of_rows(
             errors.append(f"row {index}: {error}")
     if any(branch.weights.any() for branch in branches):
         tree = fold(branches, weighting)
-    if tree is not None and max_packed_tokens is not None and len(tree) > max_packed_tokens:
-        if problem := _overflow(tree, max_packed_tokens, overflow):
-            if on_error == "raise":
-                raise ValueError(f"row {last}: {problem}")
-            counts["skipped"] = counts["rows"]
-            errors.append(f"row {last}: {problem}")
-            tree = None
-        elif overflow == "drop":
-            counts["oversized"] += 1
-            tree = None
-    counts["empty"] += tree is None and not counts["oversized"]
+    counts["empty"] += tree is None
     sizes = tree.stats().__dict__ if tree is not None else NO_SIZES
     state = tree.to_dict() if tree is not None else _NO_TREE
     return state | {REPORT: {name: counts[name] for name in COUNTS} | sizes | {"errors": errors}}
@@ -153,17 +154,140 @@ def _reweighted(tree: PrefixTree, weighting: str) -> PrefixTree:
     return fold(tree.branches(), weighting)
 
 
-def _overflow(tree: PrefixTree, max_packed_tokens: int, overflow: str) -> str:
+def drop_oversized(
+    counts: dict[str, Any], last: int, *, max_packed_tokens: int | None, overflow: str, on_error: str
+) -> None:
+    """
+    Replaces the counts of a tree that is too large for a packed sequence and is not split, in place.
+
+    It works on counts, after the fold: the cache then serves every way to pack.
+
+    Args:
+        counts (`dict`): Those of the tree, see `FEATURES`.
+        last (`int`): Index of its last row, for the error.
+        max_packed_tokens (`int`, *optional*), overflow (`str`), on_error (`str`): See [`prepare_trees`].
+    """
+    if max_packed_tokens is None or counts["tree_tokens"] <= max_packed_tokens:
+        return
+    problem = _overflow(counts, max_packed_tokens, overflow)
+    if problem and on_error == "raise":
+        raise ValueError(f"row {last}: {problem}")
+    if problem:
+        counts |= {"skipped": counts["rows"], "errors": [*counts["errors"], f"row {last}: {problem}"]}
+    if problem or overflow == "drop":
+        counts |= {**NO_SIZES, "empty" if problem else "oversized": 1}
+
+
+def drop_oversized_trees(counts: dict[str, Any], last: Callable[[int], int], **limit: Any) -> None:
+    """The same for the columns of many trees; `last` tells the last row of one."""
+    for index in np.flatnonzero(counts["tree_tokens"] > (limit["max_packed_tokens"] or np.inf)).tolist():
+        of_tree = {name: values[index] for name, values in counts.items()}
+        drop_oversized(of_tree, last(index), **limit)
+        for name, value in of_tree.items():
+            counts[name][index] = value
+
+
+def _overflow(counts: Mapping[str, Any], max_packed_tokens: int, overflow: str) -> str:
     """Why a tree that is larger than a row can't be prepared; empty if it can be split or dropped."""
     if overflow == "raise":
         return (
-            f"its tree has {len(tree)} tokens, `max_packed_tokens` is {max_packed_tokens}; raise it, or pass "
-            "`overflow='split'` or 'drop'."
+            f"its tree has {counts['tree_tokens']} tokens, `max_packed_tokens` is {max_packed_tokens}; raise it, or "
+            "pass `overflow='split'` or 'drop'."
         )
-    longest = tree.stats().longest_path
+    longest = counts["longest_path"]
     if overflow == "split" and longest > max_packed_tokens:
         return (
             f"its tree has a branch of {longest} tokens, which can't be split, `max_packed_tokens` is "
             f"{max_packed_tokens}; raise it, or cap the branches with `max_length`."
         )
     return ""
+
+
+# ---- the cache of `datasets`, and files that are whole or not there ----
+
+_PARTIAL = ".hf_prefix_tree_partial"  # ends the name of a file that is being written
+_PROCESSING = ("num_proc", "writer_batch_size", "desc")  # options of `map` on which no result depends
+
+
+def cached_map(dataset: Dataset, function: Callable[..., Any], **options: Any) -> Dataset:
+    """
+    `dataset.map`, which takes a result from the cache only if its files are as they were written.
+
+    `datasets` reads a torn file up to the tear. Their checksums lie beside them, and a result that differs is made
+    again.
+
+    Args:
+        dataset ([`~datasets.Dataset`]): Where it has no file, there is no cache.
+        function (`Callable`), options: As `map` takes them.
+
+    Raises:
+        `OSError`: If the cache can't be read or written.
+    """
+    if not dataset.cache_files or not len(dataset) or not is_caching_enabled():
+        return dataset.map(function, **options)
+    results = {name: value for name, value in options.items() if name not in _PROCESSING}
+    key = update_fingerprint(dataset._fingerprint, function, results)
+    path = Path(dataset.cache_files[0]["filename"]).with_name(f"cache-{key}.arrow")
+    checksums = path.with_suffix(".json")
+    try:
+        cached = sorted(path.parent.glob(f"{path.stem}*.arrow"))
+        is_whole = checksums.is_file() and checksums.read_bytes() == _checksums(cached)
+        if cached and not is_whole:
+            logger.warning("The cached file %s differs from its checksum, and is made again.", path)
+        options |= {"cache_file_name": str(path), "new_fingerprint": key, "load_from_cache_file": is_whole}
+        result = dataset.map(function, **options)
+        if not is_whole:
+            files = [Path(file["filename"]) for file in result.cache_files]
+            for file in {*cached} - {*files}:  # of another number of processes
+                file.unlink(missing_ok=True)
+            write_files({checksums: _checksums(sorted(files))})
+    except OSError as error:
+        problem = f"{error.strerror or error} (the cache of `datasets`, which needs space and permissions)"
+        raise OSError(error.errno, problem, str(path)) from error
+    return result
+
+
+def _checksums(files: list[Path]) -> bytes:
+    """The name and the checksum of each file, as JSON."""
+    values = {}
+    for path in files:
+        with path.open("rb") as file:
+            values[path.name] = Hasher.hash_bytes(iter(lambda: file.read(1 << 24), b""))
+    return json.dumps(values).encode()
+
+
+def write_files(contents: Mapping[Path, bytes]) -> None:
+    """
+    Write files that belong together. A reader sees each whole or as it was before, and the last one only beside the
+    others that it was written with.
+
+    Args:
+        contents (`Mapping[Path, bytes]`): The content of each file. Missing folders are created.
+
+    Raises:
+        `OSError`: If one can't be written.
+    """
+    # renaming is atomic within one folder
+    temporary = {path: path.with_name(f".{path.name}.{uuid.uuid4().hex}{_PARTIAL}") for path in contents}
+    try:
+        for path, content in contents.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _remove_partial_files(path.parent)
+            temporary[path].write_bytes(content)
+        if len(contents) > 1:
+            path.unlink(missing_ok=True)
+        for path in contents:
+            os.replace(temporary[path], path)
+    except OSError as error:  # that of a write names no file
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+    finally:
+        for file in temporary.values():
+            file.unlink(missing_ok=True)
+
+
+@functools.cache  # once in a process: a folder may hold many files
+def _remove_partial_files(folder: Path) -> None:
+    """Removes the files that runs which were killed left behind: those that nobody has written to for an hour."""
+    for file in folder.glob(f".*{_PARTIAL}"):
+        if file.stat().st_mtime < time.time() - 3600:
+            file.unlink(missing_ok=True)

@@ -18,6 +18,7 @@ from datasets import IterableDataset
 from hf_prefix_tree.data.counts import TRUNCATION, log_losses, truncation_of, without_unsupervised
 from hf_prefix_tree.data.rows import MESSAGE_KINDS, RowOptions, columns_of, row_branches, row_kind, rows_of_batch
 from hf_prefix_tree.data.supervision import SUPERVISION, read_sample
+from hf_prefix_tree.data.trees import cached_map
 from hf_prefix_tree.diffusion.collator import SAMPLE_INDEX, DataCollatorForDiffusionLM
 from hf_prefix_tree.training.sampling import PADDING_FEATURE
 
@@ -110,7 +111,7 @@ class WithEmptyRows:
 def _mapped(dataset: Any, function: Any, num_proc: int | None, **kwargs: Any) -> Any:
     if isinstance(dataset, IterableDataset):
         return dataset.map(function, **kwargs)
-    return dataset.map(function, num_proc=num_proc, desc="Rendering samples", **kwargs)
+    return cached_map(dataset, function, num_proc=num_proc, desc="Rendering samples", **kwargs)
 
 
 def _with_truncation(row: Mapping[str, Any], index: int, length: int) -> dict[str, int]:

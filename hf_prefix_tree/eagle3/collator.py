@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_prefix_tree.data.supervision import Sample, read_sample
+from hf_prefix_tree.eagle3.vocabulary import read_tensors
 from hf_prefix_tree.tree.folding import integer_array
 from hf_prefix_tree.tree.packing import pack_rows
 
@@ -106,6 +108,8 @@ class DataCollatorForEagle3:
             Round the length of padded documents up to a multiple of it.
         target_fingerprint (`str`, *optional*):
             Refuse precomputed hidden states of another target, see [`Eagle3Target`]. The trainer sets it.
+        states_folder (`Path`, *optional*):
+            Where the files of hidden states lie, if not where they were written. The trainer sets it.
 
     Returns (`__call__`):
         `dict[str, torch.Tensor]`: `input_ids`, `loss_mask`, `attention_mask`, `position_ids`, `doc_remaining`, int64
@@ -137,6 +141,7 @@ class DataCollatorForEagle3:
     length: int | None = None
     pad_to_multiple_of: int = 1
     target_fingerprint: str | None = None
+    states_folder: Path | None = None
 
     def __post_init__(self) -> None:
         integer_array([self.pad_to_multiple_of], "pad_to_multiple_of", 1)
@@ -163,7 +168,7 @@ class DataCollatorForEagle3:
         seq_lens = [[*row["seq_lens"], *[0] * (count - len(row["seq_lens"]))] for row in rows]
         batch["seq_lens"] = torch.tensor(seq_lens, dtype=torch.int64)
         if any(feature.get(HIDDEN_STATES) is not None for feature in features):
-            batch |= _hidden_states(features, batch, self.target_fingerprint)
+            batch |= _hidden_states(features, batch, self)
         return batch
 
     def _padded_length(self, documents: Sequence[Document]) -> int:
@@ -193,12 +198,10 @@ def _checked_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _hidden_states(
-    features: Sequence[Mapping[str, Any]], batch: Mapping[str, torch.Tensor], target_fingerprint: str | None
+    features: Sequence[Mapping[str, Any]], batch: Mapping[str, torch.Tensor], collator: DataCollatorForEagle3
 ) -> dict[str, torch.Tensor]:
     """The precomputed states of a batch, zeros where there are no tokens; checked against the batch and the target."""
-    loaded = [
-        None if f.get(HIDDEN_STATES) is None else _states_of(f[HIDDEN_STATES], target_fingerprint) for f in features
-    ]
+    loaded = [None if f.get(HIDDEN_STATES) is None else _states_of(f[HIDDEN_STATES], collator) for f in features]
     first = next(states for states in loaded if states is not None)
     batch_size, length = batch["input_ids"].shape
     stacked = {
@@ -228,14 +231,19 @@ def _hidden_states(
     return stacked
 
 
-def _states_of(file: str, target_fingerprint: str | None) -> dict[str, torch.Tensor]:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as tensors:
-        fingerprint = (tensors.metadata() or {}).get("target_fingerprint")
-        if target_fingerprint is not None and fingerprint != target_fingerprint:
-            raise ValueError(
-                f"{file} was computed by another target, or from other layers of it, than the one that is trained "
-                "for: precompute it again, or pass the folder that it lies in as `target_model`."
-            )
-        return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 - not a dictionary
+def _states_of(file: str, collator: DataCollatorForEagle3) -> dict[str, torch.Tensor]:
+    if collator.states_folder is not None and not Path(file).exists():  # the folder was moved
+        file = str(collator.states_folder / Path(file).name)
+    try:
+        metadata, tensors = read_tensors(file)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}: run `precompute_hidden_states` again, which computes only what is missing, or pass the folder "
+            "of the files as `target_model`."
+        ) from error
+    if collator.target_fingerprint not in (None, metadata.get("target_fingerprint")):
+        raise ValueError(
+            f"{file} was computed by another target, or from other layers of it, than the one that is trained for: "
+            "precompute it again, or pass the folder that it lies in as `target_model`."
+        )
+    return tensors

@@ -30,6 +30,7 @@ from hf_prefix_tree.data.rows import (
     rows_of_batch,
 )
 from hf_prefix_tree.data.supervision import read_sample
+from hf_prefix_tree.data.trees import cached_map
 from hf_prefix_tree.eagle3.collator import (
     DOCUMENT_KEYS,
     HIDDEN_STATES,
@@ -238,7 +239,8 @@ def _pack_batch(batch: Mapping[str, Any], indices: Iterable[int], **settings: An
 def _mapped(dataset: Any, function: Any, columns: Sequence[str], settings: dict[str, Any], **kwargs: Any) -> Any:
     """A dataset or a stream after a function that makes documents of its rows."""
     options = dataclasses.replace(settings["options"], features=dict(dataset.features or {}))
-    return dataset.map(
+    return (cached_map if isinstance(dataset, Dataset) else type(dataset).map)(
+        dataset,
         function,
         batched=True,
         with_indices=True,

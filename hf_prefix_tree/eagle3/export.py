@@ -2,12 +2,14 @@
 """Drafts for serving engines: a folder that vLLM and SGLang load, or speculators' format, and its validation.
 
 Both formats hold the tensors of [`Eagle3DraftModel`]; speculators names the layer `layers.0` and nests the config of
-the layer. So the model itself says which tensors a folder needs, and of which shapes.
+the layer. So the model itself says which tensors a folder needs, and of which shapes. The metadata of the weights hold
+checksums of both files, which tell a damaged folder and files of two exports.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -16,13 +18,14 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
+from datasets.fingerprint import Hasher
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
+from hf_prefix_tree.data.trees import write_files
 from hf_prefix_tree.eagle3.config import Eagle3DraftConfig
 from hf_prefix_tree.eagle3.model import Eagle3DraftModel
-from hf_prefix_tree.eagle3.vocabulary import ids_from_d2t, problem_of_ids, t2d_from_ids
+from hf_prefix_tree.eagle3.vocabulary import checksum_of, ids_from_d2t, problem_of_ids, t2d_from_ids
 
 ENGINES = ("vllm", "sglang", "speculators")
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -48,7 +51,7 @@ def export_for_serving(
     num_speculative_tokens: int = 3,
 ) -> None:
     """
-    Write a draft as an engine loads it.
+    Write a draft as an engine loads it. A config lies in the folder only beside its weights, also if a run is killed.
 
     Args:
         draft ([`Eagle3DraftModel`]):
@@ -66,6 +69,7 @@ def export_for_serving(
 
     Raises:
         `ValueError`: If the engine is unknown, the auxiliary layers are not, or speculators' format has no target.
+        `OSError`: If a file can't be written.
     """
     config = draft.config
     dtype = draft.dtype if dtype is None else dtype
@@ -87,10 +91,10 @@ def export_for_serving(
     for name, tensor in _renamed(draft.state_dict(), _LAYER, layer).items():
         tensor = tensor.detach().cpu()
         tensors[name] = (tensor.to(dtype) if tensor.is_floating_point() else tensor).clone().contiguous()
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
+    content = (json.dumps(described, indent=2, sort_keys=True) + "\n").encode()
+    metadata = {"format": "pt", "config": Hasher.hash_bytes(content)}
+    metadata |= {"checksum": checksum_of(tensors, metadata)}
+    write_files({Path(path, WEIGHTS): save(tensors, metadata), Path(path, CONFIG): content})
 
 
 def validate_export(path: str | os.PathLike[str]) -> list[str]:
@@ -108,23 +112,30 @@ def validate_export(path: str | os.PathLike[str]) -> list[str]:
         if not (folder / name).is_file():
             return [f"There is no `{name}`."]
     try:
-        config = json.loads((folder / CONFIG).read_text())
-    except ValueError as error:
+        config = json.loads((folder / CONFIG).read_bytes())
+    except (ValueError, OSError, RecursionError) as error:
         return [f"`{CONFIG}` can't be read: {error}."]
     if not isinstance(config, dict):
         return [f"`{CONFIG}` holds no object."]
-    layer, layer_name = _layer_of(config)
-    problems = [*(_portable_problems if layer is config else _speculators_problems)(config)]
-    problems += _shared_problems(config, layer)
-    if not all(_is_number(layer.get(name)) for name in _REQUIRED):
-        return problems
+    problems: list[str] = []
     try:
-        with torch.device("meta"):
-            draft = Eagle3DraftModel(_draft_config(config, {name: layer[name] for name in _REQUIRED}))
-    except (ValueError, TypeError, ArithmeticError, StrictDataclassError) as error:
-        return [*problems, f"`{CONFIG}` describes no draft: {error}"]
+        for problem in _problems_of(folder, config):
+            problems.append(problem)
+    except Exception as error:  # of any kind: any tool may have written any value
+        problems.append(f"`{CONFIG}` describes no draft: {error} ({type(error).__name__}).")
+    return problems or list(_checksum_problems(folder))
+
+
+def _problems_of(folder: Path, config: dict[str, Any]) -> Iterator[str]:
+    layer, layer_name = _layer_of(config)
+    yield from (_portable_problems if layer is config else _speculators_problems)(config)
+    yield from _shared_problems(config, layer)
+    if not all(_is_number(layer.get(name)) for name in _REQUIRED):
+        return
+    with torch.device("meta"):
+        draft = Eagle3DraftModel(_draft_config(config))
     shapes = {name: list(tensor.shape) for name, tensor in _renamed(draft.state_dict(), _LAYER, layer_name).items()}
-    return [*problems, *_tensor_problems(folder / WEIGHTS, shapes, draft.config)]
+    yield from _tensor_problems(folder / WEIGHTS, shapes, draft.config)
 
 
 def load_exported(path: str | os.PathLike[str]) -> Eagle3DraftModel:
@@ -140,15 +151,9 @@ def load_exported(path: str | os.PathLike[str]) -> Eagle3DraftModel:
     problems = validate_export(path)
     if problems:
         raise ValueError(f"`path` ({os.fspath(path)}) holds no whole draft: " + " ".join(problems))
-    config = json.loads(Path(path, CONFIG).read_text())
-    layer, layer_name = _layer_of(config)
-    fields = {name: layer[name] for name in _LAYER_FIELDS if name in layer}
-    fields["rope_parameters"] = {"rope_type": "default", **(layer.get("rope_scaling") or {})}
-    fields["rope_parameters"].setdefault("rope_theta", layer["rope_theta"])
-    fields["aux_layer_ids"] = aux_layer_ids(config)
-    fields["target_name_or_path"] = config.get("speculators_config", {}).get("verifier", {}).get("name_or_path")
-    tensors = _renamed(load_file(Path(path, WEIGHTS)), layer_name, _LAYER)
-    draft = Eagle3DraftModel(_draft_config(config, fields)).to(tensors["fc.weight"].dtype)
+    config = json.loads(Path(path, CONFIG).read_bytes())
+    tensors = _renamed(load_file(Path(path, WEIGHTS)), _layer_of(config)[1], _LAYER)
+    draft = Eagle3DraftModel(_draft_config(config)).to(tensors["fc.weight"].dtype)
     if "d2t" in tensors:
         draft.set_draft_vocabulary(ids_from_d2t(tensors["d2t"].long()))
     maps = {name: tensor for name, tensor in draft.state_dict().items() if name in _MAPS}
@@ -176,10 +181,16 @@ def _layer_of(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
     return config, _LAYER
 
 
-def _draft_config(config: dict[str, Any], fields: dict[str, Any]) -> Eagle3DraftConfig:
+def _draft_config(config: dict[str, Any]) -> Eagle3DraftConfig:
     layer, _ = _layer_of(config)
-    sizes = {name: config.get(name) for name in ("draft_vocab_size", "target_hidden_size")}
-    return Eagle3DraftConfig(**{"head_dim": layer.get("head_dim"), **fields, **sizes})
+    fields = {"head_dim": None, **{name: layer[name] for name in _LAYER_FIELDS if name in layer}}
+    fields["rope_parameters"] = {"rope_type": "default", **(layer.get("rope_scaling") or {})}
+    fields["rope_parameters"].setdefault("rope_theta", layer.get("rope_theta"))
+    fields["aux_layer_ids"] = aux_layer_ids(config)
+    fields["target_name_or_path"] = config.get("speculators_config", {}).get("verifier", {}).get("name_or_path")
+    return Eagle3DraftConfig(
+        **fields, **{name: config.get(name) for name in ("draft_vocab_size", "target_hidden_size")}
+    )
 
 
 # ---- the configs ----
@@ -325,6 +336,19 @@ def _tensor_problems(file: Path, expected: dict[str, list[int]], config: Eagle3D
     yield from _map_problems(maps, config.vocab_size, config.draft_vocab_size)
 
 
+def _checksum_problems(folder: Path) -> Iterator[str]:
+    """The problems of an export of this library; others have no checksums."""
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        metadata = file.metadata() or {}
+    if "checksum" not in metadata:
+        return
+    checksum = metadata.pop("checksum")
+    if checksum != checksum_of(load_file(folder / WEIGHTS), metadata):
+        yield f"`{WEIGHTS}` is damaged: its content doesn't match its checksum."
+    elif metadata["config"] != Hasher.hash_bytes((folder / CONFIG).read_bytes()):
+        yield f"`{CONFIG}` is not the one that was written with `{WEIGHTS}`: export again instead of editing it."
+
+
 def _map_problems(maps: dict[str, torch.Tensor], vocab_size: int, draft_vocab_size: int) -> Iterator[str]:
     if not maps and draft_vocab_size < vocab_size:
         yield "`d2t` and `t2d` are missing: engines would read draft ids as target ids."
@@ -344,4 +368,4 @@ def _map_problems(maps: dict[str, torch.Tensor], vocab_size: int, draft_vocab_si
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

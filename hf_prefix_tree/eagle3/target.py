@@ -7,6 +7,8 @@ import functools
 import hashlib
 import json
 import os
+import shutil
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +23,7 @@ from hf_prefix_tree.eagle3.attention import document_tree
 from hf_prefix_tree.eagle3.collator import DOCUMENT_KEYS, HIDDEN_STATES, PACKED_COLUMNS, DataCollatorForEagle3
 from hf_prefix_tree.eagle3.config import check_aux_layer_ids, default_aux_layer_ids
 from hf_prefix_tree.eagle3.loss import CHUNK_SIZE
-from hf_prefix_tree.eagle3.vocabulary import rank_and_size
+from hf_prefix_tree.eagle3.vocabulary import rank_and_size, read_tensors, write_tensors
 from hf_prefix_tree.modeling.batch import WEIGHTED_BY_CALLER
 from hf_prefix_tree.modeling.checks import backbone_of
 from hf_prefix_tree.modeling.prepare import ensure_verified, install_tree_hooks
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PretrainedConfig
 
-TARGET_FILE, TARGET_WEIGHTS = "eagle3_target.json", "eagle3_target.safetensors"
+TARGET_FILE = "eagle3_target.safetensors"  # head and embedding, and a description as JSON in the metadata
 STATES = ("aux_hidden_states", "last_hidden_states", "target_ids")
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"  # names in the file of weights
 # Options of a config that change logits after the head.
@@ -77,18 +79,21 @@ class Eagle3Target:
 
         Args:
             folder (`str` or `Path`): The `output_dir` of that call.
-        """
-        from safetensors.torch import load_file
 
-        described = json.loads(Path(folder, TARGET_FILE).read_text())
-        weights = load_file(Path(folder, TARGET_WEIGHTS))
+        Raises:
+            `ValueError`: If its files are missing or damaged.
+        """
+        metadata, weights = read_tensors(Path(folder, TARGET_FILE))
+        described = json.loads(metadata["target"])
         self = cls.__new__(cls)
-        self.model = None
+        self.model, self.folder = None, Path(folder)
         self.config = AutoConfig.for_model(**described["config"])
         self.aux_layer_ids = described["aux_layer_ids"]
         self.fingerprint = described["fingerprint"]
         self.embedding, self.head = weights[_EMBEDDING], weights[_HEAD]
         return self
+
+    folder: Path | None = None  # of precomputed hidden states
 
     @property
     def vocab_size(self) -> int:
@@ -223,6 +228,9 @@ def precompute_hidden_states(
     """
     Write the target's hidden states for every row, one file per row. The ranks of a process group share the work.
 
+    Files have checksums, which every reader compares. Files that are there already, whole, of the same rows and the
+    same target, are kept: a run that was killed continues. The folder may be moved.
+
     Args:
         target ([`Eagle3Target`]):
             The target, on the device where it runs.
@@ -236,32 +244,53 @@ def precompute_hidden_states(
     Returns:
         `Dataset`: the rows with the column `hidden_states`, the path of each row's file; also in
         `output_dir/rows/{split}`, for `datasets.load_from_disk`.
+
+    Raises:
+        `ValueError`: If the target can't run, or there are no rows.
+        `OSError`: If a file can't be written.
     """
     from datasets import Dataset
-    from safetensors.torch import save_file
 
     if target.model is None:
         raise ValueError("`target` holds precomputed hidden states and can't run: pass one with its model.")
+    if not len(rows):
+        raise ValueError("`rows` is empty: pass at least one row.")
     folder = Path(output_dir).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
     rank, num_ranks = rank_and_size()
     paths = [str(folder / f"{split}_{index:08d}.safetensors") for index in range(len(rows))]
     collate = DataCollatorForEagle3(pad_token_id=0)
     for index in range(rank, len(rows), num_ranks):
         batch = {name: value.to(target.model.device) for name, value in collate([rows[index]]).items()}
-        states = {name: value[0].cpu().contiguous() for name, value in target.states(batch).items()}
         tokens = {name: batch[name][0].cpu() for name in ("input_ids", "seq_lens")}
-        save_file({**tokens, **states}, paths[index], metadata={"target_fingerprint": target.fingerprint})
+        if not _is_computed(paths[index], tokens, target.fingerprint):
+            states = {name: value[0] for name, value in target.states(batch).items()}
+            write_tensors(paths[index], {**tokens, **states}, {"target_fingerprint": target.fingerprint})
     columns = PACKED_COLUMNS if "doc_remaining" in rows[0] else DOCUMENT_KEYS
     described = Dataset.from_list(
         [{**{name: row[name] for name in columns}, HIDDEN_STATES: path} for row, path in zip(rows, paths, strict=True)]
     )
     if rank == 0:
-        weights = {_EMBEDDING: target.embedding, _HEAD: target.head}
-        save_file({name: w.detach().cpu().clone() for name, w in weights.items()}, folder / TARGET_WEIGHTS)
         identity = {"aux_layer_ids": target.aux_layer_ids, "fingerprint": target.fingerprint}
-        (folder / TARGET_FILE).write_text(json.dumps({**identity, "config": target.config.to_dict()}))
-        described.save_to_disk(str(folder / "rows" / split))
+        weights = {_EMBEDDING: target.embedding, _HEAD: target.head}
+        metadata = {"target": json.dumps({**identity, "config": target.config.to_dict()})}
+        write_tensors(folder / TARGET_FILE, weights, metadata)
+        saved, new = folder / "rows" / split, folder / "rows" / f".{split}.{uuid.uuid4().hex}"
+        try:
+            described.save_to_disk(str(new))
+            shutil.rmtree(saved, ignore_errors=True)
+            new.rename(saved)
+        except OSError as error:  # that of a write names no file
+            raise OSError(error.errno, error.strerror, str(saved)) from error
     if num_ranks > 1:
         dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
     return described
+
+
+def _is_computed(path: str, tokens: dict[str, torch.Tensor], fingerprint: str) -> bool:
+    """Whether the file of a row is there and whole, of this row and this target."""
+    try:
+        metadata, tensors = read_tensors(path)
+    except ValueError:
+        return False
+    is_same = all(torch.equal(tensors[name], value) for name, value in tokens.items())
+    return is_same and metadata["target_fingerprint"] == fingerprint

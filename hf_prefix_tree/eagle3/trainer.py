@@ -287,7 +287,7 @@ class Eagle3Trainer(StepMixin, Trainer):
         if self.target.model is not None and not any(HIDDEN_STATES in columns_of(one) for one in sets):
             return collator
         collator = copy(collator)
-        collator.target_fingerprint = self.target.fingerprint
+        collator.target_fingerprint, collator.states_folder = self.target.fingerprint, self.target.folder
         return collator
 
     def _set_signature_columns_if_needed(self) -> None:

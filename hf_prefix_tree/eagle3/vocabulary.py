@@ -1,8 +1,8 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """The draft vocabulary: which target tokens a draft head can propose.
 
-In order: the choice from the data, the tensors that engines read, the file that keeps the choice, and the fingerprint
-of the data that the file was built from.
+In order: the choice from the data, the tensors that engines read, the file that keeps the choice, the fingerprint of
+the data that the file was built from, and files of tensors with a checksum.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import random
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
+from hf_prefix_tree.data.trees import write_files
 from hf_prefix_tree.training.sampling import PaddedDataset
 
 logger = logging.getLogger(__name__)
@@ -236,18 +236,9 @@ def save_token_mapping(
     problem = problem_of_ids(ids, target_vocab_size, len(ids) if ids.dim() else 0)
     if problem is not None:
         raise ValueError(f"`ids` can't be saved: {problem}. Pass the ids that `build_token_mapping` returned.")
-    ids = ids.detach().cpu().contiguous()
-    metadata = {"target_vocab_size": str(target_vocab_size), "checksum": _checksum(ids)}
+    metadata = {"target_vocab_size": str(target_vocab_size)}
     metadata |= {} if fingerprint is None else {"fingerprint": fingerprint}
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")  # renaming is atomic within one folder
-    try:
-        temporary.write_bytes(safetensors.torch.save({"selected_token_ids": ids}, metadata))
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_tensors(path, {"selected_token_ids": ids}, metadata)
 
 
 def load_token_mapping(
@@ -390,25 +381,17 @@ def _read(
     """The ids of a file, or the problem with it; neither where there is no file."""
     if not os.path.lexists(path):
         return None, None
-    if not os.path.isfile(path):  # opening a pipe would wait for a writer
-        return None, "it is no regular file"
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            metadata, ids = file.metadata() or {}, file.get_tensor("selected_token_ids").clone()
-    except Exception as error:  # of any kind, from a broken or foreign file: other ranks wait for the verdict
-        return None, f"it can't be read ({type(error).__name__}: {error})"
+        metadata, tensors = read_tensors(path)
+        ids = tensors["selected_token_ids"]
+    except (ValueError, KeyError) as error:
+        return None, str(error)
     problem = problem_of_ids(ids, target_vocab_size, size)
     if metadata.get("target_vocab_size") != str(target_vocab_size):
         problem = f"`target_vocab_size` is {metadata.get('target_vocab_size')} there and {target_vocab_size} here"
-    elif problem is None and metadata.get("checksum") != _checksum(ids):
-        problem = "the ids don't match their checksum"
     elif problem is None and fingerprint is not None and metadata.get("fingerprint") != fingerprint:
         problem = "it was built from other data, another tokenizer or other special tokens"
     return (ids, None) if problem is None else (None, problem)
-
-
-def _checksum(ids: torch.Tensor) -> str:
-    return Hasher.hash_bytes(ids.numpy().tobytes())
 
 
 def problem_of_ids(ids: torch.Tensor, target_vocab_size: int, size: int) -> str | None:
@@ -420,3 +403,45 @@ def problem_of_ids(ids: torch.Tensor, target_vocab_size: int, size: int) -> str 
     if not bool((ids.diff() > 0).all()):
         return "the ids are not ascending without repetition"
     return None
+
+
+# ---- files of tensors with a checksum ----
+
+
+def write_tensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> None:
+    """Write a safetensors file that [`read_tensors`] can check. A reader sees it whole, or the one before it."""
+    held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    content = safetensors.torch.save(held, {**metadata, "checksum": checksum_of(held, metadata)})
+    write_files({Path(path): content})
+
+
+def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """
+    The metadata and the tensors of a file of [`write_tensors`].
+
+    Args:
+        path (`str` or `os.PathLike`): The file.
+
+    Raises:
+        `ValueError`: If it is missing, can't be read, or differs from what was written.
+    """
+    if not os.path.isfile(path):  # opening a pipe would wait for a writer
+        raise ValueError(f"{os.fspath(path)} is no regular file")
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+            metadata = file.metadata() or {}
+    except Exception as error:  # of any kind, from a broken or foreign file
+        raise ValueError(f"{os.fspath(path)} can't be read ({type(error).__name__}: {error})") from error
+    if metadata.pop("checksum", None) != checksum_of(tensors, metadata):
+        raise ValueError(f"{os.fspath(path)} is damaged: its content doesn't match its checksum")
+    return metadata, tensors
+
+
+def checksum_of(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
+    """A hash of tensors, their names, and metadata."""
+    described = [sorted(metadata.items()), [(name, str(t.dtype), [*t.shape]) for name, t in sorted(tensors.items())]]
+    values = [t.contiguous().flatten().view(torch.uint8).numpy() for _, t in sorted(tensors.items())]
+    return Hasher.hash_bytes([str(described).encode(), *values])

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +23,7 @@ from hf_prefix_tree.modeling.prepare import ensure_verified, install_tree_hooks,
 from hf_prefix_tree.rl.folded_rows import FoldedRows, fold_rows, row_multiple
 from hf_prefix_tree.training.checks import refuse_engines
 from hf_prefix_tree.training.options import refuse_options
-
-if TYPE_CHECKING:
-    from transformers import Trainer as _Trainer
-else:
-    _Trainer = object
+from hf_prefix_tree.training.step import CheckpointMixin
 
 logger = logging.getLogger(__name__)
 
@@ -288,7 +284,7 @@ class _Call:
         return load_balancing_loss_func(row_logits, config.num_experts, config.num_experts_per_tok)
 
 
-class FoldedForwardMixin(_Trainer):
+class FoldedForwardMixin(CheckpointMixin):
     """
     Folds the policy and the reference model of a TRL trainer that scores padded rows with its fused head. Put it
     before the trainer: `class TreeDPOTrainer(FoldedForwardMixin, DPOTrainer)`.

@@ -163,7 +163,7 @@ class TreeLossMixin(StepMixin):
             return None
         units = [[row] for row in range(len(dataset))]
         if has_ids:
-            tree_ids = list(dataset["tree_ids"])
+            tree_ids = list(dataset["tree_ids"][:])
             if batch_size > 1 and any(len(ids) > 1 for ids in tree_ids):
                 logger.warning(
                     "`per_device_train_batch_size=%d` concatenates %d packed sequences, which may exceed the "
@@ -172,7 +172,7 @@ class TreeLossMixin(StepMixin):
                     batch_size,
                 )
             if "num_parts" in dataset.column_names:
-                tree_ids = split_tree_ids(tree_ids, list(dataset["num_parts"]))
+                tree_ids = split_tree_ids(tree_ids, list(dataset["num_parts"][:]))
             units = linked_rows(tree_ids)
         is_collated = isinstance(self.data_collator, DataCollatorForPrefixTree)
         if len(units) == len(dataset):  # every row is free to move

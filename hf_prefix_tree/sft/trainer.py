@@ -21,6 +21,7 @@ from trl import SFTTrainer
 
 from hf_prefix_tree.data.packed import check_weightings
 from hf_prefix_tree.data.prepare import prepare_trees
+from hf_prefix_tree.data.trees import write_files
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
 from hf_prefix_tree.sft.branchwise import BranchCollator, branch_batches
 from hf_prefix_tree.sft.collator import DataCollatorForPrefixTree
@@ -203,4 +204,4 @@ def add_tree_section(card: Path, log_history: Sequence[Mapping[str, Any]], weigh
         ratio=branch_tokens / tree_tokens,
     )
     before, heading, after = card.read_text().partition("\n### Framework versions")
-    card.write_text(before.rstrip() + "\n" + section + heading + after)
+    write_files({card: (before.rstrip() + "\n" + section + heading + after).encode()})

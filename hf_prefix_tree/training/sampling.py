@@ -24,6 +24,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 from transformers import TrainerCallback
 
+from hf_prefix_tree.data.trees import cached_map
 from hf_prefix_tree.modeling.flops import cost_per_count
 from hf_prefix_tree.training.checks import check_unit_sizes
 from hf_prefix_tree.tree.packing import pack_rows
@@ -151,10 +152,11 @@ def row_costs(
     """
     if hasattr(dataset, "map"):
         options = {"batched": True, "batch_size": 64, "num_proc": num_proc, "desc": "Counting tokens and pairs"}
-        values = dataset.with_format(None).map(counts, remove_columns=dataset.column_names, **options)["counts"]
+        dataset = dataset.with_format(None)
+        values = cached_map(dataset, counts, remove_columns=dataset.column_names, **options)["counts"][:]
     else:
         values = [counts.of(dataset[index]) for index in range(len(dataset))]
-    return np.array(list(values), dtype=np.float64) @ cost_per_count(config)
+    return np.array(values, dtype=np.float64) @ cost_per_count(config)
 
 
 def assign_rows(costs: npt.NDArray[np.float64], ranks: int, batch_size: int) -> npt.NDArray[np.int64]:

@@ -3,24 +3,34 @@
 
 The loss of a step is a ratio: terms summed over the micro-batches of all ranks and accumulation steps, over the items
 of the same micro-batches. Evaluation is the same ratio over the whole set.
+
+[`CheckpointMixin`] resumes from the last checkpoint that was saved whole.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import weakref
+import zipfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import safetensors
 import torch
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, has_length
 from trl import SFTTrainer
 from trl.trainer.utils import global_then_local_main_first
 
 from hf_prefix_tree.training.checks import check_trainer, keep_output_dtype, own_loss
 from hf_prefix_tree.training.options import refuse_options
-from hf_prefix_tree.training.sampling import fill_uneven_steps, length_sampler
+from hf_prefix_tree.training.sampling import fill_uneven_steps, is_stream, length_sampler
+
+logger = logging.getLogger(__name__)
 
 
 class LossTerms(NamedTuple):
@@ -32,7 +42,41 @@ class LossTerms(NamedTuple):
     auxiliary: torch.Tensor | None = None  # the router's loss, of which a step takes the mean over micro-batches
 
 
-class StepMixin(Trainer):  # so that it comes before Trainer whatever else a class derives from
+class CheckpointMixin(Trainer):
+    """Put it before a Trainer: `train(resume_from_checkpoint=True)` passes over checkpoints that are incomplete."""
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        if str(resume_from_checkpoint).lower() == "true":  # the command line of a script gives a string
+            resume_from_checkpoint = last_checkpoint(self.args.output_dir)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+
+def last_checkpoint(folder: str) -> str:
+    """
+    The last checkpoint in a folder that was saved whole. Those after it are named in the log.
+
+    Args:
+        folder (`str`): The `output_dir` of a training.
+
+    Raises:
+        `ValueError`: If there is none.
+    """
+    found = [path for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name[11:].isdigit()]
+    for path in sorted(found, key=lambda path: -int(path.name[11:])):
+        try:
+            json.loads((path / TRAINER_STATE_NAME).read_bytes())  # written last
+            for file in path.rglob("*.*"):
+                if file.suffix == ".safetensors":
+                    safetensors.safe_open(file, framework="pt").__enter__()
+                elif file.suffix in (".bin", ".pt", ".pth"):
+                    zipfile.ZipFile(file).close()
+            return str(path)
+        except (OSError, ValueError, safetensors.SafetensorError, zipfile.BadZipFile) as error:
+            logger.warning("The checkpoint %s is passed over, as it was not saved whole: %s.", path, error)
+    raise ValueError(f"`resume_from_checkpoint` is True, but {folder!r} holds no complete checkpoint; leave it out.")
+
+
+class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer whatever else a class derives from
     """
     Put it before a Trainer and implement `count_items` and `loss_terms`; metrics are optional.
 
@@ -141,9 +185,13 @@ class StepMixin(Trainer):  # so that it comes before Trainer whatever else a cla
         self._sums.clear()
         if isinstance(self, SFTTrainer):
             self._metrics["train"].clear()
+        if not is_stream(self.train_dataset):
+            self._check_ranks_agree("rows in `train_dataset`", len(self.train_dataset))
         return super()._inner_training_loop(*args, **kwargs)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
+        if is_stream(self.train_dataset):  # each rank reads its own, and only now knows whether it ends
+            self._check_ranks_agree("micro-batches in a step", len(batch_samples))
         if not batch_samples:
             return None
         counts = []
@@ -202,9 +250,13 @@ class StepMixin(Trainer):  # so that it comes before Trainer whatever else a cla
 
     # ---- evaluation and reports ----
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+    def evaluation_loop(
+        self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> EvalLoopOutput:
         self._sums.pop("eval", None)
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if has_length(dataloader):
+            self._check_ranks_agree("batches to evaluate", len(dataloader))
+        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         sums = self._gathered("eval")
         if sums is not None:
             metrics = self.evaluation_metrics(sums)
@@ -217,6 +269,16 @@ class StepMixin(Trainer):  # so that it comes before Trainer whatever else a cla
         if sums is not None:
             logs |= self.window_metrics(sums, self._sums.pop("counts", None), self._sums.pop("peaks", None))
         super().log(logs, *args, **kwargs)
+
+    def _check_ranks_agree(self, name: str, number: int) -> None:
+        """Raises on every rank where ranks differ: their collectives would not match, and end the processes."""
+        if self.accelerator.num_processes > 1:
+            numbers = self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).tolist()
+            if len(set(numbers)) > 1:
+                raise ValueError(
+                    f"The ranks have {numbers} {name}: they train together, and need as many; pass the same dataset "
+                    "on every rank, which reads its own part of it."
+                )
 
     def _add(self, name: str, value: torch.Tensor) -> None:
         self._sums[name] = self._sums[name] + value if name in self._sums else value

@@ -21,6 +21,8 @@ IntArray = npt.NDArray[np.integer]
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
+MAXIMA = ("longest_path", "depth")  # the fields of `TreeStats` that don't add up
+
 
 @dataclasses.dataclass(frozen=True)
 class TreeStats:
@@ -60,9 +62,8 @@ class TreeStats:
         return self.branch_pairs / self.tree_pairs
 
     def __add__(self, other: TreeStats) -> TreeStats:
-        maxima = ("longest_path", "depth")
         pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self)}
-        return TreeStats(**{name: max(pair) if name in maxima else sum(pair) for name, pair in pairs.items()})
+        return TreeStats(**{name: max(pair) if name in MAXIMA else sum(pair) for name, pair in pairs.items()})
 
 
 def heavy_first_order(

@@ -402,6 +402,25 @@ def test_a_cached_result_is_reported_again(tmp_path, tiny_tokenizer, caplog):
         assert prepare(weighting="once", **options).cache_files != second.cache_files
 
 
+def test_a_warm_start_reads_columns_and_folds_once_for_every_way_to_pack(tmp_path, monkeypatch):
+    """Reading the counts row by row takes 0.2 ms a row, on every rank."""
+    rows = [{"prompt_ids": [1, 2, group], "completions": [[3], [4, 5]], "group": group % 20} for group in range(30)]
+    Dataset.from_list(rows).save_to_disk(str(tmp_path))
+    packings = ({}, {"max_packed_tokens": 12}, {"max_packed_tokens": 7}, {"max_packed_tokens": 9, "overflow": "drop"})
+
+    def prepare(**options):
+        return prepare_trees(load_from_disk(str(tmp_path)), group_by="group", **options)
+
+    cold = []
+    for number, options in enumerate(packings):
+        cold.append(prepare(**options)[:])
+        # the fold, then one packing each, once with split trees, of which the dataset is made, too
+        assert len(list(tmp_path.glob("cache-*.arrow"))) == (1, 2, 4, 5)[number]
+    monkeypatch.setattr(Dataset, "__iter__", lambda self: pytest.fail("reads row by row"))
+    monkeypatch.setattr("hf_prefix_tree.data.trees.fold", lambda *_: pytest.fail("folds again"))
+    assert [prepare(**options)[:] for options in packings] == cold
+
+
 def test_the_cache_depends_on_the_code_that_preparation_runs_and_on_no_other(tmp_path):
     package = tmp_path / "hf_prefix_tree"
     shutil.copytree(Path(pipeline.__file__).parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from collections import Counter
 from itertools import islice
 
@@ -14,6 +15,7 @@ import pytest
 from datasets import Dataset, IterableDataset
 from datasets.fingerprint import generate_random_fingerprint
 
+from hf_prefix_tree.data import nodes
 from hf_prefix_tree.data.prepare import prepare_trees
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
 from tests.support.branch_parts import parts
@@ -75,6 +77,21 @@ SEARCH = [
     step(2, "a\nd\ng\n", True),
     step(1, "a\nh\n", True),
 ]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_step_extends_the_kept_text_before_it_or_the_longest(seed):
+    """Of the texts of the step before that it begins with, by the definition."""
+    rng = random.Random(seed)
+    before = {"".join(rng.choices("ab", k=rng.randint(0, 4))): rng.random() < 0.5 for _ in range(8)}
+    texts = {rng.choice([*before]) + "".join(rng.choices("ab", k=rng.randint(0, 3))): True for _ in range(8)}
+    expected = {
+        text: (2, max(filter(text.startswith, before), key=lambda start: (before[start], len(start))))
+        for text in texts
+    }
+    assert nodes._extended(3, texts, before) == expected
+    with pytest.raises(ValueError, match="extends no text of step 2"):
+        nodes._extended(3, {"c": True, "b": True}, {"b": True, "ca": True})
 
 
 def test_a_search_tree_supervises_its_kept_steps(tiny_tokenizer):

@@ -21,8 +21,7 @@ Result = tuple[list[int], list[int]]  # token ids; 1 where supervised
 
 
 def read_by_trees(row: dict[str, Any]) -> Result:
-    settings = {"weighting": "tree", "on_error": "raise", "max_packed_tokens": None, "overflow": "split"}
-    tree = tree_of_rows([(0, row)], options=RowOptions("tokens"), **settings)
+    tree = tree_of_rows([(0, row)], options=RowOptions("tokens"), weighting="tree", on_error="raise")
     return list(tree["input_ids"]), [int(weight) for weight in tree["weights"]]
 
 

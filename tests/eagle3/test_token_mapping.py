@@ -204,6 +204,15 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     assert os.listdir(tmp_path) == ["map.safetensors"]
 
 
+def test_files_that_a_killed_run_left_are_removed(tmp_path):
+    old, new = (tmp_path / f".map.safetensors.{name}.hf_prefix_tree_partial" for name in ("old", "new"))
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (0, 0))
+    save_token_mapping(tmp_path / "map.safetensors", torch.arange(DRAFT), VOCAB)
+    assert not old.exists() and new.exists()  # another run may be writing the second one
+
+
 def test_wrong_ids_are_not_saved(tmp_path):
     with pytest.raises(ValueError, match="not ascending"):
         save_token_mapping(tmp_path / "map.safetensors", torch.tensor([3, 1]), VOCAB)

@@ -85,6 +85,32 @@ def test_precomputed_states_train_the_same_draft(tmp_path, packed_sequence_size)
             train(tmp_path, Dataset.from_list(other), target=str(tmp_path / "states"), **options)
 
 
+def test_precomputed_states_are_computed_once_and_may_be_moved(tmp_path, monkeypatch):
+    rows, target = documents(5), Eagle3Target(make_target(dtype=torch.float32), AUX)
+    calls, states = [], target.states
+    monkeypatch.setattr(target, "states", lambda batch: calls.append(1) or states(batch))
+    first = precompute_hidden_states(target, rows, tmp_path / "a")
+    files = [Path(file) for file in first["hidden_states"]]
+    whole = [file.read_bytes() for file in files]
+    assert len(calls) == 5
+    files[1].unlink()
+    files[2].write_bytes(whole[2][:-1])
+    files[3].write_bytes(whole[4])  # of another row
+    precompute_hidden_states(target, rows, tmp_path / "a")
+    assert len(calls) == 8 and [len(file.read_bytes()) for file in files] == [*map(len, whole)]
+    assert [load_file(file)["target_ids"].tolist() for file in files] == [
+        load_file(Path(file))["target_ids"].tolist()
+        for file in precompute_hidden_states(target, rows, tmp_path / "again")["hidden_states"]
+    ]
+    (tmp_path / "a").rename(tmp_path / "b")
+    moved = train(tmp_path, load_from_disk(str(tmp_path / "b" / "rows" / "train")), target=str(tmp_path / "b"))
+    assert moved.state.global_step
+    with pytest.raises(ValueError, match=r"train_0000.*as `target_model`"):
+        train(tmp_path, first, target=target)
+    with pytest.raises(ValueError, match="`rows` is empty"):
+        precompute_hidden_states(target, [], tmp_path / "a")
+
+
 def test_precomputed_states_of_another_target_are_refused(tmp_path):
     rows = documents(2)
     for name, seed, aux in (("a", 0, AUX), ("b", 1, AUX), ("c", 0, [0, 1, 3])):

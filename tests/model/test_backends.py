@@ -238,6 +238,33 @@ def test_a_failed_comparison_is_flex_under_auto_and_an_error_when_forced(monkeyp
         choose_backend("flash", CALL, never)
 
 
+@pytest.mark.parametrize("limit", [{}, {"window": 900}, {"chunk": 700}])
+def test_a_long_dense_mask_is_built_in_place(limit):
+    """More rows than one slice of it has; equal to the definition."""
+    length = 1500
+    generator = torch.Generator().manual_seed(0)
+    depth = torch.randint(0, length, (length,), generator=generator)
+    end = torch.arange(1, length + 1) + torch.randint(0, length, (length,), generator=generator)
+    tree = torch.stack([end.clamp(max=length), depth, torch.zeros(length, dtype=torch.int64)])[None].int()
+    q, k = torch.arange(length)[:, None], torch.arange(length)
+    expected = (k <= q) & (q < tree[0, 0])
+    if "window" in limit:
+        expected &= depth[:, None] - depth < 900
+    if "chunk" in limit:
+        expected &= depth[:, None] // 700 == depth // 700
+    assert torch.equal(dense_mask(tree, **limit)[0, 0], expected)
+
+
+def test_the_size_of_a_dense_mask_is_said_and_limited_on_a_cpu(caplog):
+    call = CALL._replace(device=torch.device("cpu"), length=2**14)
+    assert choose_backend("auto", call, never) == "sdpa" and not caplog.messages
+    assert choose_backend("auto", call._replace(length=2**15), never) == "sdpa"
+    assert "dense mask of 32768 tokens takes 1.0 GiB" in caplog.text
+    with pytest.raises(ValueError, match=r"4\.0 GiB.*`max_packed_tokens`"):
+        choose_backend("auto", call._replace(length=2**16), never)
+    assert choose_backend("sdpa", CALL._replace(length=2**16), never) == "sdpa"  # on a GPU
+
+
 def test_the_call_of_a_config():
     sizes = lambda config: AttentionCall.of(config, GPU, torch.bfloat16, 1024)[3:8]  # noqa: E731
     assert sizes(Qwen3Config(num_attention_heads=16, num_key_value_heads=8, head_dim=128)) == (16, 8, 128, 128, False)

@@ -5,15 +5,15 @@ import os
 import pickle
 
 import torch
-from datasets.fingerprint import Hasher
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader, DistributedSampler
 
 from hf_prefix_tree import save_token_mapping
 from hf_prefix_tree.eagle3.collator import DataCollatorForEagle3
+from hf_prefix_tree.eagle3.vocabulary import read_tensors, write_tensors
 
 VOCAB, DRAFT = 50, 12
+SIZE = {"target_vocab_size": str(VOCAB)}
 CONFIG = {"target_vocab_size": VOCAB, "draft_vocab_size": DRAFT, "special_token_ids": [49, 3]}
 
 
@@ -46,12 +46,9 @@ def loader(rows, rank=None, ranks=1, batch_size=2, shuffle=False):
 def save(path, ids=None, **changes):
     """A file that would be right, but for the ids or for changes of its metadata."""
     save_token_mapping(path, torch.arange(DRAFT), VOCAB, "other")
-    with safe_open(path, framework="pt") as file:
-        metadata, right = file.metadata(), file.get_tensor("selected_token_ids").clone()
-    if ids is not None:
-        metadata["checksum"] = Hasher.hash_bytes(ids.numpy().tobytes())
+    metadata, right = read_tensors(path)
     metadata = {name: value for name, value in {**metadata, **changes}.items() if value is not None}
-    save_file({"selected_token_ids": right if ids is None else ids}, path, metadata)
+    write_tensors(path, right if ids is None else {"selected_token_ids": ids}, metadata)
 
 
 def _truncated(path):
@@ -94,7 +91,7 @@ BROKEN = {
     "unordered": lambda path: save(path, torch.arange(DRAFT).flip(0)),
     "stale": save,
     "without_fingerprint": lambda path: save(path, fingerprint=None),
-    "without_checksum": lambda path: save(path, checksum=None),
+    "without_checksum": lambda path: save_file({"selected_token_ids": torch.arange(DRAFT)}, path, SIZE),
 }
 # What can be seen without knowing what the mapping should be built from.
 BROKEN_IN_ITSELF = [name for name in BROKEN if name not in ("stale", "without_fingerprint")]

@@ -5,7 +5,6 @@ import gc
 import multiprocessing
 import multiprocessing.connection
 import os
-import socket
 import sys
 from pathlib import Path
 from unittest import mock
@@ -28,15 +27,16 @@ def run_ranks(function, folder, *args, ranks=2, timeout=240, may_die=False, gpus
     each rank has a GPU, and is spawned: where a library starts CUDA as it is imported, no fork can use it. The
     function does not end its process group.
     """
+    from torch.distributed import TCPStore
+
+    # Listens from here on, at a free port: rank 0 does not have to bind one that was free a moment ago.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn" if gpus else "forkserver")
     if not gpus:
         context.set_forkserver_preload(PRELOADED)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     Path(folder).mkdir(exist_ok=True)
     processes = [
-        context.Process(target=_call, args=(function, (str(folder), *args), rank, ranks, port, timeout, gpus))
+        context.Process(target=_call, args=(function, (str(folder), *args), rank, ranks, store.port, timeout, gpus))
         for rank in range(ranks)
     ]
     try:
@@ -73,6 +73,8 @@ def _call(function, args, rank, ranks, port, timeout, gpus):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # As under `torchrun`: every rank is a client of a store that another process serves.
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     if not gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["OMP_NUM_THREADS"] = "1"  # Accelerate would set more, and they would fight for the cores

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,3 +71,27 @@ def test_what_drop_last_leaves_undealt_is_said(tmp_path, caplog):
         assert "dataloader_drop_last" not in caplog.text
         plain_trainer(tmp_path, **options, train_sampling_strategy="group_by_length").get_train_dataloader()
     assert "`dataloader_drop_last=True`" in caplog.text
+
+
+def train_apart(folder, as_stream):
+    """Each rank with rows of its own, 9 and 5; saves the error."""
+    rank = int(os.environ["RANK"])
+    rows = tree_dataset(make_trees((9, 5)[rank]))
+    trainer = plain_trainer(
+        folder,
+        train_dataset=rows.to_iterable_dataset() if as_stream else rows,
+        gradient_accumulation_steps=4,
+        per_device_train_batch_size=1,
+        max_steps=10,
+    )
+    with pytest.raises(ValueError) as error:
+        trainer.train()
+    Path(folder, f"raised{rank}.txt").write_text(str(error.value))
+
+
+@pytest.mark.parametrize("as_stream", [False, True], ids=["rows", "stream"])
+def test_ranks_with_different_numbers_of_batches_say_so(tmp_path, as_stream):
+    """A gather of different sizes would abort the processes."""
+    run_ranks(train_apart, tmp_path, as_stream, timeout=120)
+    first, second = ((tmp_path / f"raised{rank}.txt").read_text() for rank in range(2))
+    assert first == second and ("[4, 0] micro-batches" if as_stream else "[9, 5] rows in `train_dataset`") in first

@@ -41,6 +41,7 @@ FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _LEAST_FLASH_BLOCKS = 40
 _MOST_PARTIAL = 0.5  # share of the visible blocks above which FLASH is not taken
 _TOLERANCE = 2e-2  # norm of the difference of two bf16 kernels over the norm; typically 5e-3
+_LONG = 2**14  # tokens above which the size of a dense mask is worth a warning
 _CHECKED_TOKENS = 2**17  # times key-value heads: bounds the memory of the comparison
 
 
@@ -147,13 +148,18 @@ def _log(requested: str, call: AttentionCall, backend: str, reason: str) -> str:
             f"`attn_backend={requested!r}` cannot serve this call: {reason}. Use `attn_backend='auto'`, which would "
             f"take {backend!r}."
         )
-    _log_once(f"Tree attention on {call.device.type}: {backend}, as {reason}.")
+    level, gib = logging.INFO, call.length**2 / 2**30
+    if backend == "sdpa" and call.length > _LONG:
+        level, reason = logging.WARNING, f"{reason}; the dense mask of {call.length} tokens takes {gib:.1f} GiB"
+        if gib > 3 and call.device.type == "cpu":
+            raise ValueError(f"{reason}: lower `max_packed_tokens`, or use a GPU, where FlexAttention needs none.")
+    _log_once(f"Tree attention on {call.device.type}: {backend}, as {reason}.", level)
     return backend
 
 
 @functools.cache
-def _log_once(message: str) -> None:
-    logger.info(message)
+def _log_once(message: str, level: int) -> None:
+    logger.log(level, message)
 
 
 def why_not_flex(device: torch.device, dtype: torch.dtype, head_dim: int, length: int) -> str | None:

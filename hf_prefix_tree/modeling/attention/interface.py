@@ -51,14 +51,6 @@ _NOT_FOR_ATTENTION = {
 }
 
 
-def register() -> None:
-    """Registers `"prefix_tree"` and `"diffusion"` as attention implementations of Transformers."""
-    AttentionInterface.register(IMPLEMENTATION, prefix_tree_attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, prefix_tree_mask)
-    AttentionInterface.register(DIFFUSION_IMPLEMENTATION, diffusion_attention)
-    AttentionMaskInterface.register(DIFFUSION_IMPLEMENTATION, diffusion_mask)
-
-
 def prefix_tree_mask(
     *,
     config: Any,
@@ -318,3 +310,9 @@ def diffusion_attention(
     assert attention_mask is not None
     hint = "A diffusion language model needs plain attention."
     return _attend(module, query, key, value, attention_mask, hint, **kwargs)
+
+
+AttentionInterface.register(IMPLEMENTATION, prefix_tree_attention)
+AttentionMaskInterface.register(IMPLEMENTATION, prefix_tree_mask)
+AttentionInterface.register(DIFFUSION_IMPLEMENTATION, diffusion_attention)
+AttentionMaskInterface.register(DIFFUSION_IMPLEMENTATION, diffusion_mask)

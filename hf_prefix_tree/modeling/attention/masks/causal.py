@@ -146,9 +146,10 @@ def dense_mask(prefix_tree: torch.Tensor, **limit: int | None) -> torch.Tensor:
     kind, number = kind_of(limit)
     subtree_end, depth = prefix_tree[:, SUBTREE_END], prefix_tree[:, DEPTH]
     index = torch.arange(subtree_end.shape[1], device=subtree_end.device, dtype=subtree_end.dtype)
-    mask = (index[None, None, :] <= index[None, :, None]) & (index[None, :, None] < subtree_end[:, None, :])
-    if number is not None:
-        mask &= KINDS[kind].sees(depth[:, :, None], depth[:, None, :], number)
+    mask = (index[:, None] < subtree_end[:, None, :]).tril_()  # in place: no other N x N tensor
+    for start in range(0, len(index) if number is not None else 0, 1024):
+        rows = slice(start, start + 1024)
+        mask[:, rows] &= KINDS[kind].sees(depth[:, rows, None], depth[:, None, :], number)
     return mask[:, None]
 
 
