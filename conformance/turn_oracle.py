@@ -55,6 +55,16 @@ class Result:
 
 
 @dataclass(frozen=True)
+class _Form:
+    """How messages are written down for a template."""
+
+    thought: tuple[str, ...]  # the keys of reasoning; "content" is the text itself
+    arguments: str  # of calls: "object", "string" or "as given"
+    empty: str | None  # what stands for no text
+    text: str  # "text", "parts", or "one part"
+
+
+@dataclass(frozen=True)
 class _Turn:
     """What a turn must be: the prompt's text, the supervised text, and the renderings that its branch is part of."""
 
@@ -62,6 +72,7 @@ class _Turn:
     emitted: str
     renderings: tuple[str, ...]
     reasons: bool  # whether it has the reasoning of its message, if there is any
+    form: _Form
 
 
 class _Impossible(Exception):
@@ -71,11 +82,9 @@ class _Impossible(Exception):
 class _Renderer:
     """One dialogue under one template, written in one of the forms that a template may take."""
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Any] | None, form: tuple[Any, ...]
-    ) -> None:
-        self.tokenizer, self.tools, self.form = tokenizer, tools, form
-        self.messages = [_written(message, *form) for message in messages]
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, dialogue: Dialogue, form: _Form) -> None:
+        self.tokenizer, self.tools, self.form = tokenizer, dialogue.tools, form
+        self.messages = [_written(message, form) for message in dialogue.messages]
         self._texts: dict[Any, str] = {}
         self.expected: dict[int, list[_Turn | str]] = {}
 
@@ -107,7 +116,7 @@ def judge(
         conversation_branches (`Callable`): `hf_prefix_tree.data.turns.conversation_branches`, or a broken one.
     """
     positions = [i for i, message in enumerate(dialogue.messages) if message["role"] == "assistant"]
-    renderers = [_Renderer(tokenizer, dialogue.messages, dialogue.tools, form) for form in _forms(dialogue.messages)]
+    renderers = [_Renderer(tokenizer, dialogue, form) for form in _forms(dialogue.messages)]
     why_not = _why_not(renderers, dialogue.messages, positions)
     fault = RAISES if why_not.startswith(RAISES) else LEAVES_OUT
     try:
@@ -203,7 +212,7 @@ def _why_not(renderers: list[_Renderer], messages: list[Message], positions: lis
     for t in positions:
         expected = _expected(renderers, messages, t)
         if not any(isinstance(turn, _Turn) for turn in expected):
-            return str(expected[0])
+            return next((str(why) for why in expected if not str(why).startswith(RAISES)), str(expected[0]))
     return ""
 
 
@@ -223,7 +232,7 @@ def _foreign(messages: list[Message], t: int) -> list[str]:
     return [word for word in words if word not in own and word not in ("zlookq", "zlistq")]
 
 
-def _forms(messages: list[Message]) -> list[tuple[Any, ...]]:
+def _forms(messages: list[Message]) -> list[_Form]:
     """
     The forms that templates take, the most common first: of reasoning, tool-call arguments, no text, and text.
 
@@ -235,75 +244,78 @@ def _forms(messages: list[Message]) -> list[tuple[Any, ...]]:
     parts = any(isinstance(message.get("content"), list) for message in messages)
     thoughts = (("reasoning_content", "thinking"), ("reasoning_content",), ("thinking",), ("reasoning",))
     return [
-        (thought, arguments, empty, text)
+        _Form(thought, arguments, empty, text)
+        for text in (("text", "parts", "one part") if parts else ("text", "one part"))
         for arguments in (("object", "string", "as given") if calls else ("object",))
         for thought in ((*thoughts, ("content",)) if inline else thoughts if reasons else thoughts[:1])
         for empty in (("", None) if calls else ("",))
-        for text in (("text", "parts") if parts else ("text",))
     ]
 
 
-def _written(message: Message, thought: tuple[str, ...], arguments: str, empty: str | None, text: str) -> Message:
+def _written(message: Message, form: _Form) -> Message:
     """The message in this form."""
     message = dict(message)
     content = message.get("content")
-    if isinstance(content, list) and text == "text":
-        message["content"] = "".join(part["text"] for part in content)
-    elif not content:
-        message["content"] = empty
-    if message["role"] != "assistant":
-        return message
+    if isinstance(content, list) and form.text != "parts":
+        content = "".join(part["text"] for part in content)
     reasoning = message.pop("reasoning_content", None)
-    if isinstance(content, str) and content.startswith("<think>") and thought != ("content",):
+    if isinstance(content, str) and content.startswith("<think>") and form.thought != ("content",):
         reasoning, content = content.removeprefix("<think>\n").split("\n</think>\n\n")
-        message["content"] = content
-    message |= {key: reasoning for key in thought if reasoning is not None}
+    if form.text == "one part":
+        content = [{"type": "text", "text": content or ""}]
+    message["content"] = content or form.empty
+    message |= {key: reasoning for key in form.thought if reasoning is not None}
     if "tool_calls" in message:
         message["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _arguments(call["function"]["arguments"], arguments)}}
+            {**call, "function": {**call["function"], "arguments": _arguments(call["function"]["arguments"], form)}}
             for call in message["tool_calls"]
         ]
     return message
 
 
-def _arguments(given: Any, form: str) -> Any:
-    if form == "as given" and isinstance(given, str) and given:
+def _arguments(given: Any, form: _Form) -> Any:
+    if form.arguments == "as given" and isinstance(given, str) and given:
         return given
     value = (json.loads(given or "{}") if isinstance(given, str) else given) or {}
-    return value if form == "object" else json.dumps(value)
+    return value if form.arguments == "object" else json.dumps(value)
 
 
 def _expected(renderers: list[_Renderer], messages: list[Message], t: int) -> list[_Turn | str]:
-    """
-    What the turn may be; for every form in which there is no telling, the reason.
-
-    A form whose arguments are escaped, or printed as Python, counts only if there is no better one, one that lacks the
-    reasoning only if all do.
-    """
+    """What the turn may be, in the forms that the template renders as its own; the reasons where there is no telling."""
     known = renderers[0].expected
     if t in known:
         return known[t]
-    found: list[_Turn | str] = []
-    ugly: list[_Turn] = []
+    turns: list[_Turn] = []
+    reasons: list[_Turn | str] = []
     for renderer in renderers:
+        if renderer.form.text == "one part" and turns:
+            break  # only for templates that read nothing but parts
         switches: list[dict[str, Any]] = [{}]
         if not reasoning_of(messages[t]) and "enable_thinking" in str(renderer.tokenizer.chat_template):
             switches.append({"enable_thinking": False})
         for switch in switches:
             try:
-                for turn in _turns_of(renderer, messages, t, switch):
-                    (ugly if _is_ugly(turn.emitted) else found).append(turn)
+                turns += _turns_of(renderer, messages, t, switch)
             except _Impossible as why:
-                found.append(str(why))
-    turns = [turn for turn in found if isinstance(turn, _Turn)] or ugly
-    if any(turn.reasons for turn in turns):
-        turns = [turn for turn in turns if turn.reasons]
-    known[t] = [*turns, *(reason for reason in found if isinstance(reason, str))]
+                reasons.append(str(why))
+    # Arguments that are escaped or printed as Python, no reasoning, and a `<think>` in the text, are what a template
+    # writes for data that it was not made for: only if there is nothing better. The same goes for arguments as a
+    # string that the template takes apart where it gets an object.
+    for better in (
+        lambda turn: not _is_ugly(turn.emitted),
+        lambda turn: turn.reasons,
+        lambda turn: turn.form.thought != ("content",),
+    ):
+        turns = [turn for turn in turns if better(turn)] or turns
+    objects = {"".join(turn.emitted.split()) for turn in turns if turn.form.arguments == "object"}
+    if objects:
+        turns = [turn for turn in turns if "".join(turn.emitted.split()) in objects]
+    known[t] = [*turns, *reasons]
     return known[t]
 
 
 def _is_ugly(text: str) -> bool:
-    return '\\"' in text or "{'" in text or "': " in text or '{{"' in text
+    return any(sign in text for sign in ('\\"', "{'", "': ", '{{"', '"type": "text"', "None"))
 
 
 def _turns_of(renderer: _Renderer, messages: list[Message], t: int, switch: dict[str, Any]) -> Iterator[_Turn]:
@@ -332,7 +344,9 @@ def _turns_of(renderer: _Renderer, messages: list[Message], t: int, switch: dict
             starts = _starts(prompt, header, rendering, messages, t)
             for start in starts:
                 emitted, renderings = _until_stop(renderer, rendering, start, written, t, words, variables)
-                yield _Turn(prompt, emitted, renderings, reasoning is None or reasoning in rendering)
+                _check_stops(renderer, emitted, words)
+                wrote = reasoning is None or reasoning in rendering
+                yield _Turn(prompt, emitted, renderings, wrote, renderer.form)
             return
         except _Impossible as why:
             reasons.append(str(why))
@@ -392,6 +406,24 @@ def _until_stop(
     if stop is None:
         raise _Impossible(f"{LEAVES_OUT} a stop token: {rendering[end:]!r}")
     return rendering[start:end] + longer[again:stop], (rendering, longer)
+
+
+def _check_stops(renderer: _Renderer, emitted: str, words: list[str]) -> None:
+    """
+    Raises where the model would have to write a header: the turn's own, or another one after a stop token.
+
+    Between reasoning and text there may be one of both, as of channels.
+    """
+    said = [word for word in words if not word.startswith("zthought")] or words
+    asked = renderer.messages[: 1 + [message["role"] for message in renderer.messages].index("user")]
+    opening = renderer.text(asked, True, {}).removeprefix(renderer.text(asked, False, {})).split("\n")[0]
+    lead = emitted[: min(map(emitted.find, words))]
+    body = emitted[min(map(emitted.find, said)) : _end_of_last(said, emitted)]
+    if opening and opening in lead:
+        raise _Impossible(f"{LEAVES_OUT} the header from its prompt: it would be emitted, {lead!r}")
+    stop = _first_of(stops_of(str(renderer.tokenizer.chat_template)), body, 0)
+    if stop is not None and opening and opening in body[stop:]:
+        raise _Impossible(f"{LEAVES_OUT} one turn for what was said, it writes two: {emitted!r}")
 
 
 def _without_empty_blocks(text: str) -> str:
