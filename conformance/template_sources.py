@@ -36,7 +36,7 @@ _STOPS = (
     ("<|end_of_msg|>",),
     ("<|message_sep|>",),
     ("[e~[",),
-    ("<|assistant_end|>",),
+    ("<|assistant_end|>", "<|tools_suffix|>"),
     ("<seed:eos>",),
     ("<end_of_sentence>",),
     ("<SPECIAL_12>",),

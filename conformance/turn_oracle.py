@@ -30,10 +30,26 @@ WRONG = (LOSS, PROMPT, NO_STOP, OTHER)
 # From best to worst: a cell has the worst result of its dialogues.
 ORDER = (EXACT, NO_REASONING, RAISES, LEAVES_OUT, COUNTED, REFUSED, NO_STOP, OTHER, LOSS, PROMPT)
 
-_OPEN = r"(?:<think(?::\w+)?>|<mm:think>|<seed:think>|<\|channel>thought\n|<\|START_THINKING\|>|\[THINK\])"
-_CLOSE = r"(?:</think(?::\w+)?>|</mm:think>|</seed:think>|<channel\|>|<\|END_THINKING\|>|\[/THINK\])"
-_EMPTY_BLOCK = re.compile(rf"(?:{_OPEN}\s*)?{_CLOSE}\s*")
-_AFTER_OPEN = re.compile(rf"({_OPEN})\s+")
+OPEN_BLOCK = r"(?:<think(?::\w+)?>|<mm:think>|<seed:think>|<\|channel>thought\n|<\|START_THINKING\|>|\[THINK\])"
+CLOSE_BLOCK = r"(?:</think(?::\w+)?>|</mm:think>|</seed:think>|<channel\|>|<\|END_THINKING\|>|\[/THINK\])"
+_EMPTY_BLOCK = re.compile(rf"(?:{OPEN_BLOCK}\s*)?{CLOSE_BLOCK}\s*")
+_AFTER_OPEN = re.compile(rf"({OPEN_BLOCK})\s+")
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """
+    An exact turn.
+
+    Args:
+        prompt (`str`): Its context.
+        text (`str`): What is supervised.
+        messages (`list[Message]`): The messages up to it, in the form that the template reads.
+    """
+
+    prompt: str
+    text: str
+    messages: list[Message]
 
 
 @dataclass
@@ -45,13 +61,13 @@ class Result:
         status (`str`): One of `ORDER`.
         reason (`str`, *optional*): What was counted, raised or is wrong.
         possible (`bool`, *optional*): Whether the template renders every turn so that it could be exact.
-        turns (`list`, *optional*): For every turn that was found, its context and supervised text.
+        turns (`list[Emitted]`, *optional*): The exact turns.
     """
 
     status: str
     reason: str = ""
     possible: bool = True
-    turns: list[tuple[str, str]] = field(default_factory=list)
+    turns: list[Emitted] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -168,7 +184,8 @@ def _judge_turn(
         if branch.supervised == turn.emitted and branch.in_one_piece:
             if not any(branch.after_context in rendering for rendering in turn.renderings):
                 return Result(OTHER, f"no rendering has {branch.after_context[-60:]!r}")
-            judged = [(turn.prompt, turn.emitted)]
+            through = [_written(message, turn.form) for message in messages[: t + 1]]
+            judged = [Emitted(turn.prompt, turn.emitted, through)]
             if turn.reasons:
                 return Result(EXACT, turns=judged)
             if counts:
@@ -287,13 +304,15 @@ def _expected(renderers: list[_Renderer], messages: list[Message], t: int) -> li
         return known[t]
     turns: list[_Turn] = []
     reasons: list[_Turn | str] = []
+    switches: list[dict[str, Any]] = [{}]
+    if "enable_thinking" in str(renderers[0].tokenizer.chat_template):
+        switches.append({"enable_thinking": bool(reasoning_of(messages[t]))})
     for renderer in renderers:
         if renderer.form.text == "one part" and turns:
             break  # only for templates that read nothing but parts
-        switches: list[dict[str, Any]] = [{}]
-        if not reasoning_of(messages[t]) and "enable_thinking" in str(renderer.tokenizer.chat_template):
-            switches.append({"enable_thinking": False})
         for switch in switches:
+            if switch.get("enable_thinking") and turns:
+                continue  # only where the prompt closes the think block as it is
             try:
                 turns += _turns_of(renderer, messages, t, switch)
             except _Impossible as why:
@@ -344,7 +363,7 @@ def _turns_of(renderer: _Renderer, messages: list[Message], t: int, switch: dict
             starts = _starts(prompt, header, rendering, messages, t)
             for start in starts:
                 emitted, renderings = _until_stop(renderer, rendering, start, written, t, words, variables)
-                _check_stops(renderer, emitted, words)
+                emitted = _without_headers(renderer, emitted, words)
                 wrote = reasoning is None or reasoning in rendering
                 yield _Turn(prompt, emitted, renderings, wrote, renderer.form)
             return
@@ -372,7 +391,7 @@ def _starts(prompt: str, header: str, rendering: str, messages: list[Message], t
         if at >= 0:
             return [begin + at + len(part)]
     plain = _without_empty_blocks(own)
-    if re.search(_CLOSE, tail) and re.search(_OPEN, plain):
+    if re.search(CLOSE_BLOCK, tail) and re.search(OPEN_BLOCK, plain):
         raise _Impossible(f"{LEAVES_OUT} the think block that its prompt closes, {tail[-40:]!r}: it reasons there")
     for part in told:
         for cut in range(first - begin, -1, -1):
@@ -408,22 +427,26 @@ def _until_stop(
     return rendering[start:end] + longer[again:stop], (rendering, longer)
 
 
-def _check_stops(renderer: _Renderer, emitted: str, words: list[str]) -> None:
+def _without_headers(renderer: _Renderer, emitted: str, words: list[str]) -> str:
     """
-    Raises where the model would have to write a header: the turn's own, or another one after a stop token.
+    The model's part without the turn's header, where the prompt lacks it.
 
-    Between reasoning and text there may be one of both, as of channels.
+    Raises where another header follows a stop token. Between reasoning and text there may be both, as of channels.
     """
     said = [word for word in words if not word.startswith("zthought")] or words
     asked = renderer.messages[: 1 + [message["role"] for message in renderer.messages].index("user")]
-    opening = renderer.text(asked, True, {}).removeprefix(renderer.text(asked, False, {})).split("\n")[0]
-    lead = emitted[: min(map(emitted.find, words))]
+    header = renderer.text(asked, True, {}).removeprefix(renderer.text(asked, False, {}))
+    opening = header.split("\n")[0]
     body = emitted[min(map(emitted.find, said)) : _end_of_last(said, emitted)]
-    if opening and opening in lead:
-        raise _Impossible(f"{LEAVES_OUT} the header from its prompt: it would be emitted, {lead!r}")
     stop = _first_of(stops_of(str(renderer.tokenizer.chat_template)), body, 0)
-    if stop is not None and opening and opening in body[stop:]:
+    if opening and stop is not None and opening in body[stop:]:
         raise _Impossible(f"{LEAVES_OUT} one turn for what was said, it writes two: {emitted!r}")
+    lead = emitted[: min(map(emitted.find, words))]
+    if not opening or opening not in lead:
+        return emitted
+    if header not in lead or _first_of(stops_of(str(renderer.tokenizer.chat_template)), lead, 0) is not None:
+        raise _Impossible(f"{LEAVES_OUT} what comes before the turn from its prompt: {lead!r}")
+    return emitted[lead.index(header) + len(header) :]
 
 
 def _without_empty_blocks(text: str) -> str:
