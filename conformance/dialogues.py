@@ -90,15 +90,14 @@ def _dialogues() -> list[Dialogue]:
     found = [Dialogue("plain", "text", talk[:2]), Dialogue("two turns", "text", talk)]
     for key in ("reasoning_content", "<think>"):
         found.append(Dialogue("reasoning", key, [_user(1), _thought(1, key)]))
-        found.append(
-            Dialogue("reasoning + two turns", key, [_user(1), _thought(1, key), _user(2), _thought(2, key)])
-        )
+        found.append(Dialogue("reasoning + two turns", key, [_user(1), _thought(1, key), _user(2), _thought(2, key)]))
     for form, write in forms.items():
         found.append(Dialogue("call", form, _agent(_call(1, write=write)), TOOLS))
         found.append(Dialogue("call + text", form, _agent(_call(1, write=write), text=True), TOOLS))
         both = _agent(_call(1, write=write), _call(2, write=write))
         found.append(Dialogue("several calls", form, both, TOOLS))
-    for form, nothing in {"{}": {}, '"{}"': "{}", '""': "", "null": None}.items():
+    nothings: dict[str, Any] = {"{}": {}, '"{}"': "{}", '""': "", "null": None}
+    for form, nothing in nothings.items():
         found.append(Dialogue("no arguments", form, _agent(_call(1, nothing, "zlistq")), TOOLS))
     found.append(Dialogue("parts", "list of text", [_parts(message) for message in talk]))
     found.append(Dialogue("adjacent assistants", "text", [_user(1), _said(1), _said(2), _user(2), _said(3)]))

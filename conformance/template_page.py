@@ -7,8 +7,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from conformance.dialogues import CELLS
+from conformance.expected_turns import LEAVES_OUT, RAISES
 from conformance.template_twins import AFTER_STOP, DIFFERENT, EQUAL, HEADER, NO_STOP, NOT_MARKED, THINK, Comparison
-from conformance.turn_oracle import COUNTED, EXACT, LEAVES_OUT, NO_REASONING, RAISES, REFUSED, WRONG, Result
+from conformance.turn_oracle import COUNTED, EXACT, NO_REASONING, REFUSED, WRONG, Result
 
 # What a cell of the table says for the status of a dialogue.
 SYMBOLS = {EXACT: "=", NO_REASONING: "=r", COUNTED: "c", REFUSED: "c", RAISES: "-", LEAVES_OUT: "-"}
@@ -22,10 +23,10 @@ folders of further templates; don't edit. [Data](data.md) explains the options.
 
 For every supervised turn of a conversation:
 
-- The **context** is the tokens of `apply_chat_template(history, tools, add_generation_prompt=True)`, which an agent loop
-  samples from. For a turn without reasoning it is the prompt with `enable_thinking=False` (`empty_thinking_in_prompt`),
-  if that changes nothing before the header; for a turn that reasons where the prompt closes the think block, the one
-  with `enable_thinking=True`.
+- The **context** is the tokens of `apply_chat_template(history, tools, add_generation_prompt=True)`, which an agent
+  loop samples from. For a turn without reasoning it is the prompt with `enable_thinking=False`
+  (`empty_thinking_in_prompt`), if that changes nothing before the header; for a turn that reasons where the prompt
+  closes the think block, the one with `enable_thinking=True`.
 - **Supervised** is what the model must emit from there, and nothing else: its reasoning (where the template writes
   reasoning), all its text, every call with its name and arguments, and the stop token at which generation ends.
 
@@ -34,12 +35,12 @@ without a word.
 
 ## How it is judged
 
-Every text of the dialogues has a word of its own, so that a piece of a rendering tells which message wrote it. The judge
-renders prompts and turns with `apply_chat_template` alone and cuts the turn out of the text, without the package's way of
-finding turns. The tokens of the context, the supervised text, and what follows it must be equal. Every template gets a
-vocabulary of bytes with its control tokens. Dialogues come in several forms: reasoning in `reasoning_content` and in the
-text, arguments as objects and as JSON strings, no arguments as `{}`, `"{}"`, `""` and `null`. A cell has the result of
-its worst form.
+Every text of the dialogues has a word of its own, so that a piece of a rendering tells which message wrote it. The
+judge renders prompts and turns with `apply_chat_template` alone and cuts the turn out of the text, without the
+package's way of finding turns. The tokens of the context, the supervised text, and what follows it must be equal.
+Every template gets a vocabulary of bytes with its control tokens. Dialogues come in several forms: reasoning in
+`reasoning_content` and in the text, arguments as objects and as JSON strings, no arguments as `{}`, `"{}"`, `""` and
+`null`. A cell has the result of its worst form.
 
 | cell | meaning |
 |---|---|
@@ -53,9 +54,10 @@ _TWINS = """
 ## TRL's training variants
 
 TRL has variants of its templates that mark what the model writes. They serve as a second judge: the supervised text of
-every exact turn is compared with what the variant marks of it (`return_assistant_tokens_mask`). Variants also mark text
-after the stop token, and the end of the prompt: a think block or the start of one, or a header. The variant of
-DiffusionGemma does not mark the token at which a call stops. Nothing else may differ.
+every exact turn is compared with what the variant marks of it (`return_assistant_tokens_mask`). Variants also mark
+text after the stop token, and the end of the prompt: a think block or the start of one, or a header. The variant of
+DiffusionGemma does not mark the token at which a call stops. Nothing else may differ. (Where headers are marked, two
+assistant messages in a row are one piece of the mask; the second one is not compared.)
 """
 
 
@@ -80,13 +82,6 @@ def summary(judged: dict[str, dict[str, Judged]]) -> str:
     Args:
         judged (`dict[str, dict[str, Judged]]`): By source and name of the template.
 
-    Example:
-
-    ```python
-    >>> summary({"TRL": {"qwen3": Judged({"plain": Result("exact")})}})
-    '1 templates, 1 cells: 1 exact (100%), 0 refused or counted because of the template, 0 others, 0 wrong; 100% of the 1 that the template renders are exact.'
-
-    ```
     """
     results = [result for named in judged.values() for answer in named.values() for result in answer.cells.values()]
     count = Counter(SYMBOLS[result.status] for result in results)

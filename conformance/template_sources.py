@@ -50,7 +50,7 @@ _STOPS = (
     ("</s>",),
 )
 _EOS = {"<|end|>": "<|endoftext|>", "<|observation|>": "<|endoftext|>"}  # where it is not what ends a turn
-# How Qwen cuts text into pieces, and how GPT-2 does: there, "\n\n" is one token at the end of a text and two before a word.
+# How Qwen cuts text into pieces, and how GPT-2 does: "\n\n" is one token at the end of a text, and two before a word.
 _SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT2_SPLIT = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _NO_STOP_TOKEN = ("\n\n",)  # a template without control tokens, such as RWKV World's
@@ -132,7 +132,7 @@ def tokenizer_for(source: str, base: PreTrainedTokenizerBase) -> PreTrainedToken
     for dialogue in DIALOGUES:
         try:
             written += tokenizer.apply_chat_template(dialogue.messages, tools=dialogue.tools, tokenize=False)
-        except Exception:  # noqa: S112 - the template can't render this one; the judge says so later
+        except Exception:  # the template can't render this one; the judge says so later
             continue
     tokens = sorted({*_CONTROL.findall(written), "<s>", eos, *(set(stops_of(source)) - {"\n\n"})})
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])

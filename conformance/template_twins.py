@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from conformance.dialogues import DIALOGUES, words_of
+from conformance.expected_turns import CLOSE_BLOCK, OPEN_BLOCK
 from conformance.template_sources import stops_of
-from conformance.turn_oracle import CLOSE_BLOCK, OPEN_BLOCK, Emitted, Result
+from conformance.turn_oracle import Emitted, Result
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,9 +30,9 @@ class Comparison:
     Turns by how they compare.
 
     Args:
-        counts (`dict[str, int]`): Number of turns by how they differ: not at all; the variant also marks text after the
-            stop token (and nothing worse); a think block or a header that the prompt has; it does not mark the stop
-            token; otherwise; it does not render or mark the turn.
+        counts (`dict[str, int]`): Number of turns by how they differ: not at all; the variant also marks text after
+            the stop token, a think block of the prompt, or a header; it does not mark the stop token; otherwise; it
+            does not render or mark the turn.
         examples (`list[str]`): Of those that are different.
     """
 
