@@ -31,6 +31,7 @@ _BLOCKS = {
     r"<\|channel>thought\n": "<channel|>",
     r"<\|START_THINKING\|>": "<|END_THINKING|>",
     r"\[THINK\]": "[/THINK]",
+    r"Here are my reasoning steps:\n": "[BEGIN FINAL RESPONSE]",
 }
 OPEN_BLOCK = f"(?:{'|'.join(_BLOCKS)})"
 CLOSE_BLOCK = f"(?:{'|'.join(map(re.escape, _BLOCKS.values()))})"
@@ -183,8 +184,10 @@ def _composed(renderer: Renderer, messages: list[Message], t: int, switch: dict[
     cut = prompt[: opened.start()]
     for start in _starts(cut, header[: len(header) - len(opened.group())], rendering, messages, t):
         text, renderings = _until_stop(renderer, rendering, start, t, said, {})
-        if reasoning and reasoning in text:
-            return
+        text = _without_headers(renderer, text, said)
+        if reasoning and reasoning in text:  # without the start of the block
+            yield Turn(prompt, text, renderings, True, renderer.form)
+            continue
         ends = [""] if text.lstrip().startswith(close) else [close + space for space in ("", "\n", "\n\n")]
         for end in ends:
             for space in ("", "\n", "\n\n"):

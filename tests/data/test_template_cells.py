@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Chat templates by kinds of dialogue, judged anew and held against `docs/templates.md`; and that the judge can fail."""
+"""Chat templates by kinds of dialogue: judged anew, held against `docs/templates.md`; and that the judge can fail."""
 
 from __future__ import annotations
 
