@@ -22,7 +22,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import takewhile
+from itertools import product, takewhile
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from hf_prefix_tree.data.tokenization import Ids
 
 # What a header is made of: tags, white space, words.
+_EMPTY_BLOCK = re.compile(r"\s*<think>\s*</think>")  # says that the model did not think
+_BLOCK = re.compile(r"think|thought", re.IGNORECASE)
 _ATOM = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\s+|[^\s<\[]+|.", re.DOTALL)
 
 
@@ -73,6 +76,7 @@ class Conversation:
         self.dialect = self.template.dialect(self.variables)
         self.shown = list(map(self.dialect.adapt, self.messages))
         self._keeps_history: dict[bool, bool] = {}
+        self._headers: dict[str, str] = {}
 
     @cached_property
     def visible(self) -> list[Message]:
@@ -90,10 +94,12 @@ class Conversation:
         """The messages and the header of an assistant turn, rendered."""
         return self.template.render(messages, self.tools, self.variables | variables, add_generation_prompt=True)
 
-    def count_left_out(self, text: str, messages: Sequence[Message], **variables: Any) -> None:
+    def count_left_out(
+        self, text: str, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any
+    ) -> None:
         """Counts the messages that are not in their rendering."""
-        variables = self.variables | variables
-        self.counts["unrendered_messages"] = self.template.count_left_out(text, messages, self.tools, variables)
+        options = (self.tools, self.variables | variables, add_generation_prompt)
+        self.counts["unrendered_messages"] = self.template.count_left_out(text, messages, *options)
 
     def check_whole(self, text: str, turn: int, message: Message) -> bool:
         """
@@ -105,7 +111,7 @@ class Conversation:
         lost = lost_part(text, message)
         if lost is None:
             return True
-        if lost == "reasoning" and self.dialect.reasoning_form is None:
+        if lost == "reasoning" and self.dialect.reasoning_form is None and not _EMPTY_BLOCK.match(text):
             return False
         why = "pass `chat_template_kwargs` under which it writes it, or drop" if lost == "reasoning" else "change or drop"
         raise self.error(f"refused_{lost}", turn, f"the chat template leaves out its {lost}; {why} the row")
@@ -117,8 +123,13 @@ class Conversation:
             ids, end = self.dialect.end_turn(ids, start, "tool_calls" in self.messages[turn], given)
         except TurnError as error:
             raise self.error(error.name, turn, f"{error}; pass another `chat_template`, or drop the row") from None
-        if self.stop_ids and int(ids[end - 1]) not in self.stop_ids:
-            raise self.error("refused_ends", turn, f"`stop_token_ids` has none of the tokens that end it ({ids[end - 1]})")
+        stop = int(ids[end - 1])
+        if self.stop_ids and stop not in self.stop_ids:
+            raise self.error("refused_ends", turn, f"`stop_token_ids` has none of the tokens that end it ({stop})")
+        message = self.messages[turn]
+        twofold = message["content"] and "tool_calls" in message and self.template.token(stop) not in str(message)
+        if twofold and stop in ids[start : end - 1]:  # two turns in one: generation ends between text and calls
+            raise self.error("refused_ends", turn, f"the chat template writes its stop token ({stop}) before its end")
         return ids, end
 
     def error(self, name: str, turn: int, reason: str) -> TurnError:
@@ -140,24 +151,50 @@ class Conversation:
                 switches.append({"enable_thinking": True})
             elif empty_thinking_in_prompt:
                 switches.insert(0, {"enable_thinking": False})
-        failure = None
-        for switch in switches:
+        forms = [self.shown[turn]]
+        if self.dialect.reasoning_form is None and self.reasoning(turn):
+            forms.append(self.visible[turn])  # reasoning in the text that the template doesn't print as text
+        failure: TurnError | None = None
+        found: tuple[bool, str, str, dict[str, bool], Message] | None = None
+        for switch, message in product(switches, forms):
             if switch and not self._keeps(switch["enable_thinking"]):
                 continue
-            prompt, text = self.prompt(self.shown[:turn], **switch), self.text(self.shown[: turn + 1], **switch)
+            prompt, text = self.prompt(self.shown[:turn], **switch), self.text([*self.shown[:turn], message], **switch)
             try:
-                output = text[len(prompt) :] if text.startswith(prompt) else self._cut(prompt, text, turn, switch)
-                output = self._with_closed_thinking(prompt, output, turn)
+                output = self._after(prompt, text, turn, message, switch)
                 reasons = self.check_whole(output, turn, self.messages[turn])
             except TurnError as error:
                 failure = failure or error
                 continue
-            self.counts["unrendered_reasoning"] += not reasons
-            if turn == self.turns[-1]:
-                self.count_left_out(text, self.shown[: turn + 1], **switch)
-            return prompt, output
-        assert failure is not None
-        raise failure
+            if found is None or reasons or found[3] == switch:
+                found = reasons, prompt, output, switch, message
+            if reasons:
+                break
+        if found is None:
+            assert failure is not None
+            raise failure
+        reasons, prompt, output, switch, self.shown[turn] = found
+        self.counts["unrendered_reasoning"] += not reasons
+        if turn == self.turns[-1]:
+            self.count_left_out(prompt, self.shown[:turn], add_generation_prompt=True, **switch)
+        return prompt, output
+
+    def _after(self, prompt: str, text: str, turn: int, message: Message, switch: dict[str, bool]) -> str:
+        """What the model must emit after the prompt, if `text` renders the turn."""
+        output = text[len(prompt) :] if text.startswith(prompt) else ""
+        # After another assistant message, the output may begin with a header that the prompt lacks.
+        if not output or self.messages[turn - 1]["role"] == "assistant" or output.startswith(self._header(switch)):
+            output = self._cut(prompt, text, turn, message, switch)
+        thought, opens = self.reasoning(turn), prompt.rstrip().endswith("<think>")
+        if output.count("<think>") + opens > max(1, str(message.get("content")).count("<think>")):
+            raise self.error("refused_starts", turn, "its text opens the block of reasoning that the template opens")
+        thinks = switch.get("enable_thinking") or (thought and thought in output)
+        if self.dialect.reasoning_form is not None or not opens or thinks or (not thought and text.startswith(prompt)):
+            return output
+        # The prompt opens a block of reasoning, but the template never writes any.
+        if not output.lstrip().startswith("</think>"):
+            output = ("\n</think>\n\n" if prompt.endswith("\n") else "</think>") + output.lstrip("\n")
+        return thought + output
 
     def _keeps(self, thinking: bool) -> bool:
         """Whether the switch leaves the history of the last turn as it is, and so that of all turns."""
@@ -170,38 +207,43 @@ class Conversation:
             self._keeps_history[thinking] = same
         return self._keeps_history[thinking]
 
-    def _cut(self, prompt: str, text: str, turn: int, switch: dict[str, bool]) -> str:
+    def _header(self, switch: dict[str, bool]) -> str:
+        """What a generation prompt adds to a question; nothing matches it where the template always adds it."""
+        key = str(switch)
+        if key not in self._headers:
+            ask = self.dialect.adapt(ASK)
+            before, prompt = self.text([ask], **switch), self.prompt([ask], **switch)
+            self._headers[key] = prompt.removeprefix(before) or USER
+        return self._headers[key]
+
+    def _cut(self, prompt: str, text: str, turn: int, message: Message, switch: dict[str, bool]) -> str:
         """The output of a turn whose rendering, `text`, doesn't continue its prompt."""
-        message, ask = self.shown[turn], self.dialect.adapt(ASK)
+        ask = self.dialect.adapt(ASK)
         asked, answered = self.prompt([ask], **switch), self.text([ask, message], **switch)
         at = len(asked) if answered.startswith(asked) else _shared_atoms(asked, answered)
         extra, own = asked[at:], answered[at:]  # what the prompt has after the header, and the turn has
-        if not text.endswith(own) or not prompt.endswith(extra):
+        if not own or not text.endswith(own) or not prompt.endswith(extra):
             raise self.error("refused_starts", turn, "its rendering doesn't continue its generation prompt")
+        header = commonprefix([prompt[: len(prompt) - len(extra)][::-1], text[: len(text) - len(own)][::-1]])
+        if not header.strip() and text not in (prompt + own, prompt + self._header(switch) + own):
+            raise self.error("refused_starts", turn, "its rendering has no header of its own, but its prompt has")
         if not extra:
             return own
-        if self.reasoning(turn) and self.dialect.reasoning_form is not None:
-            if "<" in extra:  # the prompt opens or closes a block of reasoning, which the turn does again
+        if (thought := self.reasoning(turn)) and thought in own:
+            if "<" in extra or not own.lstrip().startswith(thought):  # which the turn opens or closes again
                 reason = "its generation prompt turns reasoning off; pass `chat_template_kwargs` that turn it on"
                 raise self.error("refused_starts", turn, reason)
             return own
         if self.dialect.reasoning_form is not None:
             # The prompt opens a block of reasoning: what closes it is what reasoning would have after it.
-            thought = self.text([ask, self.dialect.adapt({**self.messages[turn], "reasoning_content": THOUGHT})], **switch)
-            starts = len(asked) if thought.startswith(asked) else _shared_atoms(asked, thought)
-            if thought[starts:].lstrip().startswith(THOUGHT) and (starts == len(asked) or "<" not in extra):
-                return thought[starts:].replace(THOUGHT, "", 1)
+            thinking = self.text([ask, self.dialect.adapt({**self.messages[turn], "reasoning_content": THOUGHT})], **switch)
+            starts = len(asked) if thinking.startswith(asked) else _shared_atoms(asked, thinking)
+            if thinking[starts:].lstrip().startswith(THOUGHT) and (starts == len(asked) or "<" not in extra):
+                return thinking[starts:].replace(THOUGHT, "", 1)
+        if not _BLOCK.search(extra):
+            raise self.error("refused_starts", turn, "its header is not that of its generation prompt")
         twice = next(n for n in range(min(len(extra), len(own)), -1, -1) if extra.endswith(own[:n]))
         return own[twice:]
-
-    def _with_closed_thinking(self, prompt: str, output: str, turn: int) -> str:
-        """The output with its reasoning, if the prompt opens a block of it and the template never writes any."""
-        if self.dialect.reasoning_form is not None or not prompt.rstrip().endswith("<think>"):
-            return output
-        if not output.lstrip().startswith("</think>"):
-            closing = "\n</think>\n\n" if prompt.endswith("\n") else "</think>"
-            output = closing + output.lstrip("\n")
-        return self.reasoning(turn) + output
 
 
 def _shared_atoms(first: str, second: str) -> int:

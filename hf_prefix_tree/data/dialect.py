@@ -33,7 +33,6 @@ _SCHEMA = {
         "parameters": {"type": "object", "properties": {_KEY: {"type": "string", "description": "d"}}},
     },
 }
-_MISSING = object()
 Render = Callable[[Sequence[Message], list[Any] | None], str]
 
 
@@ -56,8 +55,8 @@ class Dialect:
         self._parts = False
         self._parts = self._wants_parts()
         self.reasoning_form = self._find_reasoning_form()
-        self._arguments, self._empty = self._find_call_form()
-        self.turn_end_id, self.past_turn_end_id, self._closing = self._find_end(eos)
+        self._arguments, self._without_content = self._find_call_form()
+        self.turn_end_id, self.past_turn_end_id, self._closing, self._trailer = self._find_end(eos)
         self._call_end_id, self._call_closing = self._find_call_end()
 
     def adapt(self, message: Message) -> Message:
@@ -71,15 +70,13 @@ class Dialect:
         if self.reasoning_form is not None:
             reasoning, visible = split_reasoning(message)
             if reasoning:
-                message = {**visible, "thinking": reasoning, "reasoning_content": reasoning}
+                message = visible | dict.fromkeys(REASONING_KEYS, reasoning)
             elif visible["content"] != message["content"]:  # an empty block
                 message = visible
         if "tool_calls" in message:
             message = {**message, "tool_calls": [self._with_arguments(call) for call in message["tool_calls"]]}
-            if message["content"] == "" and self._empty != "":
+            if message["content"] == "" and self._without_content:
                 message = {key: value for key, value in message.items() if key != "content"}
-                if self._empty is None:
-                    message["content"] = None
         if self.reasoning_form == "part" and "reasoning_content" in message and isinstance(message["content"], str):
             thought = {"type": "thinking", "thinking": message["reasoning_content"]}
             message = {key: value for key, value in message.items() if key not in REASONING_KEYS}
@@ -98,6 +95,9 @@ class Dialect:
         Raises:
             [`TurnError`]: If a template that closes turns doesn't close this one.
         """
+        length = len(self._trailer)
+        if length and np.array_equal(ids[-length:], self._trailer):
+            ids = ids[:-length]
         tail = len(ids)
         while tail > start and self._is_control(int(ids[tail - 1])):
             tail -= 1
@@ -141,48 +141,57 @@ class Dialect:
     def _find_reasoning_form(self) -> str | None:
         """How the template takes the reasoning of the last turn: as a "field", as a "part" of the content, or not."""
         answer = {"role": "assistant", "content": TEXT}
-        field = {**answer, "thinking": THOUGHT, "reasoning_content": THOUGHT}
+        field = answer | dict.fromkeys(REASONING_KEYS, THOUGHT)
         if THOUGHT in self._try(self._formed(field)):
             return "field"
         parts = [{"type": "thinking", "thinking": THOUGHT}, {"type": "text", "text": TEXT}]
         text = self._try({**answer, "content": parts}).rpartition(USER)[2]
         return "part" if THOUGHT in text and TEXT in text and "{" not in text else None
 
-    def _find_call_form(self) -> tuple[type | None, Any]:
-        """The type of arguments, `None` if objects and strings are alike, and the content of a call without text."""
-        best: dict[type, tuple[str, Any]] = {}
+    def _find_call_form(self) -> tuple[type | None, bool]:
+        """The type of arguments, `None` if objects and strings are alike, and whether a call without text has none."""
+        best: dict[type, tuple[str, bool]] = {}
         for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
-            for empty in ("", None, _MISSING):
-                text = self._try(_call_message(arguments, empty), tools=True).rpartition(USER)[2]
+            for without_content in (False, True):
+                message = _call_message(arguments)
+                if without_content:
+                    del message["content"]
+                text = self._try(message, tools=True).rpartition(USER)[2]
                 whole = _NAME in text and _VALUE in text and (arguments in text if isinstance(arguments, str) else True)
-                if not whole or str(_ARGUMENTS) in text:
-                    continue
-                # The shortest has no "None" for a content, and no header for an empty text.
-                if type(arguments) not in best or len(text) < len(best[type(arguments)][0]):
-                    best[type(arguments)] = (text, empty)
+                # The shorter one has no "None" for a content, and no header for an empty text.
+                if whole and str(_ARGUMENTS) not in text:
+                    best.setdefault(type(arguments), (text, without_content))
+                    if len(text) < len(best[type(arguments)][0]):
+                        best[type(arguments)] = (text, without_content)
         as_object, as_string = best.get(dict), best.get(str)
         if as_object is None:
-            return (str, as_string[1]) if as_string else (None, "")
+            return (str, as_string[1]) if as_string else (None, False)
         alike = as_string and _squeezed(json.dumps(_ARGUMENTS)) in _squeezed(as_object[0])
         return None if alike else dict, as_object[1]
 
-    def _find_end(self, eos: int | None) -> tuple[int | None, int | None, Ids]:
-        """The stop token, the one of a turn that is not the last, and what has to be appended to a rendering."""
+    def _find_end(self, eos: int | None) -> tuple[int | None, int | None, Ids, Ids]:
+        """
+        The stop token, the one of a turn that is not the last, what has to be appended to a rendering, and what a
+        template says after the turn.
+        """
         answer = self.adapt({"role": "assistant", "content": TEXT})
         texts = self._try(answer), self._try(answer, self._formed(ASK))
         last, followed = (text.partition(TEXT)[2] for text in texts)
         last_ids, followed_ids = self._segments.encode([last, followed])
-        shared = self._special(last_ids[: common_prefix(last_ids, followed_ids)])
+        shared = self._first_run(last_ids[: common_prefix(last_ids, followed_ids)])
         past = next(iter(self._special(followed_ids)), None)
-        written = self._special(last_ids)
+        written, nothing = self._special(last_ids), last_ids[:0]
         if written:
-            return (eos if eos in shared else shared[-1] if shared else written[0]), past, last_ids[:0]
+            end = eos if eos in shared else shared[-1] if shared else written[0]
+            trailer = last_ids[last_ids.tolist().index(end) + 1 :]
+            says = not all(map(self._is_control, trailer.tolist()))
+            return end, past, nothing, trailer if says else nothing
         closing = self._appended(last, followed)
-        return (int(closing[-1]) if len(closing) else None), past, closing
+        return (int(closing[-1]) if len(closing) else None), past, closing, nothing
 
     def _find_call_end(self) -> tuple[int | None, Ids]:
         """The special token that ends a turn with calls, and what has to be appended to its rendering."""
-        message = self.adapt(_call_message(_ARGUMENTS, ""))
+        message = self.adapt(_call_message(_ARGUMENTS))
         result = self._formed({"role": "tool", "content": TEXT, "name": _NAME, "tool_call_id": "call00000"})
         two = {**message, "tool_calls": message["tool_calls"] * 2}
         turns = [message], [two], [message, result]
@@ -201,6 +210,16 @@ class Dialect:
         at = next((i for i, token_id in enumerate(ids.tolist()) if token_id in self._segments.special_ids), None)
         blank = at is not None and all(self._segments.is_blank(token_id) for token_id in ids[:at].tolist())
         return ids[: at + 1] if at is not None and blank else ids[:0]
+
+    def _first_run(self, ids: Ids) -> list[int]:
+        """The special tokens up to the first white space after one: the text after that is not the turn's."""
+        run: list[int] = []
+        for token_id in ids.tolist():
+            if token_id in self._segments.special_ids:
+                run.append(token_id)
+            elif run and self._segments.is_blank(token_id):
+                break
+        return run
 
     def _special(self, ids: Ids) -> list[int]:
         return [token_id for token_id in ids.tolist() if token_id in self._segments.special_ids]
@@ -276,7 +295,6 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def _call_message(arguments: Any, content: Any) -> Message:
+def _call_message(arguments: Any) -> Message:
     call = {"type": "function", "id": "call00000", "function": {"name": _NAME, "arguments": arguments}}
-    message = {"role": "assistant", "content": content, "tool_calls": [call]}
-    return {key: value for key, value in message.items() if value is not _MISSING}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}

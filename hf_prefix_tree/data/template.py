@@ -104,7 +104,12 @@ class ChatTemplate:
             ) from error
 
     def count_left_out(
-        self, text: str, messages: Sequence[Message], tools: list[Any] | None, variables: dict[str, Any]
+        self,
+        text: str,
+        messages: Sequence[Message],
+        tools: list[Any] | None,
+        variables: dict[str, Any],
+        add_generation_prompt: bool = False,
     ) -> int:
         """
         Messages whose content the template leaves out of `text`, its rendering of them.
@@ -116,7 +121,7 @@ class ChatTemplate:
 
         def render(changed: list[Message]) -> str | None:
             try:
-                return self.render(changed, tools, variables)
+                return self.render(changed, tools, variables, add_generation_prompt)
             except ValueError:  # needs what was changed, so the template reads it
                 return None
 
@@ -147,6 +152,9 @@ class ChatTemplate:
                 self._tokenizer.eos_token_id,
             )
         return self._dialects[key]
+
+    def token(self, token_id: int) -> str:
+        return str(self._tokenizer.convert_ids_to_tokens(token_id))
 
     @cached_property
     def generation_stop_ids(self) -> frozenset[int]:

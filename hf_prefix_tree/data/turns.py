@@ -7,7 +7,6 @@ otherwise a few of the whole conversation, and one or two of each turn alone. To
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,7 @@ class ConversationBranches:
     Args:
         branches (`list[Branch]`):
             Weights are 0 and 1.
-        counts (`Counter[str]`):
+        counts (`dict[str, int]`):
             What the branches don't have, by the names of `hf_prefix_tree.data.counts.LOSSES`:
 
             - `unrendered_reasoning`: turns whose reasoning the template has no place for, so that it is trained on
@@ -46,7 +45,7 @@ class ConversationBranches:
     """
 
     branches: list[Branch]
-    counts: Counter[str]
+    counts: dict[str, int]
 
 
 def conversation_branches(
@@ -140,4 +139,4 @@ def conversation_branches(
     counts = conversation.counts
     counts["unclosed_reasoning"] = sum(unclosed_reasoning(plain[t]) is not None for t in turns)
     counts["calls_without_tools"] = 0 if schemas else sum("tool_calls" in plain[t] for t in turns)
-    return ConversationBranches(branches, counts)
+    return ConversationBranches(branches, {name: count for name, count in counts.items() if count})
