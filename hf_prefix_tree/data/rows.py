@@ -268,10 +268,7 @@ def _conversation(
         empty_thinking_in_prompt=options.empty_thinking_in_prompt,
         num_prompt_messages=num_prompt_messages,
     )
-    counts["prefix_mismatches"] += result.prefix_mismatches
-    counts["unrendered_reasoning"] += result.unrendered_reasoning
-    counts["unclosed_reasoning"] += result.unclosed_reasoning
-    counts["unrendered_messages"] += result.unrendered_messages
+    counts.update(result.counts)
     return result.branches
 
 

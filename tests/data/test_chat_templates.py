@@ -34,7 +34,6 @@ def said(text: str, **more) -> dict:
 TALK = [user("u1"), said("a1"), user("u2"), said("a2")]
 R1, R2 = ({"reasoning_content": text, "thinking": text} for text in ("r1", "r2"))  # gpt-oss reads the second
 THOUGHT = [user("u1"), said("a1", **R1), user("u2"), said("a2", **R2)]
-ARGUMENT_STRING = {**CALL, "function": {"name": "look", "arguments": '{"x":"1"}'}}
 AGENT = [
     {"role": "system", "content": "S"},
     user("u1"),
@@ -59,11 +58,6 @@ def tokenizer_of(name: str, tiny_tokenizer):
     return tokenizer
 
 
-def with_argument_string(messages: list[dict]) -> list[dict]:
-    """For templates that paste the arguments into text."""
-    return [{**m, "tool_calls": [ARGUMENT_STRING]} if "tool_calls" in m else m for m in messages]
-
-
 def supervised(messages, tokenizer, **options) -> list[list[str]]:
     return supervised_parts(conversation_branches(messages, tokenizer, **options).branches, tokenizer)
 
@@ -77,15 +71,18 @@ def supervised(messages, tokenizer, **options) -> list[list[str]]:
         ("phi3", "a1<|end|>", "a2<|end|>"),  # the template writes <|endoftext|> after the last turn's end
         ("lfm2", "a1<|im_end|>", "a2<|im_end|>"),
         ("gptoss", "<|channel|>final<|message|>a1<|return|>", "<|channel|>final<|message|>a2<|return|>"),
-        ("glm4moe", "\na1", "\na2"),  # writes no turn-end token
+        # Writes no turn-end token: generation ends with the header of the next message. Thinking is not switched off,
+        # as this would change the messages of users.
+        ("glm4moe", "\n<think></think>\na1<|user|>", "\n<think></think>\na2<|user|>"),
+        ("cohere2", "a1<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", "a2<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"),
         ("qwen3_6", "a1<|im_end|>", "a2<|im_end|>"),
         ("nemotron_3_nano", "a1<|im_end|>", "a2<|im_end|>"),
     ],
 )
 def test_where_a_turn_ends(tiny_tokenizer, name, first, second):
     tokenizer = tokenizer_of(name, tiny_tokenizer)
-    result = conversation_branches(TALK, tokenizer)
-    assert (result.prefix_mismatches, supervised(TALK, tokenizer)) == (0, [[first], [second]])
+    assert conversation_branches(TALK, tokenizer).counts == {}
+    assert supervised(TALK, tokenizer) == [[first], [second]]
 
 
 @pytest.mark.parametrize("talk", [TALK, THOUGHT, AGENT], ids=["talk", "thought", "agent"])
@@ -99,11 +96,7 @@ def test_where_a_turn_ends(tiny_tokenizer, name, first, second):
         "qwen3_training",
         "qwen3_instruct_2507",
         "llama3_1",
-        "deepseekv3",
-        "phi3",
-        "lfm2",
-        "gptoss",
-        "glm4moe",
+        "lfm2_v2",
         "nemotron_3_nano",
         "nemotron_3_ultra",
     ],
@@ -111,8 +104,6 @@ def test_where_a_turn_ends(tiny_tokenizer, name, first, second):
 def test_every_turn_is_what_the_template_renders(tiny_tokenizer, name, talk):
     tokenizer = tokenizer_of(name, tiny_tokenizer)
     tools = TOOLS if talk is AGENT else None
-    if name == "deepseekv3":
-        talk = with_argument_string(talk)
     branches = iter(conversation_branches(talk, tokenizer, tools=tools).branches)
     for turn, message in enumerate(talk):
         if message["role"] == "assistant":
@@ -125,7 +116,7 @@ def test_every_turn_is_what_the_template_renders(tiny_tokenizer, name, talk):
 CALLS = {
     "qwen3": '<tool_call>\n{"name": "look", "arguments": {"x": "1"}}\n</tool_call><|im_end|>',
     "qwen3_6": "<tool_call>\n<function=look>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call><|im_end|>",
-    "glm4moe": "\n<tool_call>look\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    "glm4moe": "\n<tool_call>look\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call><|observation|>",
     "gptoss": ' to=functions.look<|channel|>commentary json<|message|>{"x": "1"}<|call|>',
 }
 
@@ -135,7 +126,7 @@ CALLS = {
     [
         ("qwen3", "<think>\n{}\n</think>", "{}<|im_end|>", "\n\n"),
         ("qwen3_6", "{}\n</think>", "{}<|im_end|>", "\n\n"),  # the prompt opens the block
-        ("glm4moe", "\n<think>{}</think>", "\n{}", ""),  # the trunk has an empty block, which is context
+        ("glm4moe", "\n<think>{}</think>", "\n{}<|user|>", ""),  # the trunk has an empty block, which is context
         (
             "gptoss",
             "<|channel|>analysis<|message|>{}<|end|><|start|>assistant",
@@ -160,19 +151,18 @@ def test_reasoning_on_side_leaves_and_kept(tiny_tokenizer, name, leaf, shown, en
 
 @pytest.mark.parametrize("mode", ["side_leaf", "keep"])
 def test_a_template_without_headers_after_tool_results_has_no_trunk(tiny_tokenizer, mode):
-    talk = with_argument_string(AGENT)
     with pytest.raises(ValueError, match="`reasoning='per_turn'`"):
-        conversation_branches(talk, tokenizer_of("deepseekv3", tiny_tokenizer), reasoning=mode)
+        conversation_branches(AGENT, tokenizer_of("deepseekv3", tiny_tokenizer), reasoning=mode)
 
 
 def test_a_tokenizer_that_renders_in_its_own_way(tiny_tokenizer):
     class Shouting(type(tiny_tokenizer)):
         def apply_chat_template(self, conversation, **options):
             return super().apply_chat_template(
-                [{**m, "content": m["content"].upper()} for m in conversation], **options
+                [{**m, "content": m["content"] + "!"} for m in conversation], **options
             )
 
     shouting = copy.deepcopy(tiny_tokenizer)
     shouting.__class__ = Shouting
-    assert supervised(TALK, shouting) == [["A1<|im_end|>"], ["A2<|im_end|>"]]
+    assert supervised(TALK, shouting) == [["a1!<|im_end|>"], ["a2!<|im_end|>"]]
     assert supervised(TALK, tiny_tokenizer) == [["a1<|im_end|>"], ["a2<|im_end|>"]]
