@@ -282,7 +282,13 @@ def _until_stop(
     stop = _first_of(stops, longer, again)
     if stop is None:
         raise Impossible(f"{LEAVES_OUT} a stop token: {rendering[end:]!r}")
-    return rendering[start:end] + longer[again:stop], (rendering, longer)
+    # The rest of the turn may look another way when a message follows; its last characters tell where it ends.
+    for cut in range(end, len(rendering)):
+        at = longer.find(rendering[cut:], again, stop)
+        if at >= 0:
+            again = at + len(rendering) - cut
+            break
+    return rendering[start:] + longer[again:stop], (rendering, longer)
 
 
 def _without_headers(renderer: Renderer, emitted: str, words: list[str]) -> str:
@@ -296,7 +302,7 @@ def _without_headers(renderer: Renderer, emitted: str, words: list[str]) -> str:
     header = renderer.text(asked, True, {}).removeprefix(renderer.text(asked, False, {}))
     opening = header.split("\n")[0]
     stops = stops_of(str(renderer.tokenizer.chat_template))
-    stop = _first_of(stops, body := emitted[min(map(emitted.find, said)) : _end_of_last(said, emitted)], 0)
+    stop = _first_of(stops, emitted[min(map(emitted.find, said)) : _end_of_last(said, emitted)], 0)
     if stop is not None:
         raise Impossible(f"{LEAVES_OUT} one turn for what was said, it stops before the end: {emitted!r}")
     mark = re.match(r"<[^<>]+>|\[[^\[\]]+\]", opening)

@@ -137,9 +137,18 @@ def _reasons(name: str, answer: Judged) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for cell, result in answer.cells.items():
         if SYMBOLS[result.status] in ("-", "c", "WRONG"):
-            reason = result.reason.replace("|", "\\|").replace("\n", " ").replace("`", "'")
-            by_reason.setdefault(f"{result.status}: {reason}" if result.status in WRONG else reason, []).append(cell)
+            reason = f"{result.status}: {result.reason}" if result.status in WRONG else result.reason
+            by_reason.setdefault(_plain(reason), []).append(cell)
     return [f"| `{name}` | {', '.join(cells)} | {reason} |" for reason, cells in by_reason.items()]
+
+
+def _plain(reason: str, length: int = 240) -> str:
+    """The reason as text of a table: tags and bars as they are, in one line."""
+    text = " ".join(reason.split())
+    text = text if len(text) <= length else text[: length - 4] + " ..."
+    for sign, written in {"&": "&amp;", "<": "&lt;", "|": "&#124;", "`": "'", "*": "&#42;", "_": "&#95;"}.items():
+        text = text.replace(sign, written)
+    return text
 
 
 def _twins(judged: dict[str, dict[str, Judged]]) -> list[str]:

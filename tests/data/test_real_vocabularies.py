@@ -78,7 +78,7 @@ def rows_of(name: str, shared_data) -> list[dict]:
 
 
 def renderings(messages: list[dict], tools, tokenizer, arguments) -> list[dict[str, str]]:
-    """Every turn's prompt and rendering, with thinking as it is, off and on, by `apply_chat_template` alone."""
+    """Every turn's prompt and rendering, with thinking as it is and switched, by `apply_chat_template` alone."""
     plain = []
     for message in messages:
         message = {**message, "content": message.get("content") or ""}
@@ -95,7 +95,7 @@ def renderings(messages: list[dict], tools, tokenizer, arguments) -> list[dict[s
         if message["role"] != "assistant":
             continue
         texts = {}
-        switches = [{}, {"enable_thinking": False}, {"enable_thinking": True}]
+        switches = [{}, {"enable_thinking": bool(message.get("reasoning_content"))}]
         for switch in switches if "enable_thinking" in tokenizer.chat_template else [{}]:
             options = {"tools": tools, "tokenize": False, **switch}
             prompt = tokenizer.apply_chat_template(plain[:t], add_generation_prompt=True, **options)
