@@ -74,6 +74,12 @@ def rows_of(name: str, shared_data) -> list[dict]:
         tools = json.loads(shared_data(f"data/{name}.tools.json").read_text())
         for row in rows:
             row["tools"] = tools if isinstance(tools, list) else tools[row["group"]]
+            ids: dict[str, str] = {}  # Mistral takes ids of nine characters only
+            for message in row["messages"]:
+                for call in message.get("tool_calls") or ():
+                    call["id"] = ids.setdefault(call["id"], f"c{len(ids):08d}")
+                if message.get("tool_call_id"):
+                    message["tool_call_id"] = ids.setdefault(message["tool_call_id"], f"c{len(ids):08d}")
     return rows
 
 
