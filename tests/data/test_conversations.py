@@ -377,8 +377,7 @@ def test_a_message_whose_text_is_changed_or_parsed_is_not_left_out(tiny_tokenize
     end = "<|im_end|>{%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant {% endif -%}"
     for text in (
         "{{ m.content | upper if m.role == 'user' else m.content }}",
-        "{% if m.content == 'x' %}{{ raise_exception('x') }}{% endif %}"
-        + "{{ {'Hi': 1}.get(m.content, m.content) }}",
+        "{% if m.content == 'x' %}{{ raise_exception('x') }}{% endif %}" + "{{ {'Hi': 1}.get(m.content, m.content) }}",
     ):
         result = conversation_branches([HI, CIAO], with_template(tiny_tokenizer, turn + text + end))
         assert result.counts == {}
