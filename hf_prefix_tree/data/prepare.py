@@ -312,9 +312,8 @@ def prepare_trees(
             Is filled with counts. Not for streaming datasets, which are counted while they are read.
 
             - `rows` that were read, `trees`, `max_branches` of one, the fields of [`TreeStats`], and `errors`;
-            - branches `truncated`, `overlong`, `unsupervised`; turns with `unrendered_reasoning`,
-              `unclosed_reasoning`, `calls_without_tools`; `unrendered_messages`; rows `filled`, `skipped`, and among
-              those `refused_*` for a turn that cannot be supervised exactly; trees `oversized` or `empty`: the losses;
+            - the losses: branches `truncated`, `overlong`, `unsupervised`; turns with `unrendered_reasoning` etc.;
+              `unrendered_messages`; rows `filled`, `skipped` or `refused_*`; trees `oversized` or `empty`;
             - `sources`, an int64 array: of which row, or group by first appearance, each tree was made;
             - with `max_examples`: `candidates` (rows or groups), `valid` ones of those prepared, `selected`;
             - with `max_packed_tokens`: `packed_rows`, their `fill` (0 to 1), `split_trees`, `parts`,
@@ -443,10 +442,7 @@ def _renamed(
 
 
 def code_state(package: Path = Path(__file__).parents[1]) -> str:
-    """
-    A hash of the code that preparation runs: `datasets` knows a function by its name, and would take the result of
-    other code from its cache.
-    """
+    """A hash of the code that preparation runs: the cache of `datasets` knows a function by its name."""
     digest = hashlib.sha256(transformers.__version__.encode())
     for room in CODE:
         for file in sorted((package / room).rglob("*.py")) or [package / f"{room}.py"]:

@@ -33,6 +33,10 @@ def said(text: str, **more) -> dict:
     return {"role": "assistant", "content": text, **more}
 
 
+PLAIN_CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 TALK = [user("u1"), said("a1"), user("u2"), said("a2")]
 R1, R2 = ({"reasoning_content": text, "thinking": text} for text in ("r1", "r2"))  # gpt-oss reads the second
 THOUGHT = [user("u1"), said("a1", **R1), user("u2"), said("a2", **R2)]
@@ -328,6 +332,20 @@ def test_stop_tokens(tiny_tokenizer, tmp_path):
     tokenizer = type(tokenizer).from_pretrained(tmp_path)
     assert output() == "a1<|end|>\n<|endoftext|>"
     assert output(stop_token_ids=[end]) == "a1<|end|>"
+
+
+def test_a_token_over_the_seam(qwen3_tokenizer):
+    talk = [user("u1"), said("\n\na1")]
+    options = {"chat_template_kwargs": {"chat_template": PLAIN_CHATML}}
+    (branch,) = conversation_branches(talk, qwen3_tokenizer, **options).branches
+    ids, on = branch.input_ids, branch.weights > 0
+    prompt = qwen3_tokenizer.apply_chat_template(
+        talk[:1], chat_template=PLAIN_CHATML, add_generation_prompt=True, return_dict=False
+    )
+    whole = qwen3_tokenizer.apply_chat_template(talk, chat_template=PLAIN_CHATML, return_dict=False)
+    assert whole[: len(prompt)] != prompt  # three line breaks are one token
+    assert ids[: on.argmax()].tolist() == prompt
+    assert ids[on].tolist() == qwen3_tokenizer.encode("\n\na1<|im_end|>")
 
 
 @pytest.mark.parametrize(
