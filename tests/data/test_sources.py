@@ -252,7 +252,7 @@ def _set(path: list, value: object):
         (_set(["messages", 1], {"content": "hello"}), r"`messages\[1\]`.*\['content'\].*`role`"),
         (_set(["messages", 1, "content"], 7), r"`messages\[1\].content`.*int"),
         (_set(["messages", 2, "tool_calls"], "f(x)"), r"`messages\[2\].tool_calls`.*'f\(x\)'"),
-        (_set(["messages", 2, "tool_calls"], [{"function": None}]), "chat template"),
+        (_set(["messages", 2, "tool_calls"], [{"function": None}]), r"`messages\[2\].tool_calls\[0\]`"),
         (lambda row: row["messages"].__delitem__(slice(2, None)), "`messages`"),
         (_set(["tools"], "{broken"), "`tools`.*JSON"),
         (_set(["tools"], '{"name": "f"}'), "`tools`.*dict"),
