@@ -138,9 +138,7 @@ def run(argv: Sequence[str] | None) -> list[Row]:
     lines, tokenizer = read(args.data, args.tools, args.tokenizer)
     template = ChatTemplate(tokenizer, tokenizer.get_chat_template())
     adapt = template.dialect({}).adapt
-    talks = [
-        (list(map(adapt, normalize_messages(row["messages"]))), normalize_tools(row["tools"])) for row in lines
-    ]
+    talks = [(list(map(adapt, normalize_messages(row["messages"]))), normalize_tools(row["tools"])) for row in lines]
     of_group: dict[str, list[Any]] = {}
     for row in lines:
         result = conversation_branches(row["messages"], tokenizer, tools=row["tools"])

@@ -23,7 +23,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product, takewhile
-from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,8 +112,8 @@ class Conversation:
             return True
         if lost == "reasoning" and self.dialect.reasoning_form is None and not _EMPTY_BLOCK.match(text):
             return False
-        why = "pass `chat_template_kwargs` under which it writes it, or drop" if lost == "reasoning" else "change or drop"
-        raise self.error(f"refused_{lost}", turn, f"the chat template leaves out its {lost}; {why} the row")
+        reason = f"the chat template leaves out its {lost}; change or drop the row, or pass `chat_template_kwargs`"
+        raise self.error(f"refused_{lost}", turn, reason)
 
     def ended(self, ids: Ids, start: int, turn: int) -> tuple[Ids, int]:
         """The rendering of a turn that begins at `start`, and where the turn ends, its stop token included."""
@@ -128,7 +127,7 @@ class Conversation:
             raise self.error("refused_ends", turn, f"`stop_token_ids` has none of the tokens that end it ({stop})")
         message = self.messages[turn]
         twofold = message["content"] and "tool_calls" in message and self.template.token(stop) not in str(message)
-        if twofold and stop in ids[start : end - 1]:  # two turns in one: generation ends between text and calls
+        if twofold and stop in ids[start : end - 1]:  # generation would end between text and calls
             raise self.error("refused_ends", turn, f"the chat template writes its stop token ({stop}) before its end")
         return ids, end
 
@@ -183,15 +182,19 @@ class Conversation:
         """What the model must emit after the prompt, if `text` renders the turn."""
         output = text[len(prompt) :] if text.startswith(prompt) else ""
         # After another assistant message, the output may begin with a header that the prompt lacks.
-        if not output or self.messages[turn - 1]["role"] == "assistant" or output.startswith(self._header(switch)):
+        follows = turn > 0 and self.messages[turn - 1]["role"] == "assistant"
+        if not output or follows or output.startswith(self._header(switch)):
             output = self._cut(prompt, text, turn, message, switch)
         thought, opens = self.reasoning(turn), prompt.rstrip().endswith("<think>")
-        if output.count("<think>") + opens > max(1, str(message.get("content")).count("<think>")):
-            raise self.error("refused_starts", turn, "its text opens the block of reasoning that the template opens")
-        thinks = switch.get("enable_thinking") or (thought and thought in output)
-        if self.dialect.reasoning_form is not None or not opens or thinks or (not thought and text.startswith(prompt)):
+        if self.dialect.reasoning_form is not None or not (thought or opens):
             return output
-        # The prompt opens a block of reasoning, but the template never writes any.
+        # The template never writes reasoning: it is part of the text, or its prompt opens a block of it.
+        if thought and thought in output:
+            if opens + output.partition(thought)[0].count("<think>") > 1:
+                raise self.error("refused_starts", turn, "its text opens a block of reasoning that is open")
+            return output
+        if not opens or switch.get("enable_thinking") or (not thought and text.startswith(prompt)):
+            return output
         if not output.lstrip().startswith("</think>"):
             output = ("\n</think>\n\n" if prompt.endswith("\n") else "</think>") + output.lstrip("\n")
         return thought + output
@@ -224,9 +227,9 @@ class Conversation:
         extra, own = asked[at:], answered[at:]  # what the prompt has after the header, and the turn has
         if not own or not text.endswith(own) or not prompt.endswith(extra):
             raise self.error("refused_starts", turn, "its rendering doesn't continue its generation prompt")
-        header = commonprefix([prompt[: len(prompt) - len(extra)][::-1], text[: len(text) - len(own)][::-1]])
-        if not header.strip() and text not in (prompt + own, prompt + self._header(switch) + own):
-            raise self.error("refused_starts", turn, "its rendering has no header of its own, but its prompt has")
+        headers = prompt[: len(prompt) - len(extra)].rstrip(), text[: len(text) - len(own)].rstrip()
+        if headers[0][-4:] != headers[1][-4:] and text not in (prompt + own, prompt + self._header(switch) + own):
+            raise self.error("refused_starts", turn, "its rendering and its generation prompt have different headers")
         if not extra:
             return own
         if (thought := self.reasoning(turn)) and thought in own:
@@ -236,7 +239,8 @@ class Conversation:
             return own
         if self.dialect.reasoning_form is not None:
             # The prompt opens a block of reasoning: what closes it is what reasoning would have after it.
-            thinking = self.text([ask, self.dialect.adapt({**self.messages[turn], "reasoning_content": THOUGHT})], **switch)
+            thoughtful = self.dialect.adapt({**self.messages[turn], "reasoning_content": THOUGHT})
+            thinking = self.text([ask, thoughtful], **switch)
             starts = len(asked) if thinking.startswith(asked) else _shared_atoms(asked, thinking)
             if thinking[starts:].lstrip().startswith(THOUGHT) and (starts == len(asked) or "<" not in extra):
                 return thinking[starts:].replace(THOUGHT, "", 1)

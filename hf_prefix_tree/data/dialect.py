@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from hf_prefix_tree.data.tokenization import Ids
 
 # What a probe says, asks, thinks and calls: words that no template has.
-USER, TEXT, THOUGHT, _NAME, _KEY, _VALUE = (f"Zq7x{name}" for name in ("User", "Text", "Thought", "Name", "Key", "Val"))
+USER, TEXT, THOUGHT, _NAME, _KEY, _VALUE = (
+    f"Zq7x{name}" for name in ("User", "Text", "Thought", "Name", "Key", "Val")
+)
 ASK = {"role": "user", "content": USER}
 _ARGUMENTS = {_KEY: _VALUE}
 _SCHEMA = {
@@ -157,7 +159,9 @@ class Dialect:
                 if without_content:
                     del message["content"]
                 text = self._try(message, tools=True).rpartition(USER)[2]
-                whole = _NAME in text and _VALUE in text and (arguments in text if isinstance(arguments, str) else True)
+                whole = (
+                    _NAME in text and _VALUE in text and (arguments in text if isinstance(arguments, str) else True)
+                )
                 # The shorter one has no "None" for a content, and no header for an empty text.
                 if whole and str(_ARGUMENTS) not in text:
                     best.setdefault(type(arguments), (text, without_content))
@@ -204,7 +208,7 @@ class Dialect:
         return (None, closing) if len(closing) else (after[-1] if after else None, nothing)
 
     def _appended(self, last: str, followed: str) -> Ids:
-        """What a message that follows closes a turn with: up to its first special token, if only blanks precede that."""
+        """What a message that follows closes a turn with: up to its first special token, if only blanks are before."""
         rest = followed.removeprefix(last)
         (ids,) = self._segments.encode([rest if followed.startswith(last) else ""])
         at = next((i for i, token_id in enumerate(ids.tolist()) if token_id in self._segments.special_ids), None)
@@ -229,14 +233,8 @@ class Dialect:
         arguments = call["function"]["arguments"]
         if self._arguments is str and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        elif self._arguments is dict and isinstance(arguments, str):
-            try:
-                parsed = json.loads(arguments)
-            except ValueError:
-                return call
-            arguments = parsed if isinstance(parsed, dict) else arguments
-        else:
-            return call
+        elif self._arguments is dict:
+            arguments = _parsed(arguments)
         return {**call, "function": {**call["function"], "arguments": arguments}}
 
     def _formed(self, message: Message) -> Message:
@@ -272,23 +270,26 @@ def lost_part(text: str, message: Message) -> str | None:
             return any(map(has, forms))
         return has(json.dumps(value)) or has(str(value))
 
-    content = message["content"]
-    if not (has(content) or has(visible["content"])) if isinstance(content, str) else False:
+    texts = [message["content"], visible["content"]]
+    if isinstance(texts[0], list):  # with parts other than text
+        texts = ["".join(part.get("text") or "" for part in texts[0] if isinstance(part, dict))]
+    if not any(map(has, texts)):
         return "content"
-    for call in message.get("tool_calls", ()):
-        arguments = call["function"]["arguments"]
-        if not has(call["function"]["name"]) or not (
-            has_value(arguments) or isinstance(arguments, str) and has_value(_parsed(arguments))
+    for function in (call["function"] for call in message.get("tool_calls", ())):
+        if not has(function["name"]) or not any(
+            map(has_value, (function["arguments"], _parsed(function["arguments"])))
         ):
             return "calls"
     return None if has(reasoning) else "reasoning"
 
 
-def _parsed(text: str) -> Any:
+def _parsed(arguments: Any) -> Any:
+    """Arguments as an object, if they are the JSON string of one."""
     try:
-        return json.loads(text)
-    except ValueError:
-        return text
+        parsed = json.loads(arguments)
+    except (TypeError, ValueError):  # an object already, or no JSON
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
 
 
 def _squeezed(text: str) -> str:

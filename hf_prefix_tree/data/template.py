@@ -98,9 +98,9 @@ class ChatTemplate:
             what = f"the prompt after {len(messages)} messages" if add_generation_prompt else "the messages"
             roles = ", ".join(message["role"] for message in messages[-4:]) or "none"
             raise ValueError(
-                f"the chat template can't render {what}: {type(error).__name__}: {error}. Fix the messages: their order "
-                f"(roles {roles} at the end), or the types of their content and of the arguments of their calls; or "
-                "pass another `chat_template`."
+                f"the chat template can't render {what}: {type(error).__name__}: {error}. Fix the order of the "
+                f"messages (roles {roles} at the end), or the types of their content and of the arguments of their "
+                "calls; or pass another `chat_template`."
             ) from error
 
     def count_left_out(

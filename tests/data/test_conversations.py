@@ -9,6 +9,7 @@ import json
 import pytest
 
 from hf_prefix_tree.data.messages import TurnError
+from hf_prefix_tree.data.template import chat_template_of
 from hf_prefix_tree.data.turns import conversation_branches
 from hf_prefix_tree.tree.prefix_tree import fold
 from tests.support.branch_parts import all_parts, supervised_parts
@@ -271,6 +272,62 @@ def test_other_names_of_reasoning(tiny_tokenizer, name):
     assert supervised([HI, message], tiny_tokenizer) == [["<think>\nwhy\n</think>\n\nHello<|im_end|>"]]
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"reasoning_content": "", "reasoning": "why"},
+        {"reasoning_content": None, "thinking_blocks": [{"type": "thinking", "thinking": "why", "signature": "x"}]},
+        {"content": [{"type": "thinking", "thinking": "why"}, {"type": "text", "text": "Hello"}]},
+    ],
+)
+def test_reasoning_in_other_places(tiny_tokenizer, more):
+    message = {"role": "assistant", "content": "Hello", **more}
+    assert supervised([HI, message], tiny_tokenizer) == [["<think>\nwhy\n</think>\n\nHello<|im_end|>"]]
+
+
+def test_a_legacy_function_call_is_a_call(tiny_tokenizer):
+    function = {"name": "look", "arguments": '{"x": 1}'}
+    legacy = [
+        HI,
+        {"role": "assistant", "content": None, "function_call": function},
+        {"role": "function", "content": "3"},
+    ]
+    call = {"type": "function", "function": function}
+    expected = [HI, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "3"}]
+    found = conversation_branches([*legacy, CIAO], tiny_tokenizer)
+    assert found == conversation_branches([*expected, CIAO], tiny_tokenizer)
+    assert found.counts == {"calls_without_tools": 1}
+    assert conversation_branches([*legacy, CIAO], tiny_tokenizer, tools=[TOOL]).counts == {}
+
+
+def test_text_that_looks_like_reasoning_stays_what_it_is(tiny_tokenizer):
+    talk = [
+        {"role": "user", "content": "a</think>b"},
+        {"role": "assistant", "content": "Yes: <think>x</think> is a tag"},
+    ]
+    for mode in ("per_turn", "side_leaf", "keep"):
+        (branch,) = conversation_branches(talk, tiny_tokenizer, reasoning=mode).branches
+        text = tiny_tokenizer.decode(branch.input_ids)
+        assert "a</think>b" in text and "Yes: <think>x</think> is a tag" in text
+
+
+def test_keep_renders_each_turn_once_and_by_itself(tiny_tokenizer):
+    def rendered(num_turns: int) -> int:
+        template = chat_template_of(tiny_tokenizer, None, {})
+        render, lengths = template.render, []
+        template.render = lambda messages, *args, **more: (
+            lengths.append(len(messages)) or render(messages, *args, **more)
+        )
+        try:
+            conversation_branches([HI, HELLO] * num_turns, tiny_tokenizer, reasoning="keep")
+        finally:
+            del template.render
+        return sum(lengths)
+
+    rendered(1)
+    assert rendered(40) - rendered(20) == rendered(60) - rendered(40)
+
+
 def test_several_system_messages_are_rendered_where_they_are(tiny_tokenizer):
     talk = [SYSTEM, HI, {"role": "system", "content": "T"}, CIAO]
     ((context, said, _),) = all_parts(conversation_branches(talk, tiny_tokenizer), tiny_tokenizer)
@@ -377,8 +434,7 @@ def test_a_message_whose_text_is_changed_or_parsed_is_not_left_out(tiny_tokenize
     end = "<|im_end|>{%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant {% endif -%}"
     for text in (
         "{{ m.content | upper if m.role == 'user' else m.content }}",
-        "{% if m.content == 'x' %}{{ raise_exception('x') }}{% endif %}"
-        + "{{ {'Hi': 1}.get(m.content, m.content) }}",
+        "{% if m.content == 'x' %}{{ raise_exception('x') }}{% endif %}" + "{{ {'Hi': 1}.get(m.content, m.content) }}",
     ):
         result = conversation_branches([HI, CIAO], with_template(tiny_tokenizer, turn + text + end))
         assert result.counts == {}
@@ -409,6 +465,9 @@ def test_a_message_whose_text_is_changed_or_parsed_is_not_left_out(tiny_tokenize
         (TALK, {"tools": TOOL}, "`tools`.*dict"),
         (TALK, {"tools": [5]}, r"`tools\[0\]`.*int"),
         (TALK, {"tools": ["look"]}, r"`tools\[0\]`.*JSON"),
+        (TALK, {"tools": [HI]}, r"`tools\[0\]`.*'role'.*dialogues"),
+        (TALK, {"tools": [{"messages": TALK}]}, r"`tools\[0\]`.*'messages'"),
+        ([HI, {**HELLO, "reasoning_content": {"a": 1}}], {}, r"`messages\[1\]`.*dict"),
         (TALK, {"reasoning": "drop"}, "`reasoning`.*'drop'"),
         (TALK, {"reasoning": "think_split"}, "assistant.*'side_leaf'"),
         (TALK, {"chat_template_kwargs": {"tokenize": True}}, "`chat_template_kwargs`.*'tokenize'"),
