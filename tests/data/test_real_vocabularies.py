@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -83,11 +85,16 @@ def rows_of(name: str, shared_data) -> list[dict]:
     return rows
 
 
-def renderings(messages: list[dict], tools, tokenizer, arguments) -> list[dict[str, str]]:
+def renderings(messages: list[dict], tools, tokenizer, arguments, apart: bool) -> list[dict[str, str]]:
     """Every turn's prompt and rendering, with thinking as it is and switched, by `apply_chat_template` alone."""
     plain = []
     for message in messages:
         message = {**message, "content": message.get("content") or ""}
+        if apart and "</think>" in message["content"]:  # raw output, for templates that read reasoning under a key
+            thought, content = message["content"].split("</think>")
+            message |= {"reasoning_content": thought.removeprefix("<think>").strip(), "content": content}
+        if apart and message.get("reasoning_content"):  # line breaks set the text apart from it
+            message["content"] = message["content"].lstrip("\n")
         if message.get("reasoning_content"):
             message["thinking"] = message["reasoning_content"]
         if message.get("tool_calls"):
@@ -119,9 +126,9 @@ def check(row: dict, tokenizer) -> Counter[str]:
         assert "exactly" in str(error) or "can't render" in str(error), error
         return Counter({"refused": sum(message["role"] == "assistant" for message in messages)})
     assert as_lists(fold(branches).branches()) == as_lists(branches)
-    for arguments in (json.loads, lambda text: text):  # as the template reads them
+    for arguments, apart in product((json.loads, lambda text: text), (False, True)):  # as the template reads them
         try:
-            turns = renderings(messages, tools, tokenizer, arguments)
+            turns = renderings(messages, tools, tokenizer, arguments, apart)
         except Exception:  # whatever a template raises
             continue
         found = [kind_of(branch, texts, tokenizer) for branch, texts in zip(branches, turns, strict=True)]
@@ -146,6 +153,9 @@ def kind_of(branch, texts: dict[str, str], tokenizer) -> str:
             return "tokens of the rendering"
         if emitted in rendering:
             return "tokens of the prompt, then text of the rendering"
+        thought = re.match(r"(.*?)\s*</think>\s*", emitted, re.DOTALL)
+        if thought and prompt.rstrip().endswith("<think>") and emitted[thought.end() :] in rendering:
+            return "tokens of the prompt, the end of its think block, then text of the rendering"
     return "different"
 
 
