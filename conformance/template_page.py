@@ -8,7 +8,17 @@ from dataclasses import dataclass
 
 from conformance.dialogues import CELLS
 from conformance.expected_turns import LEAVES_OUT, RAISES
-from conformance.template_twins import AFTER_STOP, DIFFERENT, EQUAL, HEADER, NO_STOP, NOT_MARKED, THINK, Comparison
+from conformance.template_twins import (
+    AFTER_STOP,
+    DIFFERENT,
+    EQUAL,
+    HEADER,
+    NO_BLOCK,
+    NO_STOP,
+    NOT_MARKED,
+    THINK,
+    Comparison,
+)
 from conformance.turn_oracle import COUNTED, EXACT, NO_REASONING, REFUSED, WRONG, Result
 
 # What a cell of the table says for the status of a dialogue.
@@ -56,8 +66,9 @@ _TWINS = """
 TRL has variants of its templates that mark what the model writes. They serve as a second judge: the supervised text of
 every exact turn is compared with what the variant marks of it (`return_assistant_tokens_mask`). Variants also mark
 text after the stop token, and the end of the prompt: a think block or the start of one, or a header. The variant of
-DiffusionGemma does not mark the token at which a call stops. Nothing else may differ. (Where headers are marked, two
-assistant messages in a row are one piece of the mask; the second one is not compared.)
+DiffusionGemma does not mark the token at which a call stops; those of DeepSeek leave out the think block that their
+prompt opens (the text after it is compared). Nothing else may differ. (Where headers are marked, two assistant
+messages in a row are one piece of the mask; the second one is not compared.)
 """
 
 
@@ -158,6 +169,7 @@ def _twins(judged: dict[str, dict[str, Judged]]) -> list[str]:
         THINK: "marks a think block of the prompt",
         HEADER: "marks a header of the prompt",
         NO_STOP: "does not mark the stop",
+        NO_BLOCK: "leaves out the think block",
         NOT_MARKED: "does not mark the turn",
         DIFFERENT: "different",
     }
@@ -172,4 +184,4 @@ def _twins(judged: dict[str, dict[str, Judged]]) -> list[str]:
 
 
 def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / max(whole, 1):.0f}%"
+    return f"{100 * part / max(whole, 1):.1f}%"

@@ -11,8 +11,9 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from conformance.dialogues import DIALOGUES, words_of
+from conformance.dialogues import DIALOGUES, Message, words_of
 from conformance.expected_turns import CLOSE_BLOCK, OPEN_BLOCK
+from conformance.message_forms import Form, written_as
 from conformance.template_sources import stops_of
 from conformance.turn_oracle import Emitted, Result
 
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BLOCK = re.compile(rf"{OPEN_BLOCK}?\s*{CLOSE_BLOCK}?\s*")
+_OBJECTS = Form(("reasoning_content",), "object", "", "text")
 EQUAL, AFTER_STOP, THINK, HEADER, NO_STOP = "equal", "after stop", "think block", "header", "no stop"
-DIFFERENT, NOT_MARKED = "different", "not marked"
+NO_BLOCK, DIFFERENT, NOT_MARKED = "no block", "different", "not marked"
 
 
 @dataclass
@@ -31,8 +33,8 @@ class Comparison:
 
     Args:
         counts (`dict[str, int]`): Number of turns by how they differ: not at all; the variant also marks text after
-            the stop token, a think block of the prompt, or a header; it does not mark the stop token; otherwise; it
-            does not render or mark the turn.
+            the stop token, a think block of the prompt, or a header; it does not mark the stop token, or leaves out
+            the think block that the prompt opens; otherwise; it does not render or mark the turn.
         examples (`list[str]`): Of those that are different.
     """
 
@@ -52,7 +54,10 @@ def compare_with_twin(twin: str, tokenizer: PreTrainedTokenizerBase, results: li
     comparison = Comparison()
     for dialogue, result in zip(DIALOGUES, results, strict=True):
         for turn in result.turns:
-            marked = _marked(twin, tokenizer, turn, dialogue.tools)
+            marked = _marked(twin, tokenizer, turn.messages, dialogue.tools)
+            if marked is not None and '\\"' in marked:  # it reads arguments as objects, unlike the original
+                objects = [written_as(message, _OBJECTS) for message in turn.messages]
+                marked = _marked(twin, tokenizer, objects, dialogue.tools)
             kind = _kind(marked, turn, stops_of(str(tokenizer.chat_template)))
             comparison.counts[kind] = comparison.counts.get(kind, 0) + 1
             if kind == DIFFERENT:
@@ -60,18 +65,18 @@ def compare_with_twin(twin: str, tokenizer: PreTrainedTokenizerBase, results: li
     return comparison
 
 
-def _marked(twin: str, tokenizer: Any, turn: Emitted, tools: list[Any] | None) -> str | None:
+def _marked(twin: str, tokenizer: Any, messages: list[Message], tools: list[Any] | None) -> str | None:
     """What the variant marks of the last message; `None` if it renders or marks nothing of it."""
     try:
         encoded = tokenizer.apply_chat_template(
-            turn.messages, tools=tools, chat_template=twin, return_assistant_tokens_mask=True, return_dict=True
+            messages, tools=tools, chat_template=twin, return_assistant_tokens_mask=True, return_dict=True
         )
     except Exception:  # whatever a template raises
         return None
     ids, mask = encoded["input_ids"], encoded["assistant_masks"]
     whole = tokenizer.decode(ids)
-    earlier = [word for message in turn.messages[:-1] for word in words_of(message)]
-    first = min((whole.rfind(word) for word in words_of(turn.messages[-1]) if word in whole), default=0)
+    earlier = [word for message in messages[:-1] for word in words_of(message)]
+    first = min((whole.rfind(word) for word in words_of(messages[-1]) if word in whole), default=0)
     begin = max((whole.rfind(word, 0, first) + len(word) for word in earlier if word in whole[:first]), default=0)
     marked, position, since, before = "", 0, 0, 0
     for token, on in zip(ids, mask, strict=True):
@@ -97,4 +102,8 @@ def _kind(marked: str | None, turn: Emitted, stops: tuple[str, ...]) -> str:
     block = cut.removesuffix(turn.text)
     if cut.endswith(turn.text) and turn.prompt.rstrip().endswith(block.rstrip()):
         return THINK if _BLOCK.fullmatch(block) and block.strip() else HEADER
+    closed = re.search(rf"{CLOSE_BLOCK}\s*", turn.text)
+    if closed and re.search(rf"{OPEN_BLOCK}\s*$", turn.prompt):
+        rest = "".join(turn.text[closed.end() :].split())
+        return NO_BLOCK if "".join(cut.split()).endswith(rest) else DIFFERENT
     return DIFFERENT

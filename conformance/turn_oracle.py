@@ -142,7 +142,9 @@ def _judge_turn(
     wanted = f"expected {nearest.prompt[-60:]!r} + {nearest.emitted!r}" if nearest else str(expected[0])
     what = f"{tokenizer.decode(branch.context_ids)[-60:]!r} + {branch.supervised!r}; {wanted}"
     emitted = nearest.emitted if nearest else ""
-    too_early = emitted and branch.supervised != emitted and branch.supervised.endswith(emitted)
+    too_early = branch.supervised not in [turn.emitted for turn in turns] and any(
+        branch.supervised.endswith(turn.emitted) for turn in turns
+    )
     if too_early or any(word in branch.supervised for word in _foreign(messages, t)):
         return Result(PROMPT, what)
     if set(counts) - {"unrendered_reasoning", "unclosed_reasoning"}:
