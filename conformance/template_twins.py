@@ -55,7 +55,9 @@ def compare_with_twin(twin: str, tokenizer: PreTrainedTokenizerBase, results: li
     for dialogue, result in zip(DIALOGUES, results, strict=True):
         for turn in result.turns:
             marked = _marked(twin, tokenizer, turn.messages, dialogue.tools)
-            if marked is not None and '\\"' in marked:  # it reads arguments as objects, unlike the original
+            if marked is not None and (
+                '\\"' in marked or '"{}"' in marked
+            ):  # it reads arguments as objects, unlike the original
                 objects = [written_as(message, _OBJECTS) for message in turn.messages]
                 marked = _marked(twin, tokenizer, objects, dialogue.tools)
             kind = _kind(marked, turn, stops_of(str(tokenizer.chat_template)))
