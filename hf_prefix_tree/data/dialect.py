@@ -114,7 +114,7 @@ class Dialect:
         special = [i for i, token_id in enumerate(after) if token_id in self._segments.special_ids]
         if special and (not calls or after[special[-1]] == self._call_end_id):
             return ids, tail + special[-1] + 1
-        if self.turn_end_id is None:  # a template of plain text
+        if self.turn_end_id is None and self._writes_end:  # as text
             return ids, len(ids)
         raise TurnError("refused_ends", "the chat template writes no stop token after it")
 
@@ -185,6 +185,7 @@ class Dialect:
         shared = self._first_run(last_ids[: common_prefix(last_ids, followed_ids)])
         past = next(iter(self._special(followed_ids)), None)
         written, nothing = self._special(last_ids), last_ids[:0]
+        self._writes_end = bool(last) or TEXT not in texts[0]
         if written:
             end = eos if eos in shared else shared[-1] if shared else written[0]
             trailer = last_ids[last_ids.tolist().index(end) + 1 :]

@@ -334,18 +334,27 @@ def test_stop_tokens(tiny_tokenizer, tmp_path):
     assert output(stop_token_ids=[end]) == "a1<|end|>"
 
 
-def test_a_token_over_the_seam(qwen3_tokenizer):
+def test_a_turn_that_nothing_ends_is_refused(tiny_tokenizer):
+    template = "{% for m in messages %}\n{{ m.role }}: {{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}\nassistant: {% endif %}"
+    options = {"chat_template_kwargs": {"chat_template": template}}
+    refused("refused_ends", TALK, tiny_tokenizer, **options)
+    options = {"chat_template_kwargs": {"chat_template": template.replace("{% endfor", "\n\n{% endfor")}}
+    assert [output for _, output in turns(TALK, tiny_tokenizer, **options)] == ["a1\n\n", "a2\n\n"]
+
+
+def test_a_token_over_the_seam(tiny_tokenizer):
     talk = [user("u1"), said("\n\na1")]
     options = {"chat_template_kwargs": {"chat_template": PLAIN_CHATML}}
-    (branch,) = conversation_branches(talk, qwen3_tokenizer, **options).branches
+    (branch,) = conversation_branches(talk, tiny_tokenizer, **options).branches
     ids, on = branch.input_ids, branch.weights > 0
-    prompt = qwen3_tokenizer.apply_chat_template(
+    prompt = tiny_tokenizer.apply_chat_template(
         talk[:1], chat_template=PLAIN_CHATML, add_generation_prompt=True, return_dict=False
     )
-    whole = qwen3_tokenizer.apply_chat_template(talk, chat_template=PLAIN_CHATML, return_dict=False)
-    assert whole[: len(prompt)] != prompt  # three line breaks are one token
+    whole = tiny_tokenizer.apply_chat_template(talk, chat_template=PLAIN_CHATML, return_dict=False)
+    assert whole[: len(prompt)] != prompt  # a token reaches over the seam
     assert ids[: on.argmax()].tolist() == prompt
-    assert ids[on].tolist() == qwen3_tokenizer.encode("\n\na1<|im_end|>")
+    assert ids[on].tolist() == tiny_tokenizer.encode("\n\na1<|im_end|>")
 
 
 @pytest.mark.parametrize(
