@@ -137,8 +137,8 @@ def run(argv: Sequence[str] | None) -> list[Row]:
         parser.error("pass a file and `--tokenizer`, or `--quick`")
     lines, tokenizer = read(args.data, args.tools, args.tokenizer)
     template = ChatTemplate(tokenizer, tokenizer.get_chat_template())
-    parse = not template.writes_argument_strings
-    talks = [(normalize_messages(row["messages"], parse), normalize_tools(row["tools"])) for row in lines]
+    adapt = template.dialect({}).adapt
+    talks = [(list(map(adapt, normalize_messages(row["messages"]))), normalize_tools(row["tools"])) for row in lines]
     of_group: dict[str, list[Any]] = {}
     for row in lines:
         result = conversation_branches(row["messages"], tokenizer, tools=row["tools"])

@@ -1,32 +1,46 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""One conversation under one chat template: renders parts of it, finds its turns in the tokens, and makes branches.
+"""One conversation under one chat template: what each turn was sampled from, what the model wrote, and the branches.
 
-`per_turn` renders every turn with its own context. `side_leaf` and `keep` make branches around one trunk, the
-conversation without reasoning: reasoning as side leaves, or put back where it was. The template renders the trunk
-itself, so it decides how an earlier turn looks. The i-th assistant turn begins at the i-th header, which is what a
-generation prompt adds, and ends with its turn-end token. Its reasoning is what its own rendering has between header
-and visible output. An empty think block that the template writes on the trunk is context.
+`per_turn`: the context of a turn is the rendering of the messages before it, with generation prompt, and its output is
+what its own rendering has after that. Where the two renderings differ before the turn, its output is found in the
+rendering of a question and the turn, and must end its rendering in the conversation. The output must then have all
+that the message has, and a stop token ends it.
 
-Cost: two renderings per turn; on a trunk, one per turn that does not reason.
+`side_leaf` and `keep` make branches around one trunk, the conversation without reasoning: reasoning as side leaves, or
+put back where it was. The template renders the trunk itself, so it decides how an earlier turn looks. The i-th
+assistant turn begins at the i-th header, which is what a generation prompt adds, and ends with its turn-end token. Its
+reasoning is what its own rendering, after a question, has between header and visible output. An empty think block that
+the template writes on the trunk is context.
+
+Cost: two renderings per turn; on a trunk, two of a question and the turn.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hf_prefix_tree.data.messages import Message, split_reasoning
+from hf_prefix_tree.data.dialect import ASK, THOUGHT, USER, lost_part
+from hf_prefix_tree.data.messages import Message, TurnError, split_reasoning
 from hf_prefix_tree.data.template import ChatTemplate
 from hf_prefix_tree.data.tokenization import common_prefix
 from hf_prefix_tree.tree.prefix_tree import Branch
 
 if TYPE_CHECKING:
     from hf_prefix_tree.data.tokenization import Ids
+
+# What a header is made of: tags, white space, words.
+_EMPTY_BLOCK = re.compile(r"\s*<think>\s*</think>")  # says that the model did not think
+_BLOCK = re.compile(r"think|thought", re.IGNORECASE)
+_ATOM = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\s+|[^\s<\[]+|.", re.DOTALL)
 
 
 @dataclass
@@ -45,6 +59,8 @@ class Conversation:
             Further variables for the template.
         turns (`list[int]`):
             Indices of the assistant messages to train on, at least one.
+        stop_ids (`frozenset[int]`):
+            The tokens at which generation ends. If empty, the template tells.
     """
 
     template: ChatTemplate
@@ -52,17 +68,22 @@ class Conversation:
     tools: list[Any] | None
     variables: dict[str, Any]
     turns: list[int]
-    prefix_mismatches: int = field(default=0, init=False)
-    unrendered_reasoning: int = field(default=0, init=False)
-    unrendered_messages: int = field(default=0, init=False)
+    stop_ids: frozenset[int] = frozenset()
+    counts: Counter[str] = field(default_factory=Counter, init=False)
+
+    def __post_init__(self) -> None:
+        self.dialect = self.template.dialect(self.variables)
+        self.shown = list(map(self.dialect.adapt, self.messages))
+        self._keeps_history: dict[bool, bool] = {}
+        self._headers: dict[str, str] = {}
 
     @cached_property
     def visible(self) -> list[Message]:
-        """The messages without reasoning."""
-        return [split_reasoning(message)[1] for message in self.messages]
+        """The messages without reasoning, as the template reads them."""
+        return [self.dialect.adapt(split_reasoning(message)[1]) for message in self.messages]
 
-    def has_reasoning(self, turn: int) -> bool:
-        return bool(split_reasoning(self.messages[turn])[0])
+    def reasoning(self, turn: int) -> str:
+        return split_reasoning(self.messages[turn])[0]
 
     def text(self, messages: Sequence[Message], **variables: Any) -> str:
         """The messages, rendered."""
@@ -72,21 +93,168 @@ class Conversation:
         """The messages and the header of an assistant turn, rendered."""
         return self.template.render(messages, self.tools, self.variables | variables, add_generation_prompt=True)
 
-    def reasoning_is_in(self, text: str, turn: int) -> bool:
-        """Whether the turn's rendering has its reasoning, if it has any; counts it if not."""
-        missing = split_reasoning(self.messages[turn])[0] not in text
-        self.unrendered_reasoning += missing
-        return not missing
-
-    def count_left_out(self, text: str, messages: Sequence[Message], **variables: Any) -> None:
+    def count_left_out(
+        self, text: str, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any
+    ) -> None:
         """Counts the messages that are not in their rendering."""
-        self.unrendered_messages = self.template.count_left_out(text, messages, self.tools, self.variables | variables)
+        options = (self.tools, self.variables | variables, add_generation_prompt)
+        self.counts["unrendered_messages"] = self.template.count_left_out(text, messages, *options)
 
-    def turn_start(self, prompt: Ids, ids: Ids) -> int:
-        """Where the turn starts in a rendering that contains it; counts a prompt that is no prefix."""
-        start = common_prefix(prompt, ids)
-        self.prefix_mismatches += start < len(prompt)
-        return start
+    def check_whole(self, text: str, turn: int, message: Message) -> bool:
+        """
+        Whether the output of a turn has its reasoning, if it has any.
+
+        Raises:
+            [`TurnError`]: If it lacks anything else, or reasoning that the template writes for other turns.
+        """
+        lost = lost_part(text, message)
+        if lost is None:
+            return True
+        if lost == "reasoning" and self.dialect.reasoning_form is None and not _EMPTY_BLOCK.match(text):
+            return False
+        reason = f"the chat template leaves out its {lost}; change or drop the row, or pass `chat_template_kwargs`"
+        raise self.error(f"refused_{lost}", turn, reason)
+
+    def ended(self, ids: Ids, start: int, turn: int) -> tuple[Ids, int]:
+        """The rendering of a turn that begins at `start`, and where the turn ends, its stop token included."""
+        given = self.stop_ids or self.template.generation_stop_ids
+        try:
+            ids, end = self.dialect.end_turn(ids, start, "tool_calls" in self.messages[turn], given)
+        except TurnError as error:
+            raise self.error(error.name, turn, f"{error}; pass another `chat_template`, or drop the row") from None
+        stop = int(ids[end - 1])
+        if self.stop_ids and stop not in self.stop_ids:
+            raise self.error("refused_ends", turn, f"`stop_token_ids` has none of the tokens that end it ({stop})")
+        message = self.messages[turn]
+        twofold = message["content"] and "tool_calls" in message and self.template.token(stop) not in str(message)
+        if twofold and stop in ids[start : end - 1]:  # generation would end between text and calls
+            raise self.error("refused_ends", turn, f"the chat template writes its stop token ({stop}) before its end")
+        return ids, end
+
+    def error(self, name: str, turn: int, reason: str) -> TurnError:
+        return TurnError(name, f"`messages[{turn}]` cannot be supervised exactly: {reason}.")
+
+    def output(self, turn: int, empty_thinking_in_prompt: bool) -> tuple[str, str]:
+        """
+        The prompt that a turn was sampled from, and what the model wrote.
+
+        A turn without reasoning is rendered with thinking switched off, one with reasoning that cannot be had
+        otherwise with thinking switched on; both only where this leaves all before the turn's header as it is.
+
+        Raises:
+            [`TurnError`]: If the output cannot be had exactly.
+        """
+        switches: list[dict[str, bool]] = [{}]
+        if self.template.takes_enable_thinking and "enable_thinking" not in self.variables:
+            if self.reasoning(turn):
+                switches.append({"enable_thinking": True})
+            elif empty_thinking_in_prompt:
+                switches.insert(0, {"enable_thinking": False})
+        forms = [self.shown[turn]]
+        if self.dialect.reasoning_form is None and self.reasoning(turn):
+            forms.append(self.visible[turn])  # reasoning in the text that the template doesn't print as text
+        failure: TurnError | None = None
+        found: tuple[bool, str, str, dict[str, bool], Message] | None = None
+        for switch, message in product(switches, forms):
+            if switch and not self._keeps(switch["enable_thinking"]):
+                continue
+            prompt, text = self.prompt(self.shown[:turn], **switch), self.text([*self.shown[:turn], message], **switch)
+            try:
+                output = self._after(prompt, text, turn, message, switch)
+                reasons = self.check_whole(output, turn, self.messages[turn])
+            except TurnError as error:
+                failure = failure or error
+                continue
+            if found is None or reasons or found[3] == switch:
+                found = reasons, prompt, output, switch, message
+            if reasons:
+                break
+        if found is None:
+            assert failure is not None
+            raise failure
+        reasons, prompt, output, switch, self.shown[turn] = found
+        self.counts["unrendered_reasoning"] += not reasons
+        if turn == self.turns[-1]:
+            self.count_left_out(prompt, self.shown[:turn], add_generation_prompt=True, **switch)
+        return prompt, output
+
+    def _after(self, prompt: str, text: str, turn: int, message: Message, switch: dict[str, bool]) -> str:
+        """What the model must emit after the prompt, if `text` renders the turn."""
+        output = text[len(prompt) :] if text.startswith(prompt) else ""
+        # After another assistant message, the output may begin with a header that the prompt lacks.
+        follows = turn > 0 and self.messages[turn - 1]["role"] == "assistant"
+        if not output or follows or output.startswith(self._header(switch)):
+            output = self._cut(prompt, text, turn, message, switch)
+        thought, opens = self.reasoning(turn), prompt.rstrip().endswith("<think>")
+        if self.dialect.reasoning_form is not None or not (thought or opens):
+            return output
+        # The template never writes reasoning: it is part of the text, or its prompt opens a block of it.
+        if thought and thought in output:
+            if opens + output.partition(thought)[0].count("<think>") > 1:
+                raise self.error("refused_starts", turn, "its text opens a block of reasoning that is open")
+            return output
+        if not opens or switch.get("enable_thinking") or (not thought and text.startswith(prompt)):
+            return output
+        if not output.lstrip().startswith("</think>"):
+            output = ("\n</think>\n\n" if prompt.endswith("\n") else "</think>") + output.lstrip("\n")
+        return thought + output
+
+    def _keeps(self, thinking: bool) -> bool:
+        """Whether the switch leaves the history of the last turn as it is, and so that of all turns."""
+        if thinking not in self._keeps_history:
+            history = self.shown[: self.turns[-1]]
+            try:
+                same = self.text(history) == self.text(history, enable_thinking=thinking)
+            except ValueError:  # a template that renders no history alone
+                same = False
+            self._keeps_history[thinking] = same
+        return self._keeps_history[thinking]
+
+    def _header(self, switch: dict[str, bool]) -> str:
+        """What a generation prompt adds to a question; nothing matches it where the template always adds it."""
+        key = str(switch)
+        if key not in self._headers:
+            ask = self.dialect.adapt(ASK)
+            before, prompt = self.text([ask], **switch), self.prompt([ask], **switch)
+            self._headers[key] = prompt.removeprefix(before) or USER
+        return self._headers[key]
+
+    def _cut(self, prompt: str, text: str, turn: int, message: Message, switch: dict[str, bool]) -> str:
+        """The output of a turn whose rendering, `text`, doesn't continue its prompt."""
+        ask = self.dialect.adapt(ASK)
+        asked, answered = self.prompt([ask], **switch), self.text([ask, message], **switch)
+        at = len(asked) if answered.startswith(asked) else _shared_atoms(asked, answered)
+        extra, own = asked[at:], answered[at:]  # what the prompt has after the header, and the turn has
+        if not own or not text.endswith(own) or not prompt.endswith(extra):
+            raise self.error("refused_starts", turn, "its rendering doesn't continue its generation prompt")
+        headers = prompt[: len(prompt) - len(extra)].rstrip(), text[: len(text) - len(own)].rstrip()
+        if headers[0][-4:] != headers[1][-4:] and text not in (prompt + own, prompt + self._header(switch) + own):
+            raise self.error("refused_starts", turn, "its rendering and its generation prompt have different headers")
+        if not extra:
+            return own
+        if (thought := self.reasoning(turn)) and thought in own:
+            if "<" in extra or not own.lstrip().startswith(thought):  # which the turn opens or closes again
+                reason = "its generation prompt turns reasoning off; pass `chat_template_kwargs` that turn it on"
+                raise self.error("refused_starts", turn, reason)
+            return own
+        if self.dialect.reasoning_form is not None:
+            # The prompt opens a block of reasoning: what closes it is what reasoning would have after it.
+            thoughtful = self.dialect.adapt({**self.messages[turn], "reasoning_content": THOUGHT})
+            thinking = self.text([ask, thoughtful], **switch)
+            starts = len(asked) if thinking.startswith(asked) else _shared_atoms(asked, thinking)
+            if thinking[starts:].lstrip().startswith(THOUGHT) and (starts == len(asked) or "<" not in extra):
+                return thinking[starts:].replace(THOUGHT, "", 1)
+        if not _BLOCK.search(extra):
+            raise self.error("refused_starts", turn, "its header is not that of its generation prompt")
+        twice = next(n for n in range(min(len(extra), len(own)), -1, -1) if extra.endswith(own[:n]))
+        return own[twice:]
+
+
+def _shared_atoms(first: str, second: str) -> int:
+    """Length of what two renderings of the same question share, up to the last whole atom after the question."""
+    at = first.rfind(USER) + len(USER)
+    pairs = zip(_ATOM.findall(first[at:]), _ATOM.findall(second[at:]), strict=False)
+    return at + sum(len(one) for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def branch_of(ids: Ids, spans: Iterable[tuple[int, int]]) -> Branch:
@@ -99,21 +267,16 @@ def branch_of(ids: Ids, spans: Iterable[tuple[int, int]]) -> Branch:
 
 def per_turn(conversation: Conversation, empty_thinking_in_prompt: bool) -> list[Branch]:
     """The branches of `reasoning="per_turn"`. See `conversation_branches`."""
-    template, messages = conversation.template, conversation.messages
-    may_switch = (
-        empty_thinking_in_prompt and template.takes_enable_thinking and "enable_thinking" not in conversation.variables
-    )
-    texts = []
-    for turn in conversation.turns:
-        switch = {"enable_thinking": False} if may_switch and not conversation.has_reasoning(turn) else {}
-        texts += [conversation.prompt(messages[:turn], **switch), conversation.text(messages[: turn + 1], **switch)]
-        conversation.reasoning_is_in(texts[-1], turn)
-    conversation.count_left_out(texts[-1], messages[: turn + 1], **switch)
-    encoded = template.segments.encode(texts)
+    segments = conversation.template.segments
+    outputs = [conversation.output(turn, empty_thinking_in_prompt) for turn in conversation.turns]
+    encoded = segments.encode([text for prompt, output in outputs for text in (prompt, prompt + output)])
     branches = []
-    for prompt, ids in zip(encoded[::2], encoded[1::2], strict=True):
-        start = conversation.turn_start(prompt, ids)
-        branches.append(branch_of(ids, [(start, template.turn_end(ids, start))]))
+    for turn, (_, output), prompt, ids in zip(conversation.turns, outputs, encoded[::2], encoded[1::2], strict=True):
+        start = len(prompt)
+        if not np.array_equal(ids[:start], prompt):  # a token reaches over the seam: the model has not sampled it
+            ids = np.concatenate([prompt, segments.encode_alone(output)])
+        ids, end = conversation.ended(ids, start, turn)
+        branches.append(branch_of(ids, [(start, end)]))
     return branches
 
 
@@ -142,8 +305,8 @@ def keep(conversation: Conversation) -> list[Branch]:
         if turn.full is None:
             spans.append((turn.start + shift, turn.end + shift))
             continue
-        full_end = trunk.turn_end(turn.full, turn.prompt_length)
-        pieces += [trunk.ids[read : turn.begin], turn.full[:full_end]]
+        full, full_end = conversation.ended(turn.full, turn.prompt_length, turn.index)
+        pieces += [trunk.ids[read : turn.begin], full[:full_end]]
         begin = turn.begin + shift
         spans.append((begin + turn.prompt_length, begin + full_end))
         read, shift = turn.end, begin + full_end - turn.end
@@ -171,10 +334,10 @@ class _Trunk:
     """
 
     def __init__(self, conversation: Conversation, following: list[Message]) -> None:
-        self._segments = conversation.template.segments
-        self.turn_end = conversation.template.turn_end
+        self._segments, self._conversation = conversation.template.segments, conversation
         visible, last = conversation.visible, conversation.turns[-1]
         quiet = {"enable_thinking": False} if conversation.template.takes_enable_thinking else {}
+        ask, following = conversation.dialect.adapt(ASK), list(map(conversation.dialect.adapt, following))
         whole = [*visible[: last + 1], *following]
         texts = [conversation.text(whole)]
         conversation.count_left_out(texts[0], whole)
@@ -182,39 +345,46 @@ class _Trunk:
             texts += [conversation.text(visible[:last], **variables), conversation.prompt(visible[:last], **variables)]
         reasons = []
         for t in conversation.turns:
-            text = conversation.text([*visible[:t], conversation.messages[t]]) if conversation.has_reasoning(t) else ""
-            reasons.append(bool(text) and conversation.reasoning_is_in(text, t))
-            texts += [conversation.text(visible[: t + 1]), *([text] if reasons[-1] else [])]
+            message, full = conversation.messages[t], ""
+            shown = conversation.text([ask, visible[t]])
+            conversation.check_whole(shown, t, split_reasoning(message)[1])
+            if conversation.reasoning(t):
+                full = conversation.text([ask, conversation.shown[t]])
+                if not conversation.check_whole(full, t, message):
+                    conversation.counts["unrendered_reasoning"] += 1
+                    full = ""
+            reasons.append(bool(full))
+            texts += [shown, full] if full else [shown]
         self.ids, before, prompt, quiet_before, quiet_prompt, *encoded = self._segments.encode(texts)
         # The tokens that a generation prompt adds, as it is and with thinking turned off.
         self._header = prompt[common_prefix(before, prompt) :]
         self._quiet_header = quiet_prompt[common_prefix(quiet_before, quiet_prompt) :]
 
         assistants = [t for t in range(last + 1) if visible[t]["role"] == "assistant"]
-        self._mark = self._find_mark(len(assistants))
+        self._mark, begins = self._find_mark(len(assistants))
+        begins = [*begins, len(self.ids)]
         self.turns: list[_Turn] = []
         for t, reason in zip(conversation.turns, reasons, strict=True):
             order = assistants.index(t)
-            alone = self._from_header(encoded.pop(0), order)
-            full = self._from_header(encoded.pop(0), order) if reason else None
-            on_trunk = self._from_header(self.ids, order)
-            begin = len(self.ids) - len(on_trunk)
-            start = begin + self._skip(on_trunk)
+            alone = self._from_header(encoded.pop(0))
+            full_ids = self._from_header(encoded.pop(0)) if reason else None
+            begin = begins[order]
+            start = begin + self._skip(self.ids[begin : begins[order + 1]])
             if t == last and not following:
-                end = self.turn_end(self.ids, start)
+                self.ids, end = conversation.ended(self.ids, start, t)
             else:
-                end = start + self._output_length(t, alone, self.ids[start:], conversation.template.past_turn_end_id)
-            prompt_length = self._skip(alone) if full is None else common_prefix(full, self._header)
-            expected = [len(self._header)] if reason else [len(self._header), len(self._quiet_header)]
-            conversation.prefix_mismatches += prompt_length not in expected
-            self.turns.append(_Turn(t, begin, start, end, full, prompt_length))
+                end = start + self._output_length(t, alone, self.ids[start : begins[order + 1]])
+            prompt_length = self._skip(alone) if full_ids is None else common_prefix(full_ids, self._header)
+            if prompt_length not in ([len(self._header)] if reason else [len(self._header), len(self._quiet_header)]):
+                raise _no_trunk(f"`messages[{t}]` doesn't continue its generation prompt")
+            self.turns.append(_Turn(t, begin, start, end, full_ids, prompt_length))
 
     def reasoning_end(self, turn: _Turn, full: Ids) -> int:
         """Where the reasoning ends in `full`: before the visible output and the white space in front of that."""
         special_ids, is_blank = self._segments.special_ids, self._segments.is_blank
         output, shown = (
             ids[:-1] if len(ids) and int(ids[-1]) in special_ids else ids
-            for ids in (full[: self.turn_end(full, turn.prompt_length)], self.ids[turn.start : turn.end])
+            for ids in (self._ended(full, turn.prompt_length, turn.index), self.ids[turn.start : turn.end])
         )
         shared = common_prefix(output[::-1], shown[::-1])
         if not all(is_blank(int(i)) for i in shown[: len(shown) - shared]):
@@ -224,39 +394,44 @@ class _Trunk:
             end -= 1
         return end
 
-    def _find_mark(self, count: int) -> Ids:
-        """The shortest start of the header that the trunk has once for every assistant message."""
+    def _find_mark(self, count: int) -> tuple[Ids, list[int]]:
+        """The shortest start of the header that the trunk has once for every assistant message, and where."""
         for length in range(1, len(self._header) + 1):
-            if len(_positions(self._header[:length], self.ids)) == count:
-                return self._header[:length]
+            positions = _positions(self._header[:length], self.ids)
+            if len(positions) == count:
+                return self._header[:length], positions.tolist()
         raise _no_trunk("some of its assistant turns don't begin as a generation prompt ends")
 
-    def _from_header(self, ids: Ids, order: int) -> Ids:
-        """The tokens from the header of the assistant turn with this number on, 0 for the first."""
+    def _from_header(self, ids: Ids) -> Ids:
+        """The rendering of a question and a turn, from the turn's header on."""
         positions = _positions(self._mark, ids)
-        if len(positions) <= order:
+        if not len(positions):
             raise _no_trunk("some of its assistant turns have no header when they come last")
-        return ids[positions[order] :]
+        return ids[positions[0] :]
+
+    def _ended(self, ids: Ids, start: int, turn: int) -> Ids:
+        ids, end = self._conversation.ended(ids, start, turn)
+        return ids[:end]
 
     def _skip(self, ids: Ids) -> int:
         """Length of the header, and of an empty think block after it, at the start of `ids`."""
         quiet = len(self._quiet_header)
         return quiet if common_prefix(ids, self._quiet_header) == quiet else common_prefix(ids, self._header)
 
-    def _output_length(self, index: int, alone: Ids, output: Ids, past_end: int | None) -> int:
+    def _output_length(self, turn: int, alone: Ids, output: Ids) -> int:
         """Length of a turn's visible output at the start of `output`, found by its rendering `alone`."""
         skipped = self._skip(alone)
-        shown = alone[skipped : self.turn_end(alone, skipped)]
+        shown = self._ended(alone, skipped, turn)[skipped:]
         if len(shown) and int(shown[-1]) in self._segments.special_ids:
             # It has as many of these tokens as its own rendering: one, unless its content has some.
-            ends = [i for i in (int(shown[-1]), past_end) if i is not None]
+            ends = [i for i in (int(shown[-1]), self._conversation.dialect.past_turn_end_id) if i is not None]
             (at,) = np.isin(output, ends).nonzero()
             count = int(np.isin(shown, ends).sum())
             if len(at) >= count:
                 return int(at[count - 1]) + 1
         elif np.array_equal(output[: len(shown)], shown):
             return len(shown)
-        raise _no_trunk(f"the visible output of `messages[{index}]` is another one when messages follow it")
+        raise _no_trunk(f"the visible output of `messages[{turn}]` is another one when messages follow it")
 
 
 def _positions(pattern: Ids, ids: Ids) -> npt.NDArray[np.intp]:
@@ -267,8 +442,9 @@ def _positions(pattern: Ids, ids: Ids) -> npt.NDArray[np.intp]:
     return np.logical_and.reduce([ids[i : i + windows] == token for i, token in enumerate(pattern)]).nonzero()[0]
 
 
-def _no_trunk(reason: str) -> ValueError:
-    return ValueError(
+def _no_trunk(reason: str) -> TurnError:
+    return TurnError(
+        "refused_trunks",
         f"`messages` don't fit on a trunk of visible content with this chat template: {reason}; pass "
-        "`reasoning='per_turn'`."
+        "`reasoning='per_turn'`.",
     )

@@ -22,13 +22,20 @@ LOSSES = {
     "truncated": "branches truncated to `max_length`",
     "overlong": "branches dropped as longer than `max_length`",
     "unsupervised": "branches without a supervised token",
-    "prefix_mismatches": "turns whose prompt is no token prefix of their rendering, supervised from where they differ",
-    "unrendered_reasoning": "turns whose reasoning the chat template leaves out",
+    "unrendered_reasoning": "turns whose reasoning the chat template has no place for",
     "unclosed_reasoning": "turns whose `<think>` is never closed, trained on as if the reasoning had ended there",
-    "unrendered_messages": "messages whose content or `function_call` the chat template leaves out",
+    "unrendered_messages": "messages whose content the chat template leaves out",
+    "calls_without_tools": "turns with tool calls in conversations without `tools`",
     "filled": "rows whose tool schemas or arguments are Arrow structs, which lose nulls and the order of their keys "
     "(store them as JSON strings, or build the dataset with `on_mixed_types='use_json'`)",
     "skipped": "rows skipped",
+    # Why rows were skipped, where a turn could not be supervised exactly: the first such turn of each.
+    "refused_content": "of them for a turn whose text the chat template leaves out",
+    "refused_calls": "of them for a turn whose tool calls it leaves out",
+    "refused_reasoning": "of them for a turn whose reasoning it leaves out, though it writes that of others",
+    "refused_starts": "of them for a turn that doesn't continue its generation prompt",
+    "refused_ends": "of them for a turn without a stop token",
+    "refused_trunks": "of them for turns that don't fit on a trunk",
     "oversized": "trees dropped as larger than `max_packed_tokens`",
     "empty": "trees left out because nothing in them is supervised",
 }

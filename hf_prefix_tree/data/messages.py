@@ -17,18 +17,28 @@ Tools = Sequence[Mapping[str, Any] | str | Callable[..., Any]] | str
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
-def normalize_messages(messages: Sequence[Mapping[str, Any]] | str, parse_arguments: bool) -> list[Message]:
-    """
-    Copy messages into plain data that every template can read.
+class TurnError(ValueError):
+    """A turn that cannot be supervised exactly. `name` is what counts it, see `hf_prefix_tree.data.counts.LOSSES`."""
 
-    Keys that are `None` are dropped, a missing `content` becomes `""`, an empty `tool_calls` is dropped, and reasoning
-    is found under `reasoning_content` and `thinking`.
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+    def __reduce__(self) -> tuple[type[TurnError], tuple[str, str]]:
+        return type(self), (self.name, str(self))
+
+
+def normalize_messages(messages: Sequence[Mapping[str, Any]] | str) -> list[Message]:
+    """
+    Copy messages into plain data of one form. [`Dialect`] then gives a template the form that it reads.
+
+    Keys that are `None` are dropped, and a missing `content` becomes `""`. A list of text parts becomes its text. The
+    reasoning, under whatever name, is found under `reasoning_content` and `thinking`. Calls are dicts: those given as
+    JSON strings are parsed, a legacy `function_call` is one of them, and no arguments are `{}`.
 
     Args:
         messages (sequence of mappings, or a JSON string of one):
             OpenAI chat messages.
-        parse_arguments (`bool`):
-            Whether tool-call arguments that are JSON strings become objects. A string that isn't a JSON object stays.
 
     Raises:
         `ValueError`: If there is no message, a message has no role, or something in it is not plain data.
@@ -39,7 +49,7 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]] | str, parse_argume
         raise ValueError(f"`messages` is a {type(messages).__name__}; pass a list of dicts with `role` and `content`.")
     if not messages:
         raise ValueError("`messages` is empty; drop the row or give it at least one assistant message.")
-    return [_normalize_message(message, f"messages[{i}]", parse_arguments) for i, message in enumerate(messages)]
+    return [_normalize_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def normalize_tools(tools: Tools | None) -> list[Any] | None:
@@ -72,18 +82,17 @@ def split_reasoning(message: Message) -> tuple[str, Message]:
     if (unclosed := unclosed_reasoning(message)) is not None:
         return unclosed, {**message, "content": ""}
     visible = {key: value for key, value in message.items() if key not in REASONING_KEYS}
-    reasoning = str(message.get("reasoning_content", "")).strip()
-    content = message["content"]
-    if not isinstance(content, str):
+    reasoning, content = message.get("reasoning_content", ""), message["content"]
+    if message["role"] != "assistant" or not isinstance(content, str):
         return reasoning, visible
-    if "</think>" in content:
+    if not reasoning and "</think>" in content:
         thought, _, after = content.rpartition("</think>")
         before, opened, inner = thought.partition("<think>")
-        reasoning = reasoning or (inner if opened else thought).strip()
-        visible["content"] = (before if opened else "") + after.lstrip("\n")
+        if not opened or not before.strip():
+            reasoning, visible["content"] = inner if opened else thought, after.lstrip("\n")
     elif reasoning:
         visible["content"] = content.lstrip("\n")
-    return reasoning, visible
+    return reasoning.strip("\n") if reasoning.strip() else "", visible
 
 
 def unclosed_reasoning(message: Message) -> str | None:
@@ -95,7 +104,7 @@ def unclosed_reasoning(message: Message) -> str | None:
     return reasoning.strip() if opened and not opening.strip() and "</think>" not in reasoning else None
 
 
-def _normalize_message(message: Any, name: str, parse_arguments: bool) -> Message:
+def _normalize_message(message: Any, name: str) -> Message:
     if not isinstance(message, Mapping):
         raise ValueError(f"`{name}` is a {type(message).__name__}; pass a dict with `role` and `content`.")
     plain = {key: value for key, value in _plain(message, name).items() if value is not None}
@@ -104,26 +113,58 @@ def _normalize_message(message: Any, name: str, parse_arguments: bool) -> Messag
     content = plain.setdefault("content", "")
     if not isinstance(content, (str, list)):
         raise ValueError(f"`{name}.content` is a {type(content).__name__}; pass a string, e.g. with `json.dumps`.")
-    calls = plain.pop("tool_calls", None) or []
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+    reasoning = [plain[key] for key in REASONING_KEYS if plain.get(key)] + [
+        _thoughts(plain.pop("thinking_blocks", []))
+    ]
+    if isinstance(content, list):
+        reasoning.append(_thoughts(content))
+        content = [part for part in content if not (isinstance(part, dict) and "thinking" in part)]
+        texts = list(map(_text, content))
+        plain["content"] = content if None in texts else "".join(map(str, texts))
+    plain = {key: value for key, value in plain.items() if key not in REASONING_KEYS}
+    if thought := next(filter(None, reasoning), ""):
+        if not isinstance(thought, str):
+            raise ValueError(f"the reasoning of `{name}` is a {type(thought).__name__}; pass a string.")
+        plain |= {"thinking": thought, "reasoning_content": thought}
+    legacy = plain.pop("function_call", None)
+    calls = plain.pop("tool_calls", None) or ([{"type": "function", "function": legacy}] if legacy else [])
+    if plain["role"] == "function":
+        plain["role"] = "tool"
+    if isinstance(calls, str):
+        calls = _parse_json(calls, f"{name}.tool_calls") if calls.strip() else []
+    if not isinstance(calls, list) or not all(isinstance(call, (dict, str)) for call in calls):
         raise ValueError(f"`{name}.tool_calls` is {str(calls)[:80]!r}; pass a list of dicts with a `function`.")
     if calls:
-        plain["tool_calls"] = [_with_arguments(call) for call in calls] if parse_arguments else calls
-    reasoning = next((plain[key] for key in REASONING_KEYS if key in plain), None)
-    if reasoning is not None:
-        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+        plain["tool_calls"] = [_normalize_call(call, f"{name}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return plain
 
 
-def _with_arguments(call: Message) -> Message:
-    """The tool call with its arguments as an object, if they are the JSON string of one."""
-    if isinstance(call.get("function"), dict):
-        return {**call, "function": _with_arguments(call["function"])}
-    try:
-        arguments = json.loads(call.get("arguments", ""))
-    except (TypeError, ValueError):  # an object already, or no JSON: the template prints what is there
-        return call
-    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
+def _normalize_call(call: Any, name: str) -> Message:
+    if isinstance(call, str):
+        call = _parse_json(call, name)
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"`{name}` is {str(call)[:80]!r}; pass a dict whose `function` has `name` and `arguments`.")
+    if function.get("arguments") in (None, ""):  # no arguments
+        function = {**function, "arguments": {}}
+    if "function" in call:
+        return {**call, "function": function}
+    parts = {key: function[key] for key in ("name", "arguments")}
+    return {"type": "function", **{key: call[key] for key in ("id",) if key in call}, "function": parts}
+
+
+def _text(part: Any) -> str | None:
+    """The text of a part of a content, `None` if it is another kind of part, like an image."""
+    if isinstance(part, str):
+        return part
+    text = part.get("text") if isinstance(part, dict) and str(part.get("type") or "text").endswith("text") else None
+    return text if isinstance(text, str) else None
+
+
+def _thoughts(parts: Any) -> str:
+    """The reasoning among the parts of a content."""
+    thoughts = [part.get("thinking") for part in parts if isinstance(part, dict)]
+    return "".join(thought for thought in thoughts if isinstance(thought, str))
 
 
 def _normalize_tool(tool: Any, name: str) -> Any:
@@ -135,6 +176,8 @@ def _normalize_tool(tool: Any, name: str) -> Any:
         tool = get_json_schema(tool)
     if not isinstance(tool, Mapping):
         raise ValueError(f"`{name}` is a {type(tool).__name__}; pass a tool's JSON schema, a dict.")
+    if {"role", "content", "messages"} & tool.keys() and "function" not in tool:
+        raise ValueError(f"`{name}` has the keys {sorted(tool)}, as dialogues have; pass a tool's JSON schema.")
     return _plain(tool, name)
 
 

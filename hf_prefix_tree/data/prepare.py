@@ -7,7 +7,7 @@ The steps are fold, select, pack. `datasets` runs and caches them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -218,6 +218,7 @@ def prepare_trees(
     tools: Tools | Mapping[str, Tools] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     empty_thinking_in_prompt: bool = True,
+    stop_token_ids: Sequence[int] | None = None,
     max_length: int | None = None,
     overlong: str = "truncate",
     max_packed_tokens: int | None = None,
@@ -282,6 +283,8 @@ def prepare_trees(
             Further variables for the chat template. A row's own take precedence.
         empty_thinking_in_prompt (`bool`, *optional*, defaults to `True`):
             See [`conversation_branches`].
+        stop_token_ids (sequence of `int`, *optional*):
+            See [`conversation_branches`].
         max_length (`int`, *optional*):
             Longest branch, in tokens.
         overlong (`str`, *optional*, defaults to `"truncate"`):
@@ -315,9 +318,8 @@ def prepare_trees(
             Is filled with counts. Not for streaming datasets, which are counted while they are read.
 
             - `rows` that were read, `trees`, `max_branches` of one, the fields of [`TreeStats`], and `errors`;
-            - branches `truncated`, `overlong`, `unsupervised`; turns with `prefix_mismatches`,
-              `unrendered_reasoning`, `unclosed_reasoning`; `unrendered_messages`; rows `filled`, `skipped`; trees
-              `oversized` or `empty`: the losses;
+            - the losses: branches `truncated`, `overlong`, `unsupervised`; turns with `unrendered_reasoning` etc.;
+              `unrendered_messages`; rows `filled`, `skipped` or `refused_*`; trees `oversized` or `empty`;
             - `sources`, an int64 array: of which row, or group by first appearance, each tree was made;
             - with `max_examples`: `candidates` (rows or groups), `valid` ones of those prepared, `selected`;
             - with `max_packed_tokens`: `packed_rows`, their `fill` (0 to 1), `split_trees`, `parts`,
@@ -389,6 +391,7 @@ def prepare_trees(
         group_column=group_by or "group",
         chat_template_kwargs=dict(chat_template_kwargs or {}),
         empty_thinking_in_prompt=empty_thinking_in_prompt,
+        stop_token_ids=stop_token_ids,
         max_length=max_length,
         overlong=overlong,
         code=code_state(),
@@ -439,10 +442,7 @@ def _renamed(
 
 
 def code_state(package: Path = Path(__file__).parents[1]) -> str:
-    """
-    A hash of the code that preparation runs: `datasets` knows a function by its name, and would take the result of
-    other code from its cache.
-    """
+    """A hash of the code that preparation runs: the cache of `datasets` knows a function by its name."""
     digest = hashlib.sha256(transformers.__version__.encode())
     for room in CODE:
         for file in sorted((package / room).rglob("*.py")) or [package / f"{room}.py"]:

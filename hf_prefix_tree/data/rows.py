@@ -46,6 +46,7 @@ class RowOptions:
     group_column: str = "group"
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     empty_thinking_in_prompt: bool = True
+    stop_token_ids: Sequence[int] | None = None
     max_length: int | None = None
     overlong: str = "truncate"
     code: str = ""
@@ -259,34 +260,42 @@ def _conversation(
             if group not in tools:
                 raise ValueError(f"`tools` has no entry for {options.group_column}={group!r}; add it, or pass a list.")
             tools = tools[group]
+    own_variables = row.get("chat_template_kwargs") or {}
+    if "chat_template" in own_variables:
+        raise ValueError("the row's `chat_template_kwargs` has a 'chat_template'; pass it for all rows instead.")
     result = conversation_branches(
         messages,
         options.tokenizer,
         tools=tools,
         reasoning=options.reasoning,
-        chat_template_kwargs={**options.chat_template_kwargs, **(row.get("chat_template_kwargs") or {})},
+        chat_template_kwargs={**options.chat_template_kwargs, **own_variables},
         empty_thinking_in_prompt=options.empty_thinking_in_prompt,
+        stop_token_ids=options.stop_token_ids,
         num_prompt_messages=num_prompt_messages,
     )
-    counts["prefix_mismatches"] += result.prefix_mismatches
-    counts["unrendered_reasoning"] += result.unrendered_reasoning
-    counts["unclosed_reasoning"] += result.unclosed_reasoning
-    counts["unrendered_messages"] += result.unrendered_messages
+    counts.update(result.counts)
     return result.branches
 
 
 def _texts(prompt: str, completions: Sequence[str], options: RowOptions, counts: Counter[str]) -> list[Branch]:
-    """Prompt and completion as one text, as TRL tokenizes it: with special tokens, and an end token after each."""
+    """
+    Prompt and completion as one text, as TRL tokenizes it: with special tokens, and an end token after each.
+
+    Where a token would reach over their seam, the completion is tokenized by itself: the prompt is the context as it
+    is. A prompt that begins with the text of the start token gets no second one.
+    """
     assert options.tokenizer is not None
     end = options.tokenizer.eos_token or ""
     texts = [prompt + (text if text.endswith(end) else text + end) for text in completions]
     encoded = options.tokenizer([prompt, *texts], return_attention_mask=False, verbose=False)["input_ids"]
-    prompt_ids, *ids = (np.array(x, dtype=np.int64) for x in encoded)
+    twice = (first := options.tokenizer.bos_token_id) is not None and encoded[0][:2] == [first, first]
+    prompt_ids, *ids = (np.array(x[twice:], dtype=np.int64) for x in encoded)
     branches = []
-    for completed in ids:
-        start = common_prefix(prompt_ids, completed)
-        counts["prefix_mismatches"] += start < len(prompt_ids)
-        branches.append(Branch(completed, np.arange(len(completed)) >= start))
+    for text, completed in zip(texts, ids, strict=True):
+        if common_prefix(prompt_ids, completed) < len(prompt_ids):
+            alone = options.tokenizer(text.removeprefix(prompt), add_special_tokens=False)["input_ids"]
+            completed = np.concatenate([prompt_ids, np.array(alone, dtype=np.int64)])
+        branches.append(Branch(completed, np.arange(len(completed)) >= len(prompt_ids)))
     return branches
 
 

@@ -136,7 +136,7 @@ def select_trees(
 def _score_row(row: Mapping[str, Any], index: int, metric: str, options: RowOptions, on_error: str) -> dict[str, int]:
     try:
         conversations = [
-            _turns(normalize_messages(messages, parse_arguments=False), num_prompt_messages)
+            _turns(normalize_messages(messages), num_prompt_messages)
             for messages, num_prompt_messages in row_conversations(row, options.kind)
         ]
     except ValueError as error:

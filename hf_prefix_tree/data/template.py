@@ -9,18 +9,19 @@ Cost: one pass of the template over the messages per rendering.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_prefix_tree.data.dialect import Dialect
 from hf_prefix_tree.data.messages import Message
 from hf_prefix_tree.data.tokenization import SegmentTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from hf_prefix_tree.data.tokenization import Ids
 
 # Arguments of `apply_chat_template` that are not for the template.
 _OWN_ARGUMENTS = {
@@ -60,6 +61,7 @@ class ChatTemplate:
         self._source = source
         self._special_tokens = dict(tokenizer.special_tokens_map)
         self._json: dict[Any, tuple[Any, str]] = {}
+        self._dialects: dict[str, Dialect] = {}
         self._compiled = self._compile()
 
     def render(
@@ -94,17 +96,23 @@ class ChatTemplate:
             )
         except Exception as error:  # whatever a template does with data that it was not written for
             what = f"the prompt after {len(messages)} messages" if add_generation_prompt else "the messages"
+            roles = ", ".join(message["role"] for message in messages[-4:]) or "none"
             raise ValueError(
-                f"the chat template can't render {what}: {type(error).__name__}: {error}. Fix the messages (roles: "
-                f"{', '.join(message['role'] for message in messages[-4:]) or 'none'} at the end), or pass another "
-                "`chat_template`."
+                f"the chat template can't render {what}: {type(error).__name__}: {error}. Fix the order of the "
+                f"messages (roles {roles} at the end), or the types of their content and of the arguments of their "
+                "calls; or pass another `chat_template`."
             ) from error
 
     def count_left_out(
-        self, text: str, messages: Sequence[Message], tools: list[Any] | None, variables: dict[str, Any]
+        self,
+        text: str,
+        messages: Sequence[Message],
+        tools: list[Any] | None,
+        variables: dict[str, Any],
+        add_generation_prompt: bool = False,
     ) -> int:
         """
-        Messages whose content the template leaves out of `text`, its rendering of them, or whose `function_call`.
+        Messages whose content the template leaves out of `text`, its rendering of them.
 
         Templates change what they print, so that content which isn't found proves little. A mark in its place tells
         which messages to look at: one is left out for certain if the rendering is the same when it is empty. The
@@ -113,7 +121,7 @@ class ChatTemplate:
 
         def render(changed: list[Message]) -> str | None:
             try:
-                return self.render(changed, tools, variables)
+                return self.render(changed, tools, variables, add_generation_prompt)
             except ValueError:  # needs what was changed, so the template reads it
                 return None
 
@@ -124,10 +132,9 @@ class ChatTemplate:
         shown = render(marked) or ""
         count = 0
         for i, message in enumerate(messages):
-            if message["role"] == "assistant":
-                empty = {key: value for key, value in message.items() if key != "function_call"}
-            else:
-                empty = message if f"{_MARK}{i}." in shown else _with_text(message, "")
+            if message["role"] == "assistant" or f"{_MARK}{i}." in shown:
+                continue
+            empty = _with_text(message, "")
             count += empty != message and render([*messages[:i], empty, *messages[i + 1 :]]) == text
         return count
 
@@ -135,60 +142,26 @@ class ChatTemplate:
         """Drop what was kept of the last conversation's tools."""
         self._json.clear()
 
-    def turn_end(self, ids: Ids, start: int) -> int:
-        """
-        End of the assistant turn that begins at `start` and ends the rendering, the turn-end token included.
+    def dialect(self, variables: dict[str, Any]) -> Dialect:
+        """The form of messages that the template reads under these variables, and how it ends turns."""
+        key = json.dumps(variables, sort_keys=True, default=str)
+        if key not in self._dialects:
+            self._dialects[key] = Dialect(
+                lambda messages, tools: self.render(messages, tools, variables),
+                self.segments,
+                self._tokenizer.eos_token_id,
+            )
+        return self._dialects[key]
 
-        The template writes only special tokens and white space after that token, if anything. Among them the
-        turn-end token is the one that follows a plain turn, else the last special one. A template may write none: the
-        turn then ends with the rendering.
-        """
-        special_ids, tail = self.segments.special_ids, len(ids)
-        while tail > start and ((last := int(ids[tail - 1])) in special_ids or self.segments.is_blank(last)):
-            tail -= 1
-        after = ids[tail:].tolist()
-        if self._turn_end_id in after:
-            return tail + after.index(self._turn_end_id) + 1
-        return max((tail + i + 1 for i, token_id in enumerate(after) if token_id in special_ids), default=len(ids))
+    def token(self, token_id: int) -> str:
+        return str(self._tokenizer.convert_ids_to_tokens(token_id))
 
     @cached_property
-    def past_turn_end_id(self) -> int | None:
-        """The special token that ends an assistant turn which other messages follow, if the template writes one."""
-        return self._special_id_after_mark({"role": "user", "content": "u"}) if self._turn_end_id is not None else None
-
-    @cached_property
-    def writes_argument_strings(self) -> bool:
-        """Whether tool-call arguments that are strings are printed as they are, not as JSON of a string."""
-        arguments = '{"' + _MARK + '": 1}'
-        call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": arguments}}
-        assistant = {"role": "assistant", "content": "", "tool_calls": [call]}
-        try:
-            return arguments in self.render([{"role": "user", "content": "u"}, assistant], None, {})
-        except ValueError:  # written for objects
-            return False
-
-    @cached_property
-    def writes_reasoning(self) -> bool:
-        """Whether the reasoning of the last turn is printed if it is given apart from the content."""
-        assistant = {"role": "assistant", "content": "", "thinking": _MARK, "reasoning_content": _MARK}
-        try:
-            return _MARK in self.render([{"role": "user", "content": "u"}, assistant], None, {})
-        except ValueError:  # needs tools, or more of a system message
-            return False
-
-    @cached_property
-    def _turn_end_id(self) -> int | None:
-        return self._special_id_after_mark()
-
-    def _special_id_after_mark(self, *following: Message) -> int | None:
-        messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": _MARK}, *following]
-        try:
-            text = self.render(messages, None, {})
-        except ValueError:  # a template that needs tools, or more of a system message: go without
-            return None
-        _, mark, after = text.rpartition(_MARK)
-        (ids,) = self.segments.encode([after if mark else ""])
-        return next((i for i in ids.tolist() if i in self.segments.special_ids), None)
+    def generation_stop_ids(self) -> frozenset[int]:
+        """The tokens at which generation ends: those of the `generation_config.json` beside the tokenizer, if any."""
+        file = Path(self._tokenizer.name_or_path) / "generation_config.json"
+        ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        return frozenset([ids] if isinstance(ids, int) else ids or ())
 
     def _compile(self) -> Any:
         """The template as Transformers compiles it, or `None` where the tokenizer renders in a way of its own."""
@@ -220,7 +193,7 @@ class ChatTemplate:
 
 def _with_text(message: Message, text: str) -> Message:
     """The message with this text in place of its own; the same where it has none."""
-    content = message["content"]
+    content = message.get("content") or ""
     if isinstance(content, str):
         return {**message, "content": text} if content.strip() else message
     parts = [

@@ -90,6 +90,15 @@ class SegmentTokenizer:
                 )
         return encoded
 
+    def encode_alone(self, text: str) -> Ids:
+        """Token ids of a text as they follow any other token: without the space that some tokenizers put in front."""
+        if self.cuts:
+            return self.encode([text])[0]
+        alone, anchor = self._encode_whole(["\n" + text, "\n"])
+        if common_prefix(anchor, alone) < len(anchor):
+            raise ValueError(f"{type(self._tokenizer).__name__} can't tokenize {text[:80]!r} by itself; drop the row.")
+        return alone[len(anchor) :]
+
     def is_blank(self, token_id: int) -> bool:
         """Whether a token is white space or nothing."""
         if token_id not in self._blank:

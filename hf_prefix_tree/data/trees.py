@@ -27,6 +27,7 @@ from datasets import Dataset, Features, IterableDataset, List, Value, is_caching
 from datasets.fingerprint import Hasher, update_fingerprint
 
 from hf_prefix_tree.data.counts import COUNTS, FEATURES, NO_SIZES, Report
+from hf_prefix_tree.data.messages import TurnError
 from hf_prefix_tree.data.rows import RowOptions, group_key, row_branches, rows_of_batch
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
 
@@ -134,6 +135,8 @@ def tree_of_rows(
             if on_error == "raise":
                 raise ValueError(f"row {index}: {error}") from error
             counts["skipped"] += 1
+            if isinstance(error, TurnError):
+                counts[error.name] += 1
             errors.append(f"row {index}: {error}")
     if any(branch.weights.any() for branch in branches):
         tree = fold(branches, weighting)

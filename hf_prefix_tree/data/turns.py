@@ -1,13 +1,13 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """Messages to branches: the context that each assistant turn was sampled from, and the turn.
 
-Cost: two renderings per assistant turn (three where its reasoning leaves the trunk), each a pass of the template over
-the messages so far, and one of the whole conversation; tokenization of what the renderings don't share.
+Cost: in `"per_turn"`, two renderings per assistant turn, each a pass of the template over the messages so far;
+otherwise a few of the whole conversation, and one or two of each turn alone. Tokenization of what they don't share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,24 +30,22 @@ class ConversationBranches:
     Args:
         branches (`list[Branch]`):
             Weights are 0 and 1.
-        prefix_mismatches (`int`):
-            Turns whose generation prompt is not a token prefix of the rendering that contains the turn. Such a turn is
-            supervised from where the two differ, which is in the prompt, on a context that differs from inference.
-        unrendered_reasoning (`int`):
-            Turns whose reasoning the template left out of its own turn, so that it is trained on nowhere.
-        unclosed_reasoning (`int`):
-            Turns whose content begins with a `<think>` that is never closed, as in rollouts of capped length. All of
-            it is reasoning. The template closes it, so that the turn is trained on as if it had ended there.
-        unrendered_messages (`int`):
-            Messages up to the last turn whose content the template leaves out, e.g. of a role that it doesn't know, or
-            whose `function_call`. The content of assistant messages and `tool_calls` are not looked at.
+        counts (`dict[str, int]`):
+            What the branches don't have, by the names of `hf_prefix_tree.data.counts.LOSSES`:
+
+            - `unrendered_reasoning`: turns whose reasoning the template has no place for, so that it is trained on
+              nowhere;
+            - `unclosed_reasoning`: turns whose content begins with a `<think>` that is never closed, as in rollouts of
+              capped length. All of it is reasoning. The template closes it, so that the turn is trained on as if it
+              had ended there;
+            - `unrendered_messages`: messages up to the last turn whose content the template leaves out, e.g. of a role
+              that it doesn't know. Assistant messages are not looked at: those to be trained on are refused if
+              anything of them is left out;
+            - `calls_without_tools`: turns with tool calls in a conversation without tool schemas.
     """
 
     branches: list[Branch]
-    prefix_mismatches: int
-    unrendered_reasoning: int
-    unclosed_reasoning: int = 0
-    unrendered_messages: int = 0
+    counts: dict[str, int]
 
 
 def conversation_branches(
@@ -59,19 +57,22 @@ def conversation_branches(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     empty_thinking_in_prompt: bool = True,
     num_prompt_messages: int = 0,
+    stop_token_ids: Iterable[int] | None = None,
 ) -> ConversationBranches:
     """
     Turn a conversation into branches, with the tokenizer's own chat template.
 
-    A turn is supervised from the common token prefix of its generation prompt and its rendering, to the turn-end token
-    inclusive. Text that the template adds after that token is context.
+    The context of a turn is the tokens of `apply_chat_template(history, tools, add_generation_prompt=True)`, which an
+    agent loop samples from. Supervised is what the model must emit from there, and nothing else: its reasoning, if the
+    template writes any, all its text, every call with name and arguments, and the stop token. A turn that cannot be
+    had so is refused. Text that the template adds after the stop token is context.
 
     Args:
         messages (sequence of mappings, or a JSON string of one):
             OpenAI chat messages: `role`, `content`, and for assistant turns `tool_calls` and `reasoning_content` (or
-            `<think>...</think>` in `content`). `content` may be `None` or missing. Tool-call arguments may be objects
-            or JSON strings; a string is printed as it is, parsed only where the template would print it as JSON of a
-            string. Messages after the last assistant turn are left out.
+            `<think>...</think>` in `content`). `content` may be `None`, missing, or a list of parts. Tool-call
+            arguments may be objects or JSON strings; each template gets the form that it prints as its own, and a
+            string as it is where both are printed alike. Messages after the last assistant turn are left out.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Tokenizer with a chat template.
         tools (sequence or `str`, *optional*):
@@ -93,13 +94,18 @@ def conversation_branches(
             supervised.
         num_prompt_messages (`int`, *optional*, defaults to 0):
             Assistant turns among the first so many messages are context.
+        stop_token_ids (iterable of `int`, *optional*):
+            The tokens at which generation ends. Defaults to those of the `generation_config.json` in the tokenizer's
+            folder that the template writes, or else to what the template ends a turn with, be it the first token of
+            the next message.
 
     Returns:
         [`ConversationBranches`]
 
     Raises:
         `ValueError`: If the messages or tools are malformed, no assistant turn is to be trained, the template can't
-            render them, or `reasoning` is unknown or doesn't fit.
+            render them, or `reasoning` is unknown or doesn't fit; a [`TurnError`] with the name of its count if a turn
+            cannot be supervised exactly.
 
     Example:
 
@@ -116,31 +122,21 @@ def conversation_branches(
     schemas = normalize_tools(tools)
     variables = dict(chat_template_kwargs or {})
     template = chat_template_of(tokenizer, schemas, variables)
-    plain = normalize_messages(messages, parse_arguments=not template.writes_argument_strings)
+    plain = normalize_messages(messages)
     turns = [t for t, message in enumerate(plain) if message["role"] == "assistant" and t >= num_prompt_messages]
     if not turns:
         after = f" after the {num_prompt_messages} of the prompt" if num_prompt_messages else ""
         raise ValueError(f"`messages` has no assistant message{after}, so nothing to train on; drop the row.")
     if reasoning == "think_split" and [t for t, m in enumerate(plain) if m["role"] == "assistant"] != turns[-1:]:
         raise ValueError("`reasoning='think_split'` takes one assistant message; pass 'side_leaf' for several.")
-    cut_off = list(map(unclosed_reasoning, plain))
-    if template.writes_reasoning:  # otherwise it is content like any other to the template
-        plain = [
-            message
-            if thought is None
-            else {**message, "content": "", "thinking": thought, "reasoning_content": thought}
-            for message, thought in zip(plain, cut_off, strict=True)
-        ]
     template.forget()
-    conversation = Conversation(template, plain, schemas, variables, turns)
+    stop_ids = frozenset(map(int, stop_token_ids or ()))
+    conversation = Conversation(template, plain, schemas, variables, turns, stop_ids)
     if reasoning == "per_turn":
         branches = per_turn(conversation, empty_thinking_in_prompt)
     else:
         branches = keep(conversation) if reasoning == "keep" else side_leaf(conversation)
-    return ConversationBranches(
-        branches,
-        conversation.prefix_mismatches,
-        conversation.unrendered_reasoning,
-        sum(cut_off[t] is not None for t in turns),
-        conversation.unrendered_messages,
-    )
+    counts = conversation.counts
+    counts["unclosed_reasoning"] = sum(unclosed_reasoning(plain[t]) is not None for t in turns)
+    counts["calls_without_tools"] = 0 if schemas else sum("tool_calls" in plain[t] for t in turns)
+    return ConversationBranches(branches, {name: count for name, count in counts.items() if count})

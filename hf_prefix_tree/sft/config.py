@@ -15,7 +15,8 @@ from hf_prefix_tree.training.options import option_field
 
 # Options without effect under `dataset_kwargs={"skip_prepare_dataset": True}`.
 PREPARATION = (
-    *("reasoning", "chat_template_kwargs", "empty_thinking_in_prompt", "column_names", "group_by", "max_length"),
+    *("reasoning", "chat_template_kwargs", "empty_thinking_in_prompt", "stop_token_ids", "column_names"),
+    *("group_by", "max_length"),
     *("overlong", "on_error", "max_packed_tokens", "overflow", "pack_trees", "selection_metric"),
     *("selection_num_proc", "max_examples", "shuffle_dataset"),
 )
@@ -41,6 +42,8 @@ class TreeSFTConfig(SFTConfig):
             Further variables for the chat template. A row's own take precedence.
         empty_thinking_in_prompt (`bool`, *optional*, defaults to `True`):
             See [`conversation_branches`].
+        stop_token_ids (`list[int]`, *optional*):
+            The tokens at which generation ends, see [`conversation_branches`].
         column_names (`dict` or JSON `str`, *optional*):
             Columns of the datasets that have another name than here, e.g. `{"messages": "conversation"}`.
         group_by (`str`, *optional*):
@@ -109,6 +112,9 @@ class TreeSFTConfig(SFTConfig):
     )
     empty_thinking_in_prompt: bool = option_field(
         True, "Whether an empty reasoning block that the template adds is part of the prompt."
+    )
+    stop_token_ids: list[int] | None = option_field(
+        None, "Tokens at which generation ends. By default what the tokenizer's folder or the chat template says."
     )
     column_names: dict[str, str] | str | None = option_field(
         None, "Columns of the datasets that have another name than here, as a JSON object."

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
+from hf_prefix_tree.data.messages import TurnError
 from hf_prefix_tree.data.turns import conversation_branches
 from tests.support.branch_parts import supervised_parts
 
@@ -31,10 +33,13 @@ def said(text: str, **more) -> dict:
     return {"role": "assistant", "content": text, **more}
 
 
+PLAIN_CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 TALK = [user("u1"), said("a1"), user("u2"), said("a2")]
 R1, R2 = ({"reasoning_content": text, "thinking": text} for text in ("r1", "r2"))  # gpt-oss reads the second
 THOUGHT = [user("u1"), said("a1", **R1), user("u2"), said("a2", **R2)]
-ARGUMENT_STRING = {**CALL, "function": {"name": "look", "arguments": '{"x":"1"}'}}
 AGENT = [
     {"role": "system", "content": "S"},
     user("u1"),
@@ -59,11 +64,6 @@ def tokenizer_of(name: str, tiny_tokenizer):
     return tokenizer
 
 
-def with_argument_string(messages: list[dict]) -> list[dict]:
-    """For templates that paste the arguments into text."""
-    return [{**m, "tool_calls": [ARGUMENT_STRING]} if "tool_calls" in m else m for m in messages]
-
-
 def supervised(messages, tokenizer, **options) -> list[list[str]]:
     return supervised_parts(conversation_branches(messages, tokenizer, **options).branches, tokenizer)
 
@@ -77,15 +77,18 @@ def supervised(messages, tokenizer, **options) -> list[list[str]]:
         ("phi3", "a1<|end|>", "a2<|end|>"),  # the template writes <|endoftext|> after the last turn's end
         ("lfm2", "a1<|im_end|>", "a2<|im_end|>"),
         ("gptoss", "<|channel|>final<|message|>a1<|return|>", "<|channel|>final<|message|>a2<|return|>"),
-        ("glm4moe", "\na1", "\na2"),  # writes no turn-end token
+        # Writes no turn-end token: generation ends with the header of the next message. Thinking is not switched off,
+        # as this would change the messages of users.
+        ("glm4moe", "\n<think></think>\na1<|user|>", "\n<think></think>\na2<|user|>"),
+        ("cohere2", "a1<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", "a2<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"),
         ("qwen3_6", "a1<|im_end|>", "a2<|im_end|>"),
         ("nemotron_3_nano", "a1<|im_end|>", "a2<|im_end|>"),
     ],
 )
 def test_where_a_turn_ends(tiny_tokenizer, name, first, second):
     tokenizer = tokenizer_of(name, tiny_tokenizer)
-    result = conversation_branches(TALK, tokenizer)
-    assert (result.prefix_mismatches, supervised(TALK, tokenizer)) == (0, [[first], [second]])
+    assert conversation_branches(TALK, tokenizer).counts == {}
+    assert supervised(TALK, tokenizer) == [[first], [second]]
 
 
 @pytest.mark.parametrize("talk", [TALK, THOUGHT, AGENT], ids=["talk", "thought", "agent"])
@@ -99,11 +102,7 @@ def test_where_a_turn_ends(tiny_tokenizer, name, first, second):
         "qwen3_training",
         "qwen3_instruct_2507",
         "llama3_1",
-        "deepseekv3",
-        "phi3",
-        "lfm2",
-        "gptoss",
-        "glm4moe",
+        "lfm2_v2",
         "nemotron_3_nano",
         "nemotron_3_ultra",
     ],
@@ -111,8 +110,6 @@ def test_where_a_turn_ends(tiny_tokenizer, name, first, second):
 def test_every_turn_is_what_the_template_renders(tiny_tokenizer, name, talk):
     tokenizer = tokenizer_of(name, tiny_tokenizer)
     tools = TOOLS if talk is AGENT else None
-    if name == "deepseekv3":
-        talk = with_argument_string(talk)
     branches = iter(conversation_branches(talk, tokenizer, tools=tools).branches)
     for turn, message in enumerate(talk):
         if message["role"] == "assistant":
@@ -125,7 +122,7 @@ def test_every_turn_is_what_the_template_renders(tiny_tokenizer, name, talk):
 CALLS = {
     "qwen3": '<tool_call>\n{"name": "look", "arguments": {"x": "1"}}\n</tool_call><|im_end|>',
     "qwen3_6": "<tool_call>\n<function=look>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call><|im_end|>",
-    "glm4moe": "\n<tool_call>look\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    "glm4moe": "\n<tool_call>look\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call><|observation|>",
     "gptoss": ' to=functions.look<|channel|>commentary json<|message|>{"x": "1"}<|call|>',
 }
 
@@ -135,7 +132,7 @@ CALLS = {
     [
         ("qwen3", "<think>\n{}\n</think>", "{}<|im_end|>", "\n\n"),
         ("qwen3_6", "{}\n</think>", "{}<|im_end|>", "\n\n"),  # the prompt opens the block
-        ("glm4moe", "\n<think>{}</think>", "\n{}", ""),  # the trunk has an empty block, which is context
+        ("glm4moe", "\n<think>{}</think>", "\n{}<|user|>", ""),  # the trunk has an empty block, which is context
         (
             "gptoss",
             "<|channel|>analysis<|message|>{}<|end|><|start|>assistant",
@@ -160,19 +157,236 @@ def test_reasoning_on_side_leaves_and_kept(tiny_tokenizer, name, leaf, shown, en
 
 @pytest.mark.parametrize("mode", ["side_leaf", "keep"])
 def test_a_template_without_headers_after_tool_results_has_no_trunk(tiny_tokenizer, mode):
-    talk = with_argument_string(AGENT)
     with pytest.raises(ValueError, match="`reasoning='per_turn'`"):
-        conversation_branches(talk, tokenizer_of("deepseekv3", tiny_tokenizer), reasoning=mode)
+        conversation_branches(AGENT, tokenizer_of("deepseekv3", tiny_tokenizer), reasoning=mode)
+
+
+# --- the invariant: context is the prompt, supervised is what the model must emit from there -----------------------
+
+
+def turns(messages, tokenizer, tools=None, **options) -> list[tuple[str, str]]:
+    """Context and supervised text of each branch; nothing is counted."""
+    result = conversation_branches(messages, tokenizer, tools=tools, **options)
+    assert result.counts == {}
+    both = []
+    for branch in result.branches:
+        (start,) = (i for i, on in enumerate(branch.weights) if on and not branch.weights[i - 1])
+        length = int(branch.weights.sum())
+        ids = branch.input_ids
+        both.append((tokenizer.decode(ids[:start]), tokenizer.decode(ids[start : start + length])))
+    return both
+
+
+def prompt_of(messages, tokenizer, tools=None, **variables) -> str:
+    return tokenizer.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=True, tokenize=False, **variables
+    )
+
+
+def refused(name: str, messages, tokenizer, **options) -> None:
+    with pytest.raises(TurnError, match=r"`messages\[\d\]` cannot be supervised exactly") as raised:
+        conversation_branches(messages, tokenizer, **options)
+    assert raised.value.name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "refusal"),
+    [
+        ("llama3_1", said("I will look.", tool_calls=[CALL]), "refused_content"),  # the template writes one of the two
+        ("lfm2", said("", tool_calls=[CALL]), "refused_calls"),
+        ("phi3", {"role": "assistant", "tool_calls": [CALL]}, "refused_calls"),
+        (
+            "gptoss",
+            said("", tool_calls=[CALL, {**CALL, "function": {"name": "see", "arguments": {}}}]),
+            "refused_calls",
+        ),
+    ],
+)
+def test_what_a_template_leaves_out_is_refused(tiny_tokenizer, name, message, refusal):
+    tokenizer = tokenizer_of(name, tiny_tokenizer)
+    refused(refusal, [user("u1"), message], tokenizer, tools=TOOLS)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_1", "gptoss", "deepseekv3", "idefics3", "llava_next"])
+def test_a_list_of_text_parts_is_its_text(tiny_tokenizer, name):
+    tokenizer = tokenizer_of(name, tiny_tokenizer)
+    split = [{**m, "content": [{"type": "text", "text": part} for part in m["content"]]} for m in TALK]
+    assert turns(split, tokenizer) == turns(TALK, tokenizer)
+    contexts = [context for context, _ in turns(TALK, tokenizer)]
+    assert "u1" in contexts[0] and "a1" in contexts[1] and "u2" in contexts[1]
+
+
+def test_the_output_is_cut_out_where_the_history_is_another_one(tiny_tokenizer):
+    tokenizer = tokenizer_of("gptoss", tiny_tokenizer)
+    tool = {"role": "tool", "name": "look", "content": "t", "tool_call_id": "call00000"}
+    talk = [user("u1"), said("", tool_calls=[CALL], **R1), tool, said("a1", **R2)]
+    # The final answer drops the reasoning before the call, which its prompt has.
+    rendered = tokenizer.apply_chat_template(talk, tools=TOOLS, tokenize=False)
+    assert "r1" in prompt_of(talk[:3], tokenizer, TOOLS) and "r1" not in rendered
+    (_, call), (context, answer) = turns(talk, tokenizer, TOOLS)
+    assert context == prompt_of(talk[:3], tokenizer, TOOLS)
+    assert call.startswith("<|channel|>analysis<|message|>r1<|end|>") and call.endswith('{"x": "1"}<|call|>')
+    assert answer == (
+        "<|channel|>analysis<|message|>r2<|end|><|start|>assistant<|channel|>final<|message|>a1<|return|>"
+    )
+
+
+@pytest.mark.parametrize(("name", "block"), [("qwen3", "<think>\n\n</think>\n\n"), ("qwen2_5", ""), ("llama3_1", "")])
+def test_adjacent_assistant_messages(tiny_tokenizer, name, block):
+    tokenizer = tokenizer_of(name, tiny_tokenizer)
+    talk = [user("u1"), said("a1"), said("a2")]
+    (_, first), (context, second) = turns(talk, tokenizer)
+    end = first.removeprefix("a1")
+    assert (context, second) == (prompt_of(talk[:2], tokenizer, enable_thinking=False), f"a2{end}")
+    assert context.endswith(block)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "glm4moe",
+            "\n<think></think>\n<tool_call>look\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call><|observation|>",
+        ),
+        ("gemma4", '<|tool_call>call:look{x:<|"|>1<|"|>}<tool_call|><|tool_response>'),
+        ("gemma4_v2", '<|tool_call>call:look{x:<|"|>1<|"|>}<tool_call|><turn|>'),
+        ("llama3_1", '{"name": "look", "parameters": {"x": "1"}}<|eot_id|>'),
+        ("lfm2_2_5", "<|tool_call_start|>[look(x='1')]<|tool_call_end|><|im_end|>"),
+        (
+            "deepseekv3",
+            "\n</think>\n\n<\uff5ctool\u2581calls\u2581begin\uff5c><\uff5ctool\u2581call\u2581begin\uff5c>function"
+            '<\uff5ctool\u2581sep\uff5c>look\n```json\n{"x": "1"}\n```<\uff5ctool\u2581call\u2581end\uff5c>'
+            "<\uff5ctool\u2581calls\u2581end\uff5c><\uff5cend\u2581of\u2581sentence\uff5c>",
+        ),
+    ],
+)
+def test_each_template_gets_the_arguments_that_it_prints_as_its_own(tiny_tokenizer, name, expected):
+    tokenizer = tokenizer_of(name, tiny_tokenizer)
+    if "\uff5cend" in expected:
+        tokenizer.eos_token = "<\uff5cend\u2581of\u2581sentence\uff5c>"
+    for arguments in ({"x": "1"}, '{"x": "1"}'):
+        call = {**CALL, "function": {"name": "look", "arguments": arguments}}
+        for calls in ([call], json.dumps([call]), [json.dumps(call)]):
+            ((_, output),) = turns([user("u1"), said("", tool_calls=calls)], tokenizer, TOOLS)
+            assert output == expected
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_6", "gemma4", "glm4moe", "gptoss", "nemotron_3_nano"])
+def test_no_arguments(tiny_tokenizer, name):
+    tokenizer = tokenizer_of(name, tiny_tokenizer)
+    outputs = set()
+    for arguments in ({}, "{}", "", None):
+        call = {**CALL, "function": {"name": "look", "arguments": arguments}}
+        ((_, output),) = turns([user("u1"), said("", tool_calls=[call])], tokenizer, TOOLS)
+        outputs.add(output)
+    (output,) = outputs
+    assert "look" in output and "null" not in output and '""' not in output
+
+
+RAW = "six sevens\n</think>\n\nIt is 42."
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_8", "nemotron_3_nano", "lfm2_2_5", "glm4moe", "deepseek_r1_distill"])
+def test_raw_output_after_a_think_in_the_prompt(tiny_tokenizer, name):
+    tokenizer = tokenizer_of(name, tiny_tokenizer)
+    tokenizer.eos_token = "<\uff5cend\u2581of\u2581sentence\uff5c>" if "deepseek" in name else tokenizer.eos_token
+    expected = turns([user("u1"), said("It is 42.", reasoning_content="six sevens")], tokenizer)
+    ((context, output),) = expected
+    assert (
+        output.count("six sevens") == (context + output).count("<think>") == (context + output).count("</think>") == 1
+    )
+    for raw in (RAW, f"<think>\n{RAW}"):
+        assert turns([user("u1"), said(raw)], tokenizer) == expected
+
+
+def test_an_opened_block_is_closed(tiny_tokenizer):
+    tokenizer = tokenizer_of("qwen3_8", tiny_tokenizer)
+    assert turns([user("u1"), said("a1")], tokenizer) == [
+        (prompt_of([user("u1")], tokenizer), "\n</think>\n\na1<|im_end|>")
+    ]
+
+
+def test_thinking_is_switched_only_where_the_history_stays(tiny_tokenizer):
+    tokenizer = tokenizer_of("glm4moe", tiny_tokenizer)
+    assert "/nothink" in prompt_of([user("u1")], tokenizer, enable_thinking=False)
+    assert all("/nothink" not in context for context, _ in turns(TALK, tokenizer))
+    tokenizer = tokenizer_of("qwen3_5_nothink", tiny_tokenizer)  # its prompt turns thinking off by itself
+    (_, (context, output)) = turns(THOUGHT, tokenizer)
+    assert context == prompt_of(THOUGHT[:3], tokenizer, enable_thinking=True)
+    assert output == "r2\n</think>\n\na2<|im_end|>"
+
+
+def test_stop_tokens(tiny_tokenizer, tmp_path):
+    talk = [user("u1"), said("a1")]
+    tokenizer = tokenizer_of("phi3", tiny_tokenizer)
+    end, last = (tokenizer.convert_tokens_to_ids(token) for token in ("<|end|>", "<|endoftext|>"))
+
+    def output(**options) -> str:
+        return turns(talk, tokenizer, **options)[0][1]
+
+    assert output() == output(stop_token_ids=[end, last]) == "a1<|end|>"
+    assert output(stop_token_ids=[last]) == "a1<|end|>\n<|endoftext|>"
+    refused("refused_ends", talk, tokenizer, stop_token_ids=tokenizer.encode("a")[:1])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": last}))
+    tokenizer.save_pretrained(tmp_path)
+    tokenizer = type(tokenizer).from_pretrained(tmp_path)
+    assert output() == "a1<|end|>\n<|endoftext|>"
+    assert output(stop_token_ids=[end]) == "a1<|end|>"
+
+
+def test_a_turn_that_nothing_ends_is_refused(tiny_tokenizer):
+    template = "{% for m in messages %}\n{{ m.role }}: {{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}\nassistant: {% endif %}"
+    options = {"chat_template_kwargs": {"chat_template": template}}
+    refused("refused_ends", TALK, tiny_tokenizer, **options)
+    options = {"chat_template_kwargs": {"chat_template": template.replace("{% endfor", "\n\n{% endfor")}}
+    assert [output for _, output in turns(TALK, tiny_tokenizer, **options)] == ["a1\n\n", "a2\n\n"]
+
+
+def test_a_token_over_the_seam(tiny_tokenizer):
+    talk = [user("u1"), said("\n\na1")]
+    options = {"chat_template_kwargs": {"chat_template": PLAIN_CHATML}}
+    (branch,) = conversation_branches(talk, tiny_tokenizer, **options).branches
+    ids, on = branch.input_ids, branch.weights > 0
+    prompt = tiny_tokenizer.apply_chat_template(
+        talk[:1], chat_template=PLAIN_CHATML, add_generation_prompt=True, return_dict=False
+    )
+    whole = tiny_tokenizer.apply_chat_template(talk, chat_template=PLAIN_CHATML, return_dict=False)
+    assert whole[: len(prompt)] != prompt  # a token reaches over the seam
+    assert ids[: on.argmax()].tolist() == prompt
+    assert ids[on].tolist() == tiny_tokenizer.encode("\n\na1<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("cohere", "cohere2", "gemma", "gemma3", "glm4moe", "gptoss", "lfm2_v2", "llama3", "muse_glimmer"),
+        *("nemotron_3_nano", "nemotron_3_ultra", "phi3", "phi3_5", "qwen2_5", "qwen3", "qwen3_5_think", "qwen3_6"),
+        *("qwen3_5_nothink", "qwen3_8", "qwen3_instruct_2507"),
+    ],
+)
+def test_supervised_is_what_the_training_twin_marks(tiny_tokenizer, name):
+    """TRL's twins of templates mark what the model generates; some mark text after the stop token, too."""
+    tokenizer = tokenizer_of(name, tiny_tokenizer)
+    twin = tokenizer_of(f"{name}_training", tiny_tokenizer)
+    talk = [user("u1"), said("a1", **R1)]
+    marked = twin.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
+    on = [i for i, mask in zip(marked["input_ids"], marked["assistant_masks"], strict=True) if mask]
+    (branch,) = conversation_branches(talk, tokenizer).branches
+    context = tokenizer.decode(branch.input_ids[: branch.weights.argmax()])
+    output = tokenizer.decode(branch.input_ids[branch.weights > 0])
+    expected = twin.decode(on)
+    before, found, after = expected.partition(output)
+    # Some mark the header of the first turn, or a think block that the prompt opens.
+    assert found and context.endswith(before) and after.strip() in ("", "<|im_end|>", "<|endoftext|>")
 
 
 def test_a_tokenizer_that_renders_in_its_own_way(tiny_tokenizer):
     class Shouting(type(tiny_tokenizer)):
         def apply_chat_template(self, conversation, **options):
-            return super().apply_chat_template(
-                [{**m, "content": m["content"].upper()} for m in conversation], **options
-            )
+            return super().apply_chat_template([{**m, "content": m["content"] + "!"} for m in conversation], **options)
 
     shouting = copy.deepcopy(tiny_tokenizer)
     shouting.__class__ = Shouting
-    assert supervised(TALK, shouting) == [["A1<|im_end|>"], ["A2<|im_end|>"]]
+    assert supervised(TALK, shouting) == [["a1!<|im_end|>"], ["a2!<|im_end|>"]]
     assert supervised(TALK, tiny_tokenizer) == [["a1<|im_end|>"], ["a2<|im_end|>"]]

@@ -8,6 +8,8 @@ import json
 
 import pytest
 
+from hf_prefix_tree.data.messages import TurnError
+from hf_prefix_tree.data.template import chat_template_of
 from hf_prefix_tree.data.turns import conversation_branches
 from hf_prefix_tree.tree.prefix_tree import fold
 from tests.support.branch_parts import all_parts, supervised_parts
@@ -26,7 +28,7 @@ EMPTY_THINK = "<think>\n\n</think>\n\n"
 
 def supervised(messages, tokenizer, **options) -> list[list[str]]:
     result = conversation_branches(messages, tokenizer, **options)
-    assert result.prefix_mismatches == result.unrendered_reasoning == result.unclosed_reasoning == 0
+    assert result.counts.keys() <= {"calls_without_tools"}
     return supervised_parts(result.branches, tokenizer)
 
 
@@ -45,7 +47,7 @@ def test_per_turn_drops_earlier_reasoning_and_puts_the_empty_think_block_into_th
         [OPEN, "<think>\nwhy\n</think>\n\nHello<|im_end|>", "\n"],
         [f"{OPEN}Hello<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n{NEXT}{EMPTY_THINK}", "Ciao<|im_end|>", "\n"],
     ]
-    assert (result.prefix_mismatches, result.unrendered_reasoning) == (0, 0)
+    assert result.counts == {}
 
 
 def test_the_empty_think_block_is_supervised_where_the_option_is_off(qwen3_tokenizer):
@@ -59,9 +61,9 @@ def test_the_empty_think_block_is_supervised_where_the_option_is_off(qwen3_token
 
 
 def test_thinking_is_only_switched_off_for_turns_without_reasoning(tiny_tokenizer):
-    everywhere = conversation_branches(TALK, tiny_tokenizer, chat_template_kwargs={"enable_thinking": False})
-    assert everywhere.prefix_mismatches == 1  # the prompt of the turn that reasons has an empty block
-    assert all_parts(everywhere, tiny_tokenizer)[0][0] == f"{OPEN}<think>"
+    with pytest.raises(TurnError, match=r"`messages\[2\]`.*`chat_template_kwargs`") as raised:
+        conversation_branches(TALK, tiny_tokenizer, chat_template_kwargs={"enable_thinking": False})
+    assert raised.value.name == "refused_starts"  # the prompt of the turn that reasons has an empty block
 
 
 @pytest.mark.parametrize("name", ["tiny_tokenizer", "qwen3_tokenizer"])
@@ -74,11 +76,10 @@ def test_reasoning_that_is_never_closed_is_all_reasoning(name, content, request)
         found = conversation_branches(cut_off, tokenizer, reasoning=reasoning)
         expected = conversation_branches(closed, tokenizer, reasoning=reasoning)
         assert fold(found.branches) == fold(expected.branches)
-        assert (found.unclosed_reasoning, expected.unclosed_reasoning) == (1, 0)
-        assert (found.prefix_mismatches, found.unrendered_reasoning) == (0, 0)
+        assert (found.counts, expected.counts) == ({"unclosed_reasoning": 1}, {})
     found = conversation_branches(cut_off, tokenizer)
     assert supervised_parts(found.branches, tokenizer)[0] == ["<think>\nwhy\n</think>\n\n<|im_end|>"]
-    assert conversation_branches(cut_off, tokenizer, num_prompt_messages=2).unclosed_reasoning == 0
+    assert conversation_branches(cut_off, tokenizer, num_prompt_messages=2).counts == {}
 
 
 def test_a_template_without_reasoning_keeps_a_think_that_is_never_closed(tiny_tokenizer):
@@ -88,7 +89,7 @@ def test_a_template_without_reasoning_keeps_a_think_that_is_never_closed(tiny_to
         [HI, {"role": "assistant", "content": "<think>why"}], with_template(tiny_tokenizer, template)
     )
     assert supervised_parts(result.branches, tiny_tokenizer) == [["<think>why<|im_end|>"]]
-    assert (result.unclosed_reasoning, result.unrendered_reasoning) == (1, 0)
+    assert result.counts == {"unclosed_reasoning": 1}
 
 
 def test_side_leaf(tiny_tokenizer):
@@ -271,6 +272,62 @@ def test_other_names_of_reasoning(tiny_tokenizer, name):
     assert supervised([HI, message], tiny_tokenizer) == [["<think>\nwhy\n</think>\n\nHello<|im_end|>"]]
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"reasoning_content": "", "reasoning": "why"},
+        {"reasoning_content": None, "thinking_blocks": [{"type": "thinking", "thinking": "why", "signature": "x"}]},
+        {"content": [{"type": "thinking", "thinking": "why"}, {"type": "text", "text": "Hello"}]},
+    ],
+)
+def test_reasoning_in_other_places(tiny_tokenizer, more):
+    message = {"role": "assistant", "content": "Hello", **more}
+    assert supervised([HI, message], tiny_tokenizer) == [["<think>\nwhy\n</think>\n\nHello<|im_end|>"]]
+
+
+def test_a_legacy_function_call_is_a_call(tiny_tokenizer):
+    function = {"name": "look", "arguments": '{"x": 1}'}
+    legacy = [
+        HI,
+        {"role": "assistant", "content": None, "function_call": function},
+        {"role": "function", "content": "3"},
+    ]
+    call = {"type": "function", "function": function}
+    expected = [HI, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "3"}]
+    found = conversation_branches([*legacy, CIAO], tiny_tokenizer)
+    assert found == conversation_branches([*expected, CIAO], tiny_tokenizer)
+    assert found.counts == {"calls_without_tools": 1}
+    assert conversation_branches([*legacy, CIAO], tiny_tokenizer, tools=[TOOL]).counts == {}
+
+
+def test_text_that_looks_like_reasoning_stays_what_it_is(tiny_tokenizer):
+    talk = [
+        {"role": "user", "content": "a</think>b"},
+        {"role": "assistant", "content": "Yes: <think>x</think> is a tag"},
+    ]
+    for mode in ("per_turn", "side_leaf", "keep"):
+        (branch,) = conversation_branches(talk, tiny_tokenizer, reasoning=mode).branches
+        text = tiny_tokenizer.decode(branch.input_ids)
+        assert "a</think>b" in text and "Yes: <think>x</think> is a tag" in text
+
+
+def test_keep_renders_each_turn_once_and_by_itself(tiny_tokenizer):
+    def rendered(num_turns: int) -> int:
+        template = chat_template_of(tiny_tokenizer, None, {})
+        render, lengths = template.render, []
+        template.render = lambda messages, *args, **more: (
+            lengths.append(len(messages)) or render(messages, *args, **more)
+        )
+        try:
+            conversation_branches([HI, HELLO] * num_turns, tiny_tokenizer, reasoning="keep")
+        finally:
+            del template.render
+        return sum(lengths)
+
+    rendered(1)
+    assert rendered(40) - rendered(20) == rendered(60) - rendered(40)
+
+
 def test_several_system_messages_are_rendered_where_they_are(tiny_tokenizer):
     talk = [SYSTEM, HI, {"role": "system", "content": "T"}, CIAO]
     ((context, said, _),) = all_parts(conversation_branches(talk, tiny_tokenizer), tiny_tokenizer)
@@ -321,28 +378,38 @@ def test_messages_as_a_json_string(tiny_tokenizer):
 # --- what is counted ------------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_that_is_no_prefix_is_counted(tiny_tokenizer):
+def test_a_turn_that_does_not_continue_its_prompt_is_refused(tiny_tokenizer):
     source = tiny_tokenizer.chat_template
     wordy = with_template(
         tiny_tokenizer, source.replace("'<|im_start|>assistant\\n' + empty_think", "'<|im_start|>me'")
     )
     assert wordy.chat_template != source
-    result = conversation_branches(TALK, wordy, empty_thinking_in_prompt=False)
-    assert result.prefix_mismatches == 2
-    assert all_parts(result, wordy)[1][-3:][1] == "assistant\nCiao<|im_end|>"
+    with pytest.raises(TurnError, match=r"`messages\[2\]`.*generation prompt") as raised:
+        conversation_branches(TALK, wordy, empty_thinking_in_prompt=False)
+    assert raised.value.name == "refused_starts"
 
 
-def test_reasoning_that_the_template_leaves_out_is_counted(tiny_tokenizer):
+def test_reasoning_that_the_template_has_no_place_for_is_counted(tiny_tokenizer):
     source = tiny_tokenizer.chat_template
     silent = with_template(tiny_tokenizer, source.replace("{%- if message.reasoning_content -%}", "{%- if false -%}"))
     assert silent.chat_template != source
     for mode, branches in (("per_turn", 2), ("side_leaf", 1), ("keep", 1)):
         result = conversation_branches(TALK, silent, reasoning=mode)
-        assert (len(result.branches), result.unrendered_reasoning) == (branches, 1)
+        assert (len(result.branches), result.counts) == (branches, {"unrendered_reasoning": 1})
 
 
-LEGACY_CALL = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
-REPLY = {"role": "function", "name": "f", "content": "3"}
+@pytest.mark.parametrize("mode", ["per_turn", "side_leaf", "keep"])
+def test_reasoning_that_the_template_writes_for_other_turns_only_is_refused(tiny_tokenizer, mode):
+    source = tiny_tokenizer.chat_template
+    condition = "{%- if message.reasoning_content -%}"
+    sparing = source.replace(condition, condition.replace(" -%}", " and message.reasoning_content != 'why' -%}"))
+    assert sparing != source
+    with pytest.raises(TurnError, match=r"`messages\[2\]`.*reasoning") as raised:
+        conversation_branches(TALK, with_template(tiny_tokenizer, sparing), reasoning=mode)
+    assert raised.value.name == "refused_reasoning"
+
+
+REPLY = {"role": "ipython", "name": "f", "content": "3"}
 DEVELOPER = {"role": "developer", "content": [{"type": "text", "text": "Be terse."}]}
 
 
@@ -350,7 +417,7 @@ DEVELOPER = {"role": "developer", "content": [{"type": "text", "text": "Be terse
 @pytest.mark.parametrize(
     ("messages", "count"),
     [
-        ([HI, LEGACY_CALL, REPLY, CIAO], 2),
+        ([HI, CIAO, REPLY, REPLY, BYE, HELLO], 2),
         ([DEVELOPER, HI, CIAO, DEVELOPER, BYE, HELLO, REPLY], 2),
         ([HI, CIAO, {**REPLY, "content": "Hi"}, BYE, HELLO], 1),  # its text stands elsewhere
         ([HI, CIAO, {**REPLY, "content": " "}, BYE, HELLO], 0),
@@ -359,23 +426,20 @@ DEVELOPER = {"role": "developer", "content": [{"type": "text", "text": "Be terse
 )
 def test_messages_that_the_template_leaves_out_are_counted(qwen3_tokenizer, messages, count, reasoning):
     result = conversation_branches(messages, qwen3_tokenizer, reasoning=reasoning)
-    assert result.unrendered_messages == count
+    assert result.counts.get("unrendered_messages", 0) == count
 
 
 def test_a_message_whose_text_is_changed_or_parsed_is_not_left_out(tiny_tokenizer):
     turn = "{%- for m in messages -%}<|im_start|>{{ m.role }} "
     end = "<|im_end|>{%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant {% endif -%}"
     for text in (
-        "{{ m.content | upper }}",
-        "{%- if m.content == 'x' -%}{{ raise_exception('x') }}{%- endif -%}"
-        + "{{ {'Hi': 1, 'Ciao': 2}[m.content] + 0 }}",
+        "{{ m.content | upper if m.role == 'user' else m.content }}",
+        "{% if m.content == 'x' %}{{ raise_exception('x') }}{% endif %}" + "{{ {'Hi': 1}.get(m.content, m.content) }}",
     ):
         result = conversation_branches([HI, CIAO], with_template(tiny_tokenizer, turn + text + end))
-        assert result.unrendered_messages == 0
-    silent = "{{ '' if m.role == 'user' else m.content | upper }}"
-    assert (
-        conversation_branches([HI, CIAO], with_template(tiny_tokenizer, turn + silent + end)).unrendered_messages == 1
-    )
+        assert result.counts == {}
+    silent = with_template(tiny_tokenizer, turn + "{{ '' if m.role == 'user' else m.content }}" + end)
+    assert conversation_branches([HI, CIAO], silent).counts == {"unrendered_messages": 1}
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
@@ -394,12 +458,16 @@ def test_a_message_whose_text_is_changed_or_parsed_is_not_left_out(tiny_tokenize
         (TALK, {"num_prompt_messages": 5}, "assistant.* 5 "),
         ([HI, {"role": "assistant", "content": 5}], {}, r"`messages\[1\].content`.*int"),
         ([HI, {"role": "assistant", "content": {"a": 1}}], {}, "dict.*`json.dumps`"),
-        ([HI, {"role": "assistant", "tool_calls": ["x"]}], {}, r"`messages\[1\].tool_calls`"),
+        ([HI, {"role": "assistant", "tool_calls": ["x"]}], {}, r"`messages\[1\].tool_calls\[0\]`.*JSON"),
+        ([HI, {"role": "assistant", "tool_calls": [{"x": 1}]}], {}, r"`messages\[1\].tool_calls\[0\]`.*`name`"),
         ([HI, {"role": "assistant", "content": "x", "extra": {1}}], {}, r"`messages\[1\].extra`.*set"),
         (TALK, {"tools": "{"}, "`tools`.*JSON"),
         (TALK, {"tools": TOOL}, "`tools`.*dict"),
         (TALK, {"tools": [5]}, r"`tools\[0\]`.*int"),
         (TALK, {"tools": ["look"]}, r"`tools\[0\]`.*JSON"),
+        (TALK, {"tools": [HI]}, r"`tools\[0\]`.*'role'.*dialogues"),
+        (TALK, {"tools": [{"messages": TALK}]}, r"`tools\[0\]`.*'messages'"),
+        ([HI, {**HELLO, "reasoning_content": {"a": 1}}], {}, r"`messages\[1\]`.*dict"),
         (TALK, {"reasoning": "drop"}, "`reasoning`.*'drop'"),
         (TALK, {"reasoning": "think_split"}, "assistant.*'side_leaf'"),
         (TALK, {"chat_template_kwargs": {"tokenize": True}}, "`chat_template_kwargs`.*'tokenize'"),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import logging
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict, Features, IterableDataset, List, Value, load_dataset, load_from_disk
+from tokenizers.processors import TemplateProcessing
 
 from examples.demo.dialogues import generate_dialogues
 from hf_prefix_tree.data import prepare as pipeline
@@ -211,11 +213,40 @@ def test_prompts_and_completions_as_text(tiny_tokenizer):
     assert prepare_rows(single, tiny_tokenizer) == [fold([branch]) for branch in expected]
 
 
-def test_a_merge_across_the_boundary_of_prompt_and_completion_is_counted(tiny_tokenizer, caplog):
+def test_no_token_reaches_over_the_boundary_of_prompt_and_completion(tiny_tokenizer):
     (tree,) = prepare_rows([{"prompt": "Thank yo", "completion": "u"}], tiny_tokenizer)
-    assert "1 turns whose prompt is no token prefix" in caplog.text
     (branch,) = tree.branches()
-    assert tiny_tokenizer.decode(branch.input_ids[branch.weights > 0]) == " you<|im_end|>"
+    context, supervised = (branch.input_ids[branch.weights == on] for on in (0, 1))
+    assert context.tolist() == tiny_tokenizer("Thank yo")["input_ids"]
+    assert tiny_tokenizer.decode(supervised) == "u<|im_end|>"
+
+
+def test_a_prompt_with_the_start_token_gets_no_second_one(tiny_tokenizer):
+    starting = copy.deepcopy(tiny_tokenizer)
+    starting.add_special_tokens({"bos_token": "<s>"})
+    start = ("<s>", starting.bos_token_id)
+    starting._tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[start])
+    rows = [{"prompt": prompt, "completion": "yes"} for prompt in ("Ok?", "<s>Ok?")]
+    with_text, without = (prepare_rows([row], starting) for row in rows)
+    assert with_text == without and with_text[0].input_ids[:2].tolist().count(start[1]) == 1
+
+
+def test_a_row_may_not_replace_the_chat_template(tiny_tokenizer):
+    row = {"messages": [HI, HELLO], "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}
+    with pytest.raises(ValueError, match=r"`chat_template_kwargs`.*'chat_template'"):
+        prepare_rows([row], tiny_tokenizer)
+
+
+def test_a_turn_that_cannot_be_exact_is_counted_and_takes_its_row(tiny_tokenizer):
+    silent = copy.deepcopy(tiny_tokenizer)
+    silent.chat_template = silent.chat_template.replace("message.tool_calls", "message.nothing")
+    call = {"function": {"name": "look", "arguments": "{}"}}
+    rows = [{"messages": [HI, HELLO, HI, {"role": "assistant", "tool_calls": [call]}]}, {"messages": [HI, HELLO]}]
+    counts = {}
+    assert len(prepare_trees(Dataset.from_list(rows), silent, on_error="skip", counts=counts)) == 1
+    assert (counts["skipped"], counts["refused_calls"], counts["calls_without_tools"]) == (1, 1, 0)
+    with pytest.raises(ValueError, match=r"row 0: `messages\[3\]`.*calls"):
+        prepare_rows(rows, silent)
 
 
 def test_prompts_and_completions_as_messages(tiny_tokenizer):

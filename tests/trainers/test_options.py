@@ -51,6 +51,7 @@ PREPARATION_VALUES = {
     "reasoning": "keep",
     "chat_template_kwargs": {"enable_thinking": True},
     "empty_thinking_in_prompt": False,
+    "stop_token_ids": [9],
     "column_names": {"messages": "conversation"},
     "group_by": "group",
     "max_length": 9,
