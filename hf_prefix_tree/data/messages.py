@@ -17,6 +17,9 @@ Tools = Sequence[Mapping[str, Any] | str | Callable[..., Any]] | str
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
+MAX_DEPTH = 100  # levels of a message; Python recurses over them
+
+
 def normalize_messages(messages: Sequence[Mapping[str, Any]] | str, parse_arguments: bool) -> list[Message]:
     """
     Copy messages into plain data that every template can read.
@@ -100,7 +103,7 @@ def _normalize_message(message: Any, name: str, parse_arguments: bool) -> Messag
         raise ValueError(f"`{name}` is a {type(message).__name__}; pass a dict with `role` and `content`.")
     plain = {key: value for key, value in _plain(message, name).items() if value is not None}
     if not isinstance(plain.get("role"), str) or not plain["role"]:
-        raise ValueError(f"`{name}` has the keys {sorted(message)} and no `role`; name who says it, e.g. 'user'.")
+        raise ValueError(f"`{name}` has the keys {list(message)} and no `role`; name who says it, e.g. 'user'.")
     content = plain.setdefault("content", "")
     if not isinstance(content, (str, list)):
         raise ValueError(f"`{name}.content` is a {type(content).__name__}; pass a string, e.g. with `json.dumps`.")
@@ -141,16 +144,34 @@ def _normalize_tool(tool: Any, name: str) -> Any:
 def _parse_json(text: str, name: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"`{name}` is no JSON ({error}), got {text[:80]!r}; pass the object itself.") from None
 
 
-def _plain(value: Any, name: str) -> Any:
+def check_text(text: Any, name: str) -> str:
+    """`text`, if a tokenizer can read it; a `ValueError` that names `name` otherwise."""
+    if not isinstance(text, str):
+        raise ValueError(f"`{name}` is a {type(text).__name__}; pass a string.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"`{name}` has {text[error.start]!r} at index {error.start}, half of a surrogate pair, as JSON has where "
+            "an emoji was cut in two; remove it."
+        ) from None
+    return text
+
+
+def _plain(value: Any, name: str, depth: int = 0) -> Any:
     """A copy made of dicts, lists and JSON scalars: a template prints anything else as a placeholder, or crashes."""
-    if value is None or type(value) in (str, int, float, bool):
+    if depth > MAX_DEPTH:
+        raise ValueError(f"`{name[:80]}` is nested more than {MAX_DEPTH} levels deep; pass it as a JSON string.")
+    if value is None or type(value) in (int, float, bool):
         return value
+    if isinstance(value, str):
+        return check_text(value, name)
     if isinstance(value, Mapping):
-        return {key: _plain(item, f"{name}.{key}") for key, item in value.items()}
+        return {check_text(key, name): _plain(item, f"{name}.{key}", depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{name}[{i}]") for i, item in enumerate(value)]
+        return [_plain(item, f"{name}[{i}]", depth + 1) for i, item in enumerate(value)]
     raise ValueError(f"`{name}` is a {type(value).__name__}, which is not JSON; pass a string or a number.")

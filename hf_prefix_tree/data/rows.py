@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hf_prefix_tree.data.messages import check_text
 from hf_prefix_tree.data.nodes import as_branch, rollout_branches, search_tree_branches, text_tree_branches
 from hf_prefix_tree.data.supervision import read_sample
 from hf_prefix_tree.data.tokenization import common_prefix
@@ -106,13 +107,16 @@ def group_key(group: Any, group_by: str) -> Hashable:
     Raises:
         `ValueError`: If it is a null, a NaN, a list or a dict.
     """
-    if group is None or group != group:  # rows without a group have nothing in common
-        raise ValueError(f"`group_by` is {group_by!r}, whose value is {group} here; give every row a group.")
-    if not isinstance(group, Hashable):
+    try:
+        hash(group)
+        is_group = group is not None and bool(group == group)
+    except (TypeError, ValueError, RuntimeError):  # a list, a dict, an array or a tensor, maybe inside of a tuple
         raise ValueError(
             f"`group_by` is {group_by!r}, whose value is a {type(group).__name__} here; pass a column of strings or "
             "numbers."
-        )
+        ) from None
+    if not is_group:  # rows without a group have nothing in common
+        raise ValueError(f"`group_by` is {group_by!r}, whose value is {group} here; give every row a group.")
     return group
 
 
@@ -255,7 +259,7 @@ def _conversation(
     if not tools and options.tools is not None:
         tools = options.tools
         if isinstance(tools, Mapping):
-            group = row.get(options.group_column)
+            group = group_key(row.get(options.group_column), options.group_column)
             if group not in tools:
                 raise ValueError(f"`tools` has no entry for {options.group_column}={group!r}; add it, or pass a list.")
             tools = tools[group]
@@ -279,6 +283,8 @@ def _texts(prompt: str, completions: Sequence[str], options: RowOptions, counts:
     """Prompt and completion as one text, as TRL tokenizes it: with special tokens, and an end token after each."""
     assert options.tokenizer is not None
     end = options.tokenizer.eos_token or ""
+    for name, text in (("prompt", prompt), *((f"completions[{i}]", text) for i, text in enumerate(completions))):
+        check_text(text, name)
     texts = [prompt + (text if text.endswith(end) else text + end) for text in completions]
     encoded = options.tokenizer([prompt, *texts], return_attention_mask=False, verbose=False)["input_ids"]
     prompt_ids, *ids = (np.array(x, dtype=np.int64) for x in encoded)

@@ -70,7 +70,7 @@ def trees_of_stream(dataset: IterableDataset, group_by: str, settings: dict[str,
     def keyed() -> Iterator[tuple[Any, tuple[int, Mapping[str, Any]]]]:
         for index, row in enumerate(dataset):
             try:
-                yield group_key(row[group_by], group_by), (index, row)
+                yield group_key(row.get(group_by), group_by), (index, row)
             except ValueError as error:
                 report = Report()
                 report.add(skipped_row(index, error, settings["on_error"]))

@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from hf_prefix_tree.data.supervision import IGNORE_INDEX, Sample, read_sample
+from hf_prefix_tree.data.supervision import IGNORE_INDEX, Sample, check_features, read_sample
+from hf_prefix_tree.tree.folding import integer_array
 
 SAMPLE_INDEX = "sample_index"
 
@@ -104,17 +105,15 @@ class DataCollatorForDiffusionLM:
             if getattr(self, name) is None:
                 setattr(self, name, _id_of(self.processing_class, name))
             value = getattr(self, name)
-            if value is not None and (
-                not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 0
-            ):
-                raise ValueError(f"`{name}` must be a token id, got {value!r}.")
+            if value is not None:
+                integer_array([value], name)
         if self.pad_token_id is None:
             where = "there is no `processing_class`" if self.processing_class is None else "the tokenizer has none"
             raise ValueError(f"`pad_token_id` is not given and {where}: pass one; it may be the id of the EOS token.")
         for name, least in (("block_size", 0), ("pad_seq_len_divisible", 0), ("max_seq_len", 1)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"`{name}` must be at least {least}, got {value}: pass None to go without.")
+            if value is not None:
+                integer_array([value], name, least)
 
     @property
     def block_pad_token_id(self) -> int:
@@ -126,8 +125,7 @@ class DataCollatorForDiffusionLM:
     def __call__(self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         return_tensors = return_tensors or self.return_tensors
         _check_return_tensors(return_tensors)
-        if not features:
-            raise ValueError("`features` is empty; pass at least one sample.")
+        check_features(features)
         samples = [self._read(feature, index) for index, feature in enumerate(features)]
         prefixes = [self._prefix(sample, index) for index, sample in enumerate(samples)]
         ends = [self._fill_end(len(s.input_ids), prefix) for s, prefix in zip(samples, prefixes, strict=True)]
@@ -146,11 +144,11 @@ class DataCollatorForDiffusionLM:
                 values[row, :raw] = content[:length]
         batch["labels"] = np.where(batch["loss_mask"] != 0, batch["input_ids"], IGNORE_INDEX)
         batch["input_lengths"] = np.array([len(sample.input_ids) for sample in samples], dtype=np.int64)
-        indices = [int(feature[SAMPLE_INDEX]) for feature in features if feature.get(SAMPLE_INDEX) is not None]
-        if indices:
-            if len(indices) < len(features):
+        indices = [feature.get(SAMPLE_INDEX) for feature in features]
+        if any(index is not None for index in indices):
+            if None in indices:
                 raise ValueError(f"Some features have a `{SAMPLE_INDEX}` and others don't: give every one its own.")
-            batch[SAMPLE_INDEX] = np.array(indices, dtype=np.int64)
+            batch[SAMPLE_INDEX] = integer_array(indices, SAMPLE_INDEX, minimum=-1)
         if return_tensors == "np":
             return batch
         return {name: torch.from_numpy(value) for name, value in batch.items()}

@@ -11,9 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from hf_prefix_tree.data.supervision import Sample, read_sample
+from hf_prefix_tree.data.supervision import Sample, check_features, located, read_sample
+from hf_prefix_tree.tree.folding import INT32_MAX, INT64_MAX, integer_array
 from hf_prefix_tree.tree.packing import pack_rows
 
 ROW_KEYS = ("input_ids", "loss_mask", "attention_mask", "position_ids", "doc_remaining")
@@ -138,28 +141,33 @@ class DataCollatorForEagle3:
     target_fingerprint: str | None = None
 
     def __post_init__(self) -> None:
-        if self.pad_to_multiple_of < 1:
-            raise ValueError(f"`pad_to_multiple_of` must be at least 1, got {self.pad_to_multiple_of}.")
+        for name, least in (("pad_token_id", 0), ("length", 1), ("pad_to_multiple_of", 1)):
+            if name != "length" or self.length is not None:
+                integer_array([getattr(self, name)], name, least)
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        if not features:
-            raise ValueError("`features` is empty; pass at least one row.")
-        documents = {
-            index: as_document(read_sample(feature, f"`features[{index}]`"))
-            for index, feature in enumerate(features)
-            if "doc_remaining" not in feature
-        }
-        lengths = {len(feature["input_ids"]) for index, feature in enumerate(features) if index not in documents}
+        check_features(features)
+        documents, packed = {}, {}
+        for index, feature in enumerate(features):
+            if feature.get("doc_remaining") is None:
+                documents[index] = as_document(read_sample(feature, f"`features[{index}]`"))
+            else:
+                with located(f"`features[{index}]`"):
+                    packed[index] = _checked_row(feature)
+        lengths = {len(row["input_ids"]) for row in packed.values()}
         if len(lengths) > 1:
             raise ValueError(
                 f"`features` has packed rows of {sorted(lengths)} tokens: pack them with one `packed_sequence_size`."
             )
         length = lengths.pop() if lengths else self._padded_length(list(documents.values()))
         rows = [
-            self._padded(documents[index], length) if index in documents else _checked_row(feature)
-            for index, feature in enumerate(features)
+            packed[index] if index in packed else self._padded(documents[index], length)
+            for index in range(len(features))
         ]
-        batch = {name: torch.tensor([row[name] for row in rows], dtype=torch.int64) for name in ROW_KEYS}
+        batch = {
+            name: torch.from_numpy(np.array([row[name] for row in rows], dtype=np.int64).reshape(len(rows), length))
+            for name in ROW_KEYS
+        }
         count = max(len(row["seq_lens"]) for row in rows)
         seq_lens = [[*row["seq_lens"], *[0] * (count - len(row["seq_lens"]))] for row in rows]
         batch["seq_lens"] = torch.tensor(seq_lens, dtype=torch.int64)
@@ -182,15 +190,31 @@ class DataCollatorForEagle3:
         return eagle3_row([document] if len(document[0]) else [], length, self.pad_token_id)
 
 
-def _checked_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    length = len(row["input_ids"])
-    for name in ROW_KEYS:
-        if name not in row or len(row[name]) != length:
-            count = "none" if name not in row else str(len(row[name]))
-            raise ValueError(f"A packed row of {length} tokens has {count} `{name}`: pack it again.")
-    if sum(row["seq_lens"]) != length:
-        raise ValueError(f"A packed row of {length} tokens has `seq_lens` that sum to {sum(row['seq_lens'])}.")
-    return row
+def _checked_row(row: Mapping[str, Any]) -> dict[str, npt.NDArray[np.int64]]:
+    """The columns of a packed row as arrays, if they are what [`eagle3_row`] makes of its documents."""
+    for name in PACKED_COLUMNS:
+        if row.get(name) is None:
+            raise ValueError(f"`{name}` is missing in a packed row; pack it again.")
+    columns = {
+        name: integer_array(row[name], name, maximum=INT64_MAX if name == "input_ids" else INT32_MAX)
+        for name in PACKED_COLUMNS
+    }
+    length, lengths, real = len(columns["input_ids"]), columns["seq_lens"], columns["seq_lens"].copy()
+    attended = np.arange(length) < columns["attention_mask"].sum()
+    real[-1:] -= length - attended.sum()  # padding counts to the last document, and is shorter
+    if lengths.sum() != length or lengths.min(initial=1) < 1 or real.min(initial=1) < (len(real) > 1):
+        raise ValueError(f"`seq_lens` is {lengths[:20]} for {attended.sum()} tokens in a row of {length}; pack it again.")
+    positions = np.arange(length) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    expected = {
+        "attention_mask": attended,
+        "position_ids": positions,
+        "doc_remaining": np.where(attended, np.repeat(real, lengths) - 1 - positions, 0),
+        "loss_mask": attended & (columns["loss_mask"] != 0) if len(columns["loss_mask"]) == length else attended,
+    }
+    for name, values in expected.items():
+        if not np.array_equal(columns[name], values):
+            raise ValueError(f"`{name}` is not that of a packed row with `seq_lens` {lengths[:20]}; pack it again.")
+    return columns
 
 
 def _hidden_states(
