@@ -16,7 +16,7 @@ from hf_prefix_tree.data.nodes import _prompt_and_completions
 from hf_prefix_tree.data.supervision import IGNORE_INDEX, Sample, check_features, located, read_sample
 from hf_prefix_tree.diffusion.collator import DataCollatorForDiffusionLM
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE, concatenate_trees
-from hf_prefix_tree.tree.folding import INT32_MAX, integer_array
+from hf_prefix_tree.tree.folding import INT32_MAX, check_integer, integer_array
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 CROSS_ENTROPY_IGNORE_IDX = IGNORE_INDEX
@@ -90,6 +90,7 @@ def fold_shared_prefix_rollouts(
 
     ```
     """
+    check_integer(ignore_idx, "ignore_idx", least=-INT32_MAX)
     prompt, ids = _prompt_and_completions(prompt_ids, completions)
     nodes = [prompt, *ids]
     labels = [ignore_idx] * len(prompt)
@@ -159,6 +160,8 @@ def prefix_tree_collate_fn(
             f"`features` must be a list of one group, got {got}. Use a batch size of 1, or "
             "`DataCollatorForPrefixTree` for several groups."
         )
+    check_integer(pad_token_id, "pad_token_id")
+    check_integer(ignore_idx, "ignore_idx", least=-INT32_MAX)
     group = features[0]
     fields = dataclasses.asdict(group) if isinstance(group, FoldedRollouts) else group
     names = ("input_ids", "labels", "node_lengths", "sample_paths")

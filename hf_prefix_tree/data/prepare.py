@@ -31,7 +31,7 @@ from hf_prefix_tree.data.trees import (
     trees_of_stream,
 )
 from hf_prefix_tree.data.turns import REASONING_MODES
-from hf_prefix_tree.tree.folding import WEIGHTINGS
+from hf_prefix_tree.tree.folding import WEIGHTINGS, check_integer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -187,12 +187,12 @@ def check_preparation(
     """
     options = locals()
     for name, known in PREPARATION_CHOICES.items():
-        if (value := options[name]) not in known and not (name == "selection_metric" and value is None):
+        value = options[name]
+        if not (isinstance(value, str) and value in known) and not (name == "selection_metric" and value is None):
             raise ValueError(f"`{name}` is {value!r}; pass one of {', '.join(map(repr, known))}.")
     for name, least in _LIMITS.items():
-        if (value := options[name]) is not None and (not isinstance(value, (int, np.integer)) or value < least):
-            reason = "a branch's first token is not supervised" if least == 2 else "or leave it out"
-            raise ValueError(f"`{name}` is {value!r}; pass an integer of at least {least}, {reason}.")
+        if (value := options[name]) is not None:
+            check_integer(value, name, least)
     if max_length is not None and max_packed_tokens is not None and max_length > max_packed_tokens:
         raise ValueError(
             f"`max_length` is {max_length}, above `max_packed_tokens`, which is {max_packed_tokens}: a packed "

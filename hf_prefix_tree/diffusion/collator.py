@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hf_prefix_tree.data.supervision import IGNORE_INDEX, Sample, check_features, read_sample
-from hf_prefix_tree.tree.folding import integer_array
+from hf_prefix_tree.tree.folding import check_integer, integer_array
 
 SAMPLE_INDEX = "sample_index"
 
@@ -106,14 +106,14 @@ class DataCollatorForDiffusionLM:
                 setattr(self, name, _id_of(self.processing_class, name))
             value = getattr(self, name)
             if value is not None:
-                integer_array([value], name)
+                check_integer(value, name)
         if self.pad_token_id is None:
             where = "there is no `processing_class`" if self.processing_class is None else "the tokenizer has none"
             raise ValueError(f"`pad_token_id` is not given and {where}: pass one; it may be the id of the EOS token.")
         for name, least in (("block_size", 0), ("pad_seq_len_divisible", 0), ("max_seq_len", 1)):
             value = getattr(self, name)
             if value is not None:
-                integer_array([value], name, least)
+                check_integer(value, name, least)
 
     @property
     def block_pad_token_id(self) -> int:
@@ -184,7 +184,7 @@ class DataCollatorForDiffusionLM:
 
 
 def _check_return_tensors(return_tensors: str) -> None:
-    if return_tensors not in ("pt", "np"):
+    if not isinstance(return_tensors, str) or return_tensors not in ("pt", "np"):
         raise ValueError(f"`return_tensors` must be 'pt' or 'np', got {return_tensors!r}.")
 
 

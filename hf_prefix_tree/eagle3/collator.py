@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from hf_prefix_tree.data.supervision import Sample, check_features, located, read_sample
-from hf_prefix_tree.tree.folding import INT32_MAX, INT64_MAX, integer_array
+from hf_prefix_tree.tree.folding import INT32_MAX, INT64_MAX, check_integer, integer_array
 from hf_prefix_tree.tree.packing import pack_rows
 
 ROW_KEYS = ("input_ids", "loss_mask", "attention_mask", "position_ids", "doc_remaining")
@@ -143,7 +143,7 @@ class DataCollatorForEagle3:
     def __post_init__(self) -> None:
         for name, least in (("pad_token_id", 0), ("length", 1), ("pad_to_multiple_of", 1)):
             if name != "length" or self.length is not None:
-                integer_array([getattr(self, name)], name, least)
+                check_integer(getattr(self, name), name, least)
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         check_features(features)
@@ -203,7 +203,9 @@ def _checked_row(row: Mapping[str, Any]) -> dict[str, npt.NDArray[np.int64]]:
     attended = np.arange(length) < columns["attention_mask"].sum()
     real[-1:] -= length - attended.sum()  # padding counts to the last document, and is shorter
     if lengths.sum() != length or lengths.min(initial=1) < 1 or real.min(initial=1) < (len(real) > 1):
-        raise ValueError(f"`seq_lens` is {lengths[:20]} for {attended.sum()} tokens in a row of {length}; pack it again.")
+        raise ValueError(
+            f"`seq_lens` is {lengths[:20]} for {attended.sum()} tokens in a row of {length}; pack it again."
+        )
     positions = np.arange(length) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     expected = {
         "attention_mask": attended,

@@ -41,6 +41,7 @@ from hf_prefix_tree.eagle3.collator import (
     eagle3_row,
 )
 from hf_prefix_tree.training.sampling import PaddedStream, rank_loader
+from hf_prefix_tree.tree.folding import check_integer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -193,9 +194,9 @@ def pack_eagle3_dataset(
 
     ```
     """
-    if not isinstance(packed_sequence_size, int) or packed_sequence_size < 1:
-        raise ValueError(f"`packed_sequence_size` must be a positive integer, got {packed_sequence_size!r}.")
-    if strategy not in STRATEGIES:
+    check_integer(packed_sequence_size, "packed_sequence_size", 1)
+    check_integer(pad_token_id, "pad_token_id")
+    if not isinstance(strategy, str) or strategy not in STRATEGIES:
         raise ValueError(f"`strategy` must be one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}.")
     settings: dict[str, Any] = {
         "length": packed_sequence_size,
@@ -312,11 +313,11 @@ def build_eagle3_dataloader(
     Raises:
         `ValueError`: If an argument is out of range, a row is malformed, or none is left.
     """
-    if batch_size < 1 or seq_length < 1 or packed_sequence_size < 0:
-        raise ValueError(
-            f"`batch_size={batch_size}` and `seq_length={seq_length}` must be at least 1, and "
-            f"`packed_sequence_size={packed_sequence_size}` at least 0 (0 pads)."
-        )
+    check_integer(batch_size, "batch_size", 1)
+    check_integer(seq_length, "seq_length", 1)
+    check_integer(packed_sequence_size, "packed_sequence_size")
+    check_integer(seed, "seed")
+    check_integer(num_workers, "num_workers")
     if isinstance(dataset, (str, os.PathLike)):
         dataset = load_dataset("json", data_files=os.fspath(dataset), split="train")
     pad = padding_token(tokenizer, pad_token_id)

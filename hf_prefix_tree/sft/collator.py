@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from hf_prefix_tree.data.nodes import as_branch, rollout_branches
 from hf_prefix_tree.data.supervision import located
-from hf_prefix_tree.modeling.batch import BLOCK_SIZE, check_multiple, concatenate_trees
+from hf_prefix_tree.modeling.batch import BLOCK_SIZE, concatenate_trees
 from hf_prefix_tree.training.sampling import PADDING_FEATURE
-from hf_prefix_tree.tree.folding import as_list, check_weighting
+from hf_prefix_tree.tree.folding import INT64_MAX, as_list, check_integer, check_weighting
 from hf_prefix_tree.tree.prefix_tree import PrefixTree, fold
 
 
@@ -92,13 +91,13 @@ class DataCollatorForPrefixTree:
     pad_to_multiple_of: int = BLOCK_SIZE
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pad_token_id, (int, np.integer)) or isinstance(self.pad_token_id, bool):
+        if self.pad_token_id is None:
             raise ValueError(
-                f"`pad_token_id` must be an int, got {self.pad_token_id!r}: pass `tokenizer.pad_token_id`, or "
-                "`tokenizer.eos_token_id` where there is none."
+                "`pad_token_id` is None; pass `tokenizer.pad_token_id`, or `tokenizer.eos_token_id` without one."
             )
+        check_integer(self.pad_token_id, "pad_token_id", least=-INT64_MAX)  # a trainer sets it later
         check_weighting(self.weighting)
-        check_multiple(self.pad_to_multiple_of)
+        check_integer(self.pad_to_multiple_of, "pad_to_multiple_of", least=1)
 
     def __call__(self, features: Sequence[PrefixTree | Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         if self.pad_token_id < 0:  # may be set after construction

@@ -85,6 +85,13 @@ def check_weighting(weighting: Any) -> str:
     return weighting
 
 
+def check_integer(value: Any, name: str, least: int = 0) -> int:
+    """`value`, if it is an integer of at least `least`; a `ValueError` that names `name` otherwise."""
+    if type(value) is bool or not isinstance(value, (int, np.integer)) or not least <= value <= INT64_MAX:
+        raise ValueError(f"`{name}` is {_short(value)}; pass an integer of at least {least}.")
+    return int(value)
+
+
 def _flat_array(value: Any, name: str, kind: str) -> npt.NDArray[Any]:
     try:
         array = np.asarray(value)
@@ -98,7 +105,10 @@ def _flat_array(value: Any, name: str, kind: str) -> npt.NDArray[Any]:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a {type(value).__name__} in many levels"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

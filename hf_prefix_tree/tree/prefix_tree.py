@@ -255,7 +255,9 @@ class PrefixTree:
         if tree.num_branches == len(tree.branch_nodes):  # a part of a split tree has the weights of the whole tree
             for name, expected in tree._refolded().items():
                 if not np.allclose(getattr(tree, name), expected, rtol=1e-9, atol=1e-300):
-                    raise ValueError(f"`{name}` contradicts `run_values`; the tree is corrupt: fold its branches again.")
+                    raise ValueError(
+                        f"`{name}` contradicts `run_values`; the tree is corrupt: fold its branches again."
+                    )
         return tree
 
     def _refolded(self) -> dict[str, npt.NDArray[Any]]:
@@ -266,8 +268,10 @@ class PrefixTree:
             supervised = np.add.reduceat(weights > 0, layout.node_starts(self._branch_lengths), dtype=np.int64)
             weights = weights / np.repeat(np.maximum(supervised, 1), self._branch_lengths)
         total = np.bincount(positions, weights, len(self))
-        weights = folding.weighted(total, count, self.num_branches, self.weighting)
-        return {"weights": weights, "branch_count": count}
+        return {
+            "weights": folding.weighted(total, count, self.num_branches, self.weighting),
+            "branch_count": count,
+        }
 
     @classmethod
     def from_nodes(

@@ -132,10 +132,10 @@ class Nested(list):
 
 
 @st.composite
-def mutated(draw: Any, rows: st.SearchStrategy[Any], changes: st.SearchStrategy[int] = st.integers(0, 2)) -> Any:
+def mutated(draw: Any, rows: st.SearchStrategy[Any]) -> Any:
     """A row with up to two entries, at any depth, replaced, removed, doubled or renamed."""
     row = draw(rows)
-    for _ in range(draw(changes)):
+    for _ in range(draw(st.integers(0, 2))):
         row = copy.copy(row)
         _mutate(draw, row)
     return row
@@ -263,7 +263,9 @@ def completions(draw: Any) -> dict[str, Any]:
     as_text = draw(st.booleans())
     prompt = draw(TEXT) if as_text else draw(messages())
     texts = [draw(TEXT) if as_text else draw(messages(first=0)) for _ in range(draw(st.integers(1, 3)))]
-    return {"prompt": prompt, "completion": texts[0]} if draw(st.booleans()) else {"prompt": prompt, "completions": texts}
+    return (
+        {"prompt": prompt, "completion": texts[0]} if draw(st.booleans()) else {"prompt": prompt, "completions": texts}
+    )
 
 
 # By the names of `ROW_KINDS`; both forms of completions are drawn in one.

@@ -114,7 +114,9 @@ def rows_list(row: Any, name: str) -> list[Any]:
 def _of_branches(row: Any, tokenizer: Any) -> list[Plain]:
     found = []
     for branch in rows_list(row, "branches"):
-        check(isinstance(branch, Mapping) and branch.get("input_ids") is not None and branch.get("weights") is not None)
+        check(
+            isinstance(branch, Mapping) and branch.get("input_ids") is not None and branch.get("weights") is not None
+        )
         found.append((ints(branch["input_ids"]), numbers(branch["weights"])))
     return found
 

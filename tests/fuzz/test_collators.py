@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any
 
 import numpy as np
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +14,6 @@ from hf_prefix_tree import (
     DataCollatorForDiffusionLM,
     DataCollatorForEagle3,
     DataCollatorForPrefixTree,
-    PrefixTree,
     fold,
     fold_shared_prefix_rollouts,
     pack_eagle3_dataset,
@@ -133,8 +130,8 @@ def paths_of(row: Any) -> list[reference.Plain]:
     check(isinstance(row["sample_paths"], (list, tuple)) and row["sample_paths"])
     parents: dict[int, int] = {}
     found = []
-    for given in row["sample_paths"]:
-        path = reference.ints(given, most=len(lengths) - 1)
+    for of_sample in row["sample_paths"]:
+        path = reference.ints(of_sample, most=len(lengths) - 1)
         for parent, node in zip([-1, *path], path, strict=False):
             check(parent < node and parents.setdefault(node, parent) == parent)
         at = [starts[node] + i for node in path for i in range(lengths[node])]
@@ -202,15 +199,23 @@ def test_diffusion(features, options):
     agree(collated, expected, IN_FEATURE)
 
 
+PLAIN = dict.fromkeys(("block_size", "pad_seq_len_divisible", "max_seq_len"))
+PLAIN |= {"supervise_padding": False, "response_window": False}
+
+
+def masked(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: [1] * len(row["input_ids"]) for name in ("loss_mask", "attention_mask")} | row
+
+
 @inputs(150)
-@given(several(supervised().map(lambda row: {"loss_mask": [1] * len(row["input_ids"]), "attention_mask": [1] * len(row["input_ids"]), **row})))
+@given(several(supervised().map(masked)))
 def test_diffusion_of_nemo(features):
     def expected():
         names = ("input_ids", "loss_mask", "attention_mask")
         rows = listed(features)
         check(rows and all(name in row for row in rows for name in names))
         samples = [reference.sample({name: row[name] for name in names}, padded=True) for row in rows]
-        batch = diffusion_batch(samples, dict.fromkeys(("block_size", "pad_seq_len_divisible", "max_seq_len"), None) | {"supervise_padding": False, "response_window": False})
+        batch = diffusion_batch(samples, PLAIN)
         for row, mask in zip(rows, batch["attention_mask"], strict=True):
             given = reference.zeros_and_ones(row["attention_mask"], len(reference.ints(row["input_ids"])))
             mask[: len(given)] = given
@@ -277,17 +282,18 @@ def packed(draw: Any) -> dict[str, Any]:
 @given(st.lists(mutated(packed()), min_size=1, max_size=2))
 def test_packed_rows_of_eagle3(features):
     def expected():
-        rows = listed(features)
-        check(all(isinstance(row.get("doc_remaining"), (list, tuple, np.ndarray, torch.Tensor)) for row in rows))
-        return eagle3_rows([unpacked(row) for row in rows], 6)
+        rows = [unpacked(row) for row in listed(features)]
+        most = max(len(row["seq_lens"]) for row in rows)
+        filled = [{**row, "seq_lens": row["seq_lens"] + [0] * (most - len(row["seq_lens"]))} for row in rows]
+        return {name: [row[name] for row in filled] for name in (*ROW, "seq_lens")}
 
     # What another column than `doc_remaining` says of a single document is tested above.
     if all("doc_remaining" in row and row["doc_remaining"] is not None for row in features):
         agree(lambda: lists(DataCollatorForEagle3(9)(features)), expected, IN_FEATURE)
 
 
-def unpacked(row: Any) -> list[reference.Plain]:
-    """The documents of a packed row, if it has the columns that packing them gives."""
+def unpacked(row: Any) -> dict[str, list[int]]:
+    """The columns of a packed row, if they are those that packing its documents gives."""
     columns = {name: reference.ints(row.get(name)) for name in (*ROW, "seq_lens")}
     check(all(len(columns[name]) == 6 for name in ROW) and sum(columns["seq_lens"]) == 6)
     check(all(columns["seq_lens"]))
@@ -299,7 +305,7 @@ def unpacked(row: Any) -> list[reference.Plain]:
     again = eagle3_rows([documents], 6)
     again["input_ids"][0][start - length + real :] = columns["input_ids"][start - length + real :]  # any padding
     check(all(again[name][0] == columns[name] for name in columns))
-    return documents
+    return columns
 
 
 ROW = ("input_ids", "loss_mask", "attention_mask", "position_ids", "doc_remaining")

@@ -1,4 +1,4 @@
-"""Rows of every kind, right and wrong, read for trees, diffusion and EAGLE-3: the reference's value, or an error that names the row."""
+"""Rows of every kind, right and wrong, for trees, diffusion and EAGLE-3: the reference's value, or a named error."""
 
 from __future__ import annotations
 
