@@ -267,11 +267,9 @@ class PrefixTree:
         if self.weighting == "branch_mean":
             supervised = np.add.reduceat(weights > 0, layout.node_starts(self._branch_lengths), dtype=np.int64)
             weights = weights / np.repeat(np.maximum(supervised, 1), self._branch_lengths)
-        total = np.bincount(positions, weights, len(self))
-        return {
-            "weights": folding.weighted(total, count, self.num_branches, self.weighting),
-            "branch_count": count,
-        }
+        total: Any = np.bincount(positions, weights, len(self))
+        weights = folding.weighted(total, count, self.num_branches, self.weighting)
+        return {"weights": weights, "branch_count": count}
 
     @classmethod
     def from_nodes(
