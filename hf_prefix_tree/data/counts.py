@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, IterableDataset, List, Value
 
+from hf_prefix_tree.data.formats import FORMATS
 from hf_prefix_tree.tree.layout import TreeStats
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ LOSSES = {
     "oversized": "trees dropped as larger than `max_packed_tokens`",
     "empty": "trees left out because nothing in them is supervised",
 }
-COUNTS = ("rows", *LOSSES)
+COUNTS = ("rows", *LOSSES, *FORMATS)
 SIZES = tuple(field.name for field in dataclasses.fields(TreeStats))
 FEATURES = {**dict.fromkeys((*COUNTS, *SIZES), Value("int64")), "errors": List(Value("string"))}
 NO_SIZES = dict.fromkeys(SIZES, 0)
@@ -40,12 +41,6 @@ NO_SIZES = dict.fromkeys(SIZES, 0)
 def described(counts: Mapping[str, int]) -> list[str]:
     """The losses among the counts, in words."""
     return [f"{counts[name]} {meaning}" for name, meaning in LOSSES.items() if counts.get(name)]
-
-
-def log_losses(num_rows: int, counts: Mapping[str, int]) -> None:
-    """Warn of the losses of some rows, if there are any."""
-    if losses := "; ".join(described(counts)):
-        logger.warning("Of %d rows: %s.", num_rows, losses)
 
 
 class Report:

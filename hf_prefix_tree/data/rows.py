@@ -10,15 +10,28 @@ Cost: that of rendering and tokenizing the row, see `hf_prefix_tree.data.turns`.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import transformers
 
+from hf_prefix_tree.data.formats import (
+    FORMATS,
+    TOOL_COLUMNS,
+    alpaca_conversation,
+    openai_conversation,
+    openai_tools,
+    preference_completions,
+    training_switches,
+)
+from hf_prefix_tree.data.messages import REASONING_KEYS
 from hf_prefix_tree.data.nodes import as_branch, rollout_branches, search_tree_branches, text_tree_branches
-from hf_prefix_tree.data.supervision import read_sample
+from hf_prefix_tree.data.supervision import read_sample, switch_off
 from hf_prefix_tree.data.tokenization import common_prefix
 from hf_prefix_tree.data.turns import conversation_branches
 from hf_prefix_tree.tree.folding import integer_array
@@ -29,13 +42,28 @@ if TYPE_CHECKING:
 
 _TREE_COLUMNS = tuple(field.name for field in dataclasses.fields(PrefixTree))
 PACKED_COLUMNS = ("trees", "tree_ids", "num_parts")
+# Rooms whose code decides what a dataset becomes: everything that this room imports.
+CODE = ("tree", "data")
+
+
+def code_state(package: Path = Path(__file__).parents[1]) -> str:
+    """
+    A hash of the code that preparation runs: `datasets` knows a function by its name, and would take the result of
+    other code from its cache.
+    """
+    digest = hashlib.sha256(transformers.__version__.encode())
+    for room in CODE:
+        for file in sorted((package / room).rglob("*.py")) or [package / f"{room}.py"]:
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
 class RowOptions:
     """
     How rows become branches, see `prepare_trees`. `features` is the dataset's schema, if it has one, `code` the state
-    of the code that reads the rows: a cached result is known by all of this.
+    of the code that reads the rows: a cached result is known by all of this. Without `supervise_reasoning`, turns are
+    supervised from where `reasoning_end` ends in them.
     """
 
     kind: str
@@ -48,7 +76,9 @@ class RowOptions:
     empty_thinking_in_prompt: bool = True
     max_length: int | None = None
     overlong: str = "truncate"
-    code: str = ""
+    supervise_reasoning: bool = True
+    reasoning_end: str = "</think>"
+    code: str = field(default_factory=code_state)
 
 
 class RowKind(NamedTuple):
@@ -90,6 +120,8 @@ def row_kind(columns: Iterable[str]) -> str:
     if present.issuperset(PACKED_COLUMNS):
         return "packed"
     kinds = [name for name, kind in ROW_KINDS.items() if present.issuperset(kind.columns)]
+    if len(kinds) > 1 and "text" in kinds:  # often a rendering of the other columns
+        kinds.remove("text")
     if len(kinds) == 1:
         return kinds[0]
     known = "; ".join(" + ".join(f"`{name}`" for name in kind.columns) for kind in ROW_KINDS.values())
@@ -130,8 +162,8 @@ def row_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[st
             How to read it.
         counts (`Counter[str]`):
             Gets the branches that were truncated (`truncated`), dropped (`overlong`) or have no supervised token
-            (`unsupervised`), the counts of [`ConversationBranches`], and whether Arrow filled in keys of tool schemas
-            or arguments (`filled`).
+            (`unsupervised`), the counts of [`ConversationBranches`], the `FORMATS` that it was converted from, and
+            whether Arrow filled in keys of tool schemas or arguments (`filled`).
 
     Raises:
         `ValueError`: If the row is malformed, or a branch is too long under `overlong="raise"`.
@@ -195,32 +227,54 @@ def _of_tokens(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]
 def _of_conversations(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
     return [
         branch
-        for messages, num_prompt_messages in row_conversations(row, options.kind)
+        for messages, num_prompt_messages in row_conversations(row, options.kind, counts)
         for branch in _conversation(messages, num_prompt_messages, row, options, counts)
     ]
 
 
 def _of_completions(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
     prompt, completions = _prompt_and_completions(row)
-    if isinstance(prompt, str):
-        return _texts(prompt, completions, options, counts)
-    return _of_conversations(row, options, counts)
+    if not isinstance(prompt, str):
+        return _of_conversations(row, options, counts)
+    if options.kind == "preference":
+        counts["preference"] = 1
+    return _texts(prompt, completions, options, counts)
 
 
-def row_conversations(row: Mapping[str, Any], kind: str) -> list[tuple[Any, int]]:
+def _of_text(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
+    if options.reasoning != "keep":
+        raise ValueError(
+            f"`reasoning` is {options.reasoning!r}, but a plain `text` has no turns; pass `reasoning='keep'`, which "
+            "supervises all of it, or conversations."
+        )
+    if not isinstance(row["text"], str) or not row["text"]:
+        raise ValueError(f"`text` is {row['text']!r}; pass a text.")
+    counts["text"] = 1
+    (branch,) = _texts("", [row["text"]], options, Counter())
+    return [branch]
+
+
+def row_conversations(row: Mapping[str, Any], kind: str, counts: Counter[str]) -> list[tuple[Any, int]]:
     """
-    The conversations of a row of one of the `MESSAGE_KINDS`, each with how many of its messages are the prompt.
+    The conversations of a row of one of the `MESSAGE_KINDS` as OpenAI messages, each with how many of its messages
+    are the prompt. `counts` gets a 1 for each of the `FORMATS` that the row was converted from.
 
     Raises:
-        `ValueError`: If there is no completion, or strings and messages are mixed.
+        `ValueError`: If there is no completion, strings and messages are mixed, or something can't be converted.
     """
     conversations = ROW_KINDS[kind].conversations
     assert conversations is not None
-    return conversations(row)
+    if kind in FORMATS:
+        counts[kind] = 1
+    return [openai_conversation(*conversation, row, counts) for conversation in conversations(row)]
 
 
 def _messages(row: Mapping[str, Any]) -> list[tuple[Any, int]]:
     return [(row["messages"], 0)]
+
+
+def _alpaca(row: Mapping[str, Any]) -> list[tuple[Any, int]]:
+    return [(alpaca_conversation(row), 0)]
 
 
 def _completed_prompts(row: Mapping[str, Any]) -> list[tuple[Any, int]]:
@@ -234,24 +288,28 @@ def _completed_prompts(row: Mapping[str, Any]) -> list[tuple[Any, int]]:
 
 def _prompt_and_completions(row: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     """The prompt and its completions: all strings, or all lists of messages."""
-    completions = _list(row, "completions") if row.get("completions") is not None else [row["completion"]]
+    if row.get("chosen") is not None:
+        prompt, completions = preference_completions(row)
+    else:
+        prompt = row["prompt"]
+        completions = _list(row, "completions") if row.get("completions") is not None else [row["completion"]]
     if not completions:
         raise ValueError("`completions` is empty; drop the row or give it a completion.")
-    if len({isinstance(text, str) for text in (row["prompt"], *completions)}) > 1:
+    if len({isinstance(text, str) for text in (prompt, *completions)}) > 1:
         raise ValueError("`prompt` and its completions mix strings and messages; make them all one or the other.")
-    for text in (row["prompt"], *completions):
+    for text in (prompt, *completions):
         if not isinstance(text, (str, list)):
             raise ValueError(
                 f"`prompt` or a completion is a {type(text).__name__}; pass a string or a list of messages."
             )
-    return row["prompt"], completions
+    return prompt, completions
 
 
 def _conversation(
     messages: Any, num_prompt_messages: int, row: Mapping[str, Any], options: RowOptions, counts: Counter[str]
 ) -> list[Branch]:
     assert options.tokenizer is not None
-    tools = row.get("tools")
+    tools = next((row[name] for name in TOOL_COLUMNS if row.get(name)), None)
     if not tools and options.tools is not None:
         tools = options.tools
         if isinstance(tools, Mapping):
@@ -262,26 +320,37 @@ def _conversation(
     result = conversation_branches(
         messages,
         options.tokenizer,
-        tools=tools,
+        tools=openai_tools(tools, counts),
         reasoning=options.reasoning,
         chat_template_kwargs={**options.chat_template_kwargs, **(row.get("chat_template_kwargs") or {})},
         empty_thinking_in_prompt=options.empty_thinking_in_prompt,
         num_prompt_messages=num_prompt_messages,
     )
-    counts["prefix_mismatches"] += result.prefix_mismatches
-    counts["unrendered_reasoning"] += result.unrendered_reasoning
-    counts["unclosed_reasoning"] += result.unclosed_reasoning
-    counts["unrendered_messages"] += result.unrendered_messages
-    return result.branches
+    for name, count in vars(result).items():
+        if name != "branches":
+            counts[name] += count
+    turns = [m for m in messages[num_prompt_messages:] if isinstance(m, Mapping) and m.get("role") == "assistant"]
+    switches = [training_switches(turn, row) for turn in turns]
+    counts["switched"] += not (counts["switched"] or all(map(all, switches)))
+    if not options.supervise_reasoning:
+        switches = [(False, trains_response) for _, trains_response in switches]
+    if all(map(all, switches)):
+        return result.branches
+    is_split = options.reasoning in ("side_leaf", "think_split")
+    reason = [any(turn.get(key) for key in REASONING_KEYS) for turn in turns]
+    return switch_off(result.branches, switches, reason, is_split, options.tokenizer, options.reasoning_end)
 
 
 def _texts(prompt: str, completions: Sequence[str], options: RowOptions, counts: Counter[str]) -> list[Branch]:
-    """Prompt and completion as one text, as TRL tokenizes it: with special tokens, and an end token after each."""
+    """
+    Prompt and completion as one text, as TRL tokenizes it: with special tokens, and an end token after each. A begin
+    token that the text has already is not doubled.
+    """
     assert options.tokenizer is not None
-    end = options.tokenizer.eos_token or ""
+    end, begin = options.tokenizer.eos_token or "", options.tokenizer.bos_token_id
     texts = [prompt + (text if text.endswith(end) else text + end) for text in completions]
     encoded = options.tokenizer([prompt, *texts], return_attention_mask=False, verbose=False)["input_ids"]
-    prompt_ids, *ids = (np.array(x, dtype=np.int64) for x in encoded)
+    prompt_ids, *ids = (np.array(x[x[:2] == [begin, begin] :], dtype=np.int64) for x in encoded)
     branches = []
     for completed in ids:
         start = common_prefix(prompt_ids, completed)
@@ -299,6 +368,9 @@ def _list(row: Mapping[str, Any], name: str, of: type = object) -> list[Any]:
     return row[name]
 
 
+_OPEN_KEYS = ("arguments", "properties", "input")  # the keys below them are data
+
+
 def _without_fill(value: Any, feature: Any, counts: Counter[str], open_keys: bool = False) -> Any:
     """
     Drop what Arrow filled in: a key that any struct of a column has is `None` in all structs without it. Counts the
@@ -308,7 +380,7 @@ def _without_fill(value: Any, feature: Any, counts: Counter[str], open_keys: boo
         if open_keys and None in value.values():
             counts["filled"] = 1
         return {
-            key: _without_fill(item, feature.get(key), counts, open_keys or key in ("arguments", "properties"))
+            key: _without_fill(item, feature.get(key), counts, open_keys or key in _OPEN_KEYS)
             for key, item in value.items()
             if item is not None
         }
@@ -325,9 +397,17 @@ ROW_KINDS = {
     "texts": RowKind(("parents", "texts"), _of_texts, needs_tokenizer=True),
     "search": RowKind(("input", "nodes"), _of_search, needs_tokenizer=True),
     "conversation": RowKind(("messages",), _of_conversations, _messages, needs_tokenizer=True),
+    "conversations": RowKind(
+        ("conversations",), _of_conversations, lambda row: [(row["conversations"], 0)], needs_tokenizer=True
+    ),
+    "alpaca": RowKind(("instruction", "output"), _of_conversations, _alpaca, needs_tokenizer=True),
     "completions": RowKind(("prompt", "completions"), _of_completions, _completed_prompts, needs_tokenizer=True),
     "completion": RowKind(("prompt", "completion"), _of_completions, _completed_prompts, needs_tokenizer=True),
+    "preference": RowKind(("chosen", "rejected"), _of_completions, _completed_prompts, needs_tokenizer=True),
+    "text": RowKind(("text",), _of_text, needs_tokenizer=True),
     "tokens": RowKind(("input_ids",), _of_tokens),
 }
 MESSAGE_KINDS = tuple(name for name, kind in ROW_KINDS.items() if kind.conversations is not None)
+# Rows of text to train on as it is: a preference is one to choose from, a tree of texts has weights.
+SAMPLE_KINDS = (*(name for name in MESSAGE_KINDS if name != "preference"), "text")
 TEXT_KINDS = tuple(name for name, kind in ROW_KINDS.items() if kind.needs_tokenizer)

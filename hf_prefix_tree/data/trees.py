@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Dataset rows to one tree and its counts: the functions that `datasets` maps.
+"""Dataset rows to one tree, or to samples, and their counts: the functions that `datasets` maps.
 
 A tree's rows carry their counts along, in one more column, so that they are there also when the tree comes from the
 cache. A tree that supervises nothing is kept for its counts, without tokens.
@@ -10,17 +10,29 @@ Cost: that of reading the rows (`row_branches`), then one fold. The branches of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, List, Value
 
 from hf_prefix_tree.data.counts import COUNTS, FEATURES, NO_SIZES, Report
-from hf_prefix_tree.data.rows import RowOptions, group_key, row_branches, rows_of_batch
+from hf_prefix_tree.data.rows import (
+    SAMPLE_KINDS,
+    RowOptions,
+    columns_of,
+    group_key,
+    row_branches,
+    row_kind,
+    rows_of_batch,
+)
+from hf_prefix_tree.data.supervision import SUPERVISION
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TREE_FEATURES = Features(
     {
@@ -167,3 +179,124 @@ def _overflow(tree: PrefixTree, max_packed_tokens: int, overflow: str) -> str:
             f"{max_packed_tokens}; raise it, or cap the branches with `max_length`."
         )
     return ""
+
+
+_SAMPLE_FEATURES = {name: List(Value("int64")) for name in ("input_ids", "loss_mask")}
+
+
+def read_samples(
+    rows: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    num_proc: int | None = None,
+    counts: MutableMapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """
+    Rows as samples without weights, for training without trees: one for each branch that `prepare_trees` would make.
+
+    A sample ends with its last supervised token: text of the chat template after a turn would tell where it ends. A
+    branch that supervises nothing is no sample. Counts are logged as by `prepare_trees`.
+
+    Args:
+        rows (`Dataset`, `IterableDataset` or list of `dict`):
+            Rows of one of the `SAMPLE_KINDS`. Rows with `input_ids` are returned as they are.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            Renders and tokenizes.
+        num_proc (`int`, *optional*):
+            Processes, for a `Dataset`.
+        counts (`MutableMapping[str, Any]`, *optional*):
+            As for `prepare_trees`; sizes of trees are 0.
+        options:
+            Further ones of [`RowOptions`].
+
+    Returns:
+        `input_ids` and `loss_mask`, in the form of `rows`.
+
+    Raises:
+        `ValueError`: If the rows are of no kind that becomes samples, or one can't be read; its index is named.
+    """
+    columns = columns_of(rows)
+    if "input_ids" in columns or not columns:
+        return rows
+    kind = row_kind(columns)
+    if kind not in SAMPLE_KINDS:
+        raise ValueError(
+            f"`dataset` has the columns {sorted(columns)}, {kind} rows, which are no samples; pass conversations, "
+            f"`text`, or `input_ids` with one of {', '.join(SUPERVISION)}."
+        )
+    if tokenizer is None:
+        raise ValueError(f"`tokenizer` is None, but {kind} rows are text; pass the model's tokenizer.")
+    is_dataset = isinstance(rows, Dataset | IterableDataset)
+    features = dict(rows.features or {}) if is_dataset else {}
+    reasoning = "keep" if kind == "text" else "per_turn"
+    read = RowOptions(kind, tokenizer, features, reasoning, **options)
+    report = Report()
+    if is_dataset:
+        is_stream = isinstance(rows, IterableDataset)
+        kwargs = {} if is_stream else {"num_proc": num_proc, "desc": "Rendering samples"}
+        samples = rows.map(
+            _samples_of_batch,
+            batched=True,
+            with_indices=True,
+            remove_columns=columns,
+            features=Features({**_SAMPLE_FEATURES, REPORT: FEATURES}),
+            fn_kwargs={"options": read, "logs": is_stream},
+            **kwargs,
+        )
+        if is_stream:
+            return samples.filter(bool, input_columns="input_ids").remove_columns(REPORT)
+        kept = []
+        for index, counted in enumerate(samples[REPORT]):
+            if counted is not None:
+                report.add(counted)
+            if counted is None or counted["branches"]:
+                kept.append(index)
+        samples = samples.remove_columns(REPORT)
+        samples = samples.select(kept) if len(kept) < len(samples) else samples
+    else:
+        samples = []
+        for of_row, counted in _samples(enumerate(rows), read):
+            samples += of_row
+            report.add(counted)
+    report.log()
+    if counts is not None:
+        counts.update(report.as_dict())
+    return samples
+
+
+def _samples(
+    rows: Iterable[tuple[int, Mapping[str, Any]]], options: RowOptions
+) -> Iterator[tuple[list[dict[str, list[int]]], dict[str, Any]]]:
+    """The samples of each row, and its counts."""
+    for index, row in rows:
+        counts: Counter[str] = Counter(rows=1)
+        try:
+            branches = row_branches(row, options, counts)
+        except ValueError as error:
+            raise ValueError(f"row {index}: {error}") from error
+        samples = []
+        for branch in branches:
+            if branch.weights.any():
+                ids, mask = branch.input_ids, branch.weights > 0
+                end = int(np.flatnonzero(mask)[-1]) + 1
+                samples.append({"input_ids": ids[:end].tolist(), "loss_mask": mask[:end].astype(int).tolist()})
+        sizes = NO_SIZES | {"branches": len(branches) if samples else 0}  # as of a tree that is left out
+        yield samples, {name: counts[name] for name in COUNTS} | sizes | {"errors": []}
+
+
+def _samples_of_batch(
+    batch: Mapping[str, list[Any]], indices: list[int], options: RowOptions, logs: bool
+) -> dict[str, list[Any]]:
+    """The samples of a batch. The first of a row has its counts; a row without samples has an empty one for them."""
+    columns: dict[str, list[Any]] = {name: [] for name in (*_SAMPLE_FEATURES, REPORT)}
+    report = Report()
+    for samples, counted in _samples(zip(indices, rows_of_batch(batch), strict=True), options):
+        report.add(counted)
+        for number, sample in enumerate(samples or [{key: [] for key in _SAMPLE_FEATURES}]):
+            for name in _SAMPLE_FEATURES:
+                columns[name].append(sample[name])
+            columns[REPORT].append(None if number else counted)
+    if logs and report.losses():
+        report.log()
+    return columns
