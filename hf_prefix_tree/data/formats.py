@@ -14,22 +14,13 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, TypeGuard
 
 Message = dict[str, Any]
 
-# The counts of conversions, and what they count.
-FORMATS = {
-    "sharegpt": "rows in ShareGPT's format (`from`, `value`)",
-    "call_roles": "rows with tool calls or their results as roles (`function_call`, `tool_response`, ...)",
-    "anthropic": "rows with Anthropic's content blocks (`thinking`, `tool_use`, `tool_result`)",
-    "hermes": "rows with tool calls as `<tool_call>` text",
-    "bare_tools": "rows with tools that are not in OpenAI's form, e.g. with an `input_schema`",
-    "alpaca": "rows in Alpaca's format (`instruction`, `output`)",
-    "preference": "rows of `chosen` and `rejected`",
-    "text": "rows of plain `text`",
-    "switched": "rows with turns of `train_reasoning`, `train_response` or `weight` turned off",
-}
+# Rows are counted under these names; "switched" are those with turns that are not to be trained on.
+FORMATS = ("sharegpt", "call_roles", "anthropic", "hermes", "bare_tools", "alpaca", "preference", "text", "switched")
 TOOL_COLUMNS = ("tools", "tool_defs", "functions")
 
 _SPEAKERS = dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot"), "assistant") | {"human": "user"}
@@ -114,12 +105,19 @@ def alpaca_conversation(row: Mapping[str, Any]) -> list[Message]:
 
 
 def preference_completions(row: Mapping[str, Any]) -> tuple[Any, list[Any]]:
-    """The prompt of a row of `chosen` and `rejected`, as TRL finds it, and these two."""
-    from trl.data_utils import maybe_extract_prompt
-
-    given = {name: row[name] for name in ("prompt", "chosen", "rejected") if row.get(name) is not None}
-    pair = maybe_extract_prompt(given)
-    return pair["prompt"], [pair["chosen"], pair["rejected"]]
+    """
+    The prompt of a row of `chosen` and `rejected`, and these two. As in TRL, they begin with the prompt where there is
+    none, or none of their type.
+    """
+    columns: list[Any] = [row.get(name) for name in ("prompt", "chosen", "rejected")]
+    prompt, chosen, rejected = columns
+    is_implicit = prompt is None or isinstance(prompt, str) != isinstance(chosen, str)
+    if is_implicit and isinstance(chosen, (str, list)) and type(chosen) is type(rejected):
+        equal = (first == second for first, second in zip(chosen, rejected, strict=False))
+        shared = min(sum(takewhile(bool, equal)), len(chosen) - 1, len(rejected) - 1)
+        shared -= isinstance(chosen, str) and chosen[shared - 1 : shared] == " "  # the space belongs to a completion
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    return prompt, [chosen, rejected]
 
 
 def training_switches(message: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[bool, bool]:
@@ -146,7 +144,8 @@ def _converted(messages: Sequence[Mapping[str, Any]], first: int, counts: Counte
     is_sharegpt = any(message.get("from") is not None for message in messages)
     if is_sharegpt:
         counts["sharegpt"] = 1
-        messages = _openai_keys(messages)
+        names = {"from": "role", "value": "content"}
+        messages = [{names.get(key, key): value for key, value in message.items()} for message in messages]
     converted: list[Any] = []
     for index, message in enumerate(messages, start=first):
         where = f"messages[{index}]"
@@ -177,13 +176,6 @@ def _converted(messages: Sequence[Mapping[str, Any]], first: int, counts: Counte
         else:
             converted.append(message)
     return converted
-
-
-def _openai_keys(messages: Sequence[Mapping[str, Any]]) -> Any:
-    """`from` and `value` as `role` and `content`, by TRL, which changes its argument and keeps the names of roles."""
-    from trl.data_utils import maybe_convert_to_chatml
-
-    return maybe_convert_to_chatml({"messages": [dict(message) for message in messages]})["messages"]
 
 
 def _sharegpt_role(role: Any, content: Any, where: str) -> str:
@@ -266,16 +258,16 @@ def _of_blocks(message: Mapping[str, Any], where: str) -> Iterator[Message]:
             )
         rank = known.index(_type(block))
     if role == "assistant":
-        by_type = {kind: [block for block in blocks if _type(block) == kind] for kind in known}
-        result = {**message, "content": _text_of(by_type["text"])}
-        if by_type["thinking"]:
-            result["reasoning_content"] = "\n\n".join(str(block.get("thinking")) for block in by_type["thinking"])
-        if by_type["tool_use"]:
-            result["tool_calls"] = [
+        thoughts, answers, calls = ([block for block in blocks if _type(block) == kind] for kind in known)
+        yield {
+            **message,
+            "content": _text_of(answers),
+            "reasoning_content": "\n\n".join(str(block.get("thinking")) for block in thoughts) or None,
+            "tool_calls": [
                 _call({**block, "arguments": block.get("input") or {}}, where, "the Anthropic format")
-                for block in by_type["tool_use"]
-            ]
-        yield result
+                for block in calls
+            ],
+        }
         return
     texts: list[Any] = []
     for block in blocks:

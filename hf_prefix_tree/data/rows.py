@@ -10,16 +10,16 @@ Cost: that of rendering and tokenizing the row, see `hf_prefix_tree.data.turns`.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import transformers
 
+from hf_prefix_tree.data.counts import code_state
 from hf_prefix_tree.data.formats import (
     FORMATS,
     TOOL_COLUMNS,
@@ -31,7 +31,7 @@ from hf_prefix_tree.data.formats import (
 )
 from hf_prefix_tree.data.messages import REASONING_KEYS
 from hf_prefix_tree.data.nodes import as_branch, rollout_branches, search_tree_branches, text_tree_branches
-from hf_prefix_tree.data.supervision import read_sample, switch_off
+from hf_prefix_tree.data.supervision import read_sample
 from hf_prefix_tree.data.tokenization import common_prefix
 from hf_prefix_tree.data.turns import conversation_branches
 from hf_prefix_tree.tree.folding import integer_array
@@ -42,20 +42,6 @@ if TYPE_CHECKING:
 
 _TREE_COLUMNS = tuple(field.name for field in dataclasses.fields(PrefixTree))
 PACKED_COLUMNS = ("trees", "tree_ids", "num_parts")
-# Rooms whose code decides what a dataset becomes: everything that this room imports.
-CODE = ("tree", "data")
-
-
-def code_state(package: Path = Path(__file__).parents[1]) -> str:
-    """
-    A hash of the code that preparation runs: `datasets` knows a function by its name, and would take the result of
-    other code from its cache.
-    """
-    digest = hashlib.sha256(transformers.__version__.encode())
-    for room in CODE:
-        for file in sorted((package / room).rglob("*.py")) or [package / f"{room}.py"]:
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -326,9 +312,9 @@ def _conversation(
         empty_thinking_in_prompt=options.empty_thinking_in_prompt,
         num_prompt_messages=num_prompt_messages,
     )
-    for name, count in vars(result).items():
+    for name, number in vars(result).items():
         if name != "branches":
-            counts[name] += count
+            counts[name] += number
     turns = [m for m in messages[num_prompt_messages:] if isinstance(m, Mapping) and m.get("role") == "assistant"]
     switches = [training_switches(turn, row) for turn in turns]
     counts["switched"] += not (counts["switched"] or all(map(all, switches)))
@@ -336,9 +322,46 @@ def _conversation(
         switches = [(False, trains_response) for _, trains_response in switches]
     if all(map(all, switches)):
         return result.branches
-    is_split = options.reasoning in ("side_leaf", "think_split")
-    reason = [any(turn.get(key) for key in REASONING_KEYS) for turn in turns]
-    return switch_off(result.branches, switches, reason, is_split, options.tokenizer, options.reasoning_end)
+    return _switched_off(result.branches, turns, switches, options)
+
+
+def _switched_off(
+    branches: list[Branch], turns: list[Mapping[str, Any]], switches: list[tuple[bool, bool]], options: RowOptions
+) -> list[Branch]:
+    """The branches of a conversation, without the supervision of the reasoning or the response of some turns."""
+    runs = [
+        np.flatnonzero(np.diff(np.concatenate([[0], branch.weights > 0, [0]]))).reshape(-1, 2) for branch in branches
+    ]
+    # Each run of supervised tokens is a turn; side leaves end with one of reasoning, and all others are responses.
+    is_split, numbers, changed = options.reasoning in ("side_leaf", "think_split"), count(), []
+    if len(switches) != (len(runs[-1]) if is_split else sum(map(len, runs))):
+        raise ValueError("parts of turns are not to be supervised, but not every turn is supervised; drop the row.")
+    for branch, edges in zip(branches, runs, strict=True):
+        weights = branch.weights.copy()
+        for position, (start, stop) in enumerate(edges.tolist()):
+            number = position if is_split else next(numbers)
+            if not is_split:
+                end = start + _reasoning_length(branch.input_ids[start:stop], turns[number], switches[number], options)
+            else:
+                end = stop if branch is not branches[-1] and stop == edges[-1, 1] else start
+            weights[start:end] *= switches[number][0]
+            weights[end:stop] *= switches[number][1]
+        changed.append(Branch(branch.input_ids, weights))
+    return changed
+
+
+def _reasoning_length(ids: Any, turn: Mapping[str, Any], switches: tuple[bool, bool], options: RowOptions) -> int:
+    """Tokens of a turn up to the last place where `reasoning_end` ends; 0 if it is nowhere."""
+    assert options.tokenizer is not None
+    decode, mark = options.tokenizer.decode, options.reasoning_end
+    if ends := decode(ids).count(mark):
+        return bisect_left(range(len(ids)), ends, key=lambda length: decode(ids[:length]).count(mark))
+    if any(switches) and any(turn.get(key) for key in REASONING_KEYS):
+        raise ValueError(
+            f"`reasoning_end` is {mark!r}, which the rendering of a turn with reasoning lacks, so its response can't "
+            "be found; set it to the text that ends reasoning in this chat template."
+        )
+    return 0
 
 
 def _texts(prompt: str, completions: Sequence[str], options: RowOptions, counts: Counter[str]) -> list[Branch]:

@@ -1,25 +1,19 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """[`read_sample`]: token ids, and which of them are supervised. Trees, diffusion and EAGLE-3 read their rows with it.
 
-[`switch_off`] takes reasoning or responses out of what a conversation supervises. Cost: linear in the tokens.
+Cost: linear in the tokens.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from hf_prefix_tree.tree.folding import integer_array, weight_array
-from hf_prefix_tree.tree.prefix_tree import Branch
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 IGNORE_INDEX = -100  # label of a token that is not supervised
 
@@ -108,79 +102,6 @@ def _read(row: Mapping[str, Any], weighted: bool) -> Sample:
     sample = Sample(ids, weights, np.ones_like(ids) if attended is None else attended.astype(np.int64))
     _check_one_sequence(columns, sample)
     return sample
-
-
-def switch_off(
-    branches: Sequence[Branch],
-    switches: Sequence[tuple[bool, bool]],
-    reason: Sequence[bool],
-    is_split: bool,
-    tokenizer: PreTrainedTokenizerBase,
-    reasoning_end: str,
-) -> list[Branch]:
-    """
-    The branches of a conversation, without the supervision of the reasoning or the responses of some turns.
-
-    Args:
-        branches (sequence of [`Branch`]):
-            Each run of supervised tokens is a turn.
-        switches (sequence of `tuple[bool, bool]`):
-            For each turn, whether its reasoning and whether its response stays supervised.
-        reason (sequence of `bool`):
-            Whether each turn is given with reasoning.
-        is_split (`bool`):
-            Whether reasoning is in leaves, each the last run of a branch, and all responses in the last branch.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Decodes.
-        reasoning_end (`str`):
-            Text that ends the reasoning of a turn, and belongs to it.
-
-    Raises:
-        `ValueError`: If a turn is not supervised in one piece, or its reasoning can't be told from its response.
-    """
-    runs = [
-        np.flatnonzero(np.diff(np.concatenate([[0], branch.weights > 0, [0]]))).reshape(-1, 2).tolist()
-        for branch in branches
-    ]
-    found = len(runs[-1]) if is_split else sum(map(len, runs))
-    if found != len(switches):
-        raise ValueError(
-            f"the reasoning or response of some turns is not to be supervised, but of {len(switches)} turns {found} "
-            "are supervised, each in one piece; drop the row, or supervise all of it."
-        )
-    numbers, changed = count(), []
-    for branch, edges in zip(branches, runs, strict=True):
-        weights = branch.weights.copy()
-        for position, (start, stop) in enumerate(edges):
-            number = position if is_split else next(numbers)
-            if not is_split:
-                ids = branch.input_ids[start:stop].tolist()
-                end = start + _reasoning_length(ids, reasoning_end, tokenizer)
-            else:
-                end = stop if branch is not branches[-1] and position == len(edges) - 1 else start
-            if (
-                end == start
-                and not is_split
-                and reason[number]
-                and any(switches[number])
-                and not all(switches[number])
-            ):
-                raise ValueError(
-                    f"`reasoning_end` is {reasoning_end!r}, which the rendering of a turn with reasoning lacks, so "
-                    "its response can't be found; set it to the text that ends reasoning in this chat template."
-                )
-            weights[start:end] *= switches[number][0]
-            weights[end:stop] *= switches[number][1]
-        changed.append(Branch(branch.input_ids, weights))
-    return changed
-
-
-def _reasoning_length(ids: list[int], reasoning_end: str, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens up to the last place where the text stands; 0 if it is nowhere."""
-    ends = tokenizer.decode(ids).count(reasoning_end)
-    return (
-        bisect_left(range(len(ids)), ends, key=lambda n: tokenizer.decode(ids[:n]).count(reasoning_end)) if ends else 0
-    )
 
 
 _COLUMNS = ("input_ids", *SUPERVISION, "weights", "attention_mask", "position_ids", "seq_lengths")

@@ -181,7 +181,7 @@ def _overflow(tree: PrefixTree, max_packed_tokens: int, overflow: str) -> str:
     return ""
 
 
-_SAMPLE_FEATURES = {name: List(Value("int64")) for name in ("input_ids", "loss_mask")}
+_SAMPLE_FEATURES = Features({name: List(Value("int64")) for name in ("input_ids", "loss_mask")})
 
 
 def read_samples(
@@ -206,7 +206,7 @@ def read_samples(
         num_proc (`int`, *optional*):
             Processes, for a `Dataset`.
         counts (`MutableMapping[str, Any]`, *optional*):
-            As for `prepare_trees`; sizes of trees are 0.
+            As for `prepare_trees`.
         options:
             Further ones of [`RowOptions`].
 
@@ -227,76 +227,45 @@ def read_samples(
         )
     if tokenizer is None:
         raise ValueError(f"`tokenizer` is None, but {kind} rows are text; pass the model's tokenizer.")
-    is_dataset = isinstance(rows, Dataset | IterableDataset)
-    features = dict(rows.features or {}) if is_dataset else {}
-    reasoning = "keep" if kind == "text" else "per_turn"
-    read = RowOptions(kind, tokenizer, features, reasoning, **options)
-    report = Report()
-    if is_dataset:
-        is_stream = isinstance(rows, IterableDataset)
-        kwargs = {} if is_stream else {"num_proc": num_proc, "desc": "Rendering samples"}
-        samples = rows.map(
-            _samples_of_batch,
-            batched=True,
-            with_indices=True,
-            remove_columns=columns,
-            features=Features({**_SAMPLE_FEATURES, REPORT: FEATURES}),
-            fn_kwargs={"options": read, "logs": is_stream},
-            **kwargs,
+    is_list = not isinstance(rows, Dataset | IterableDataset)
+    features = {} if is_list else dict(rows.features or {})
+    read = RowOptions(kind, tokenizer, features, "keep" if kind == "text" else "per_turn", **options)
+    settings: dict[str, Any] = {"options": read, "weighting": "branch", "on_error": "raise"}
+    settings |= {"max_packed_tokens": None, "overflow": "split"}
+    if isinstance(rows, IterableDataset):
+        kwargs = {"batched": True, "batch_size": 64, "with_indices": True, "remove_columns": columns}
+        trees = rows.map(trees_of_batch, features=TREE_FEATURES, fn_kwargs=settings, **kwargs)
+        return trees.map(
+            _samples_of_trees, batched=True, remove_columns=list(TREE_FEATURES), features=_SAMPLE_FEATURES
         )
-        if is_stream:
-            return samples.filter(bool, input_columns="input_ids").remove_columns(REPORT)
-        kept = []
-        for index, counted in enumerate(samples[REPORT]):
-            if counted is not None:
-                report.add(counted)
-            if counted is None or counted["branches"]:
-                kept.append(index)
-        samples = samples.remove_columns(REPORT)
-        samples = samples.select(kept) if len(kept) < len(samples) else samples
+    if is_list:
+        trees = [tree_of_rows([item], **settings) for item in enumerate(rows)]
+        reports = [tree[REPORT] for tree in trees]
     else:
-        samples = []
-        for of_row, counted in _samples(enumerate(rows), read):
-            samples += of_row
-            report.add(counted)
+        kwargs = {"features": COUNTED_FEATURES, "fn_kwargs": settings | {"source": None, "units": None}}
+        kwargs |= {"with_indices": True, "remove_columns": columns, "num_proc": num_proc, "desc": "Rendering samples"}
+        trees = rows.map(tree_of_unit, **kwargs)
+        reports = trees[REPORT]
+    report = Report()
+    for counted in reports:
+        report.add(counted)
     report.log()
     if counts is not None:
         counts.update(report.as_dict())
-    return samples
+    if is_list:
+        return [sample for tree in trees for sample in _samples(tree)]
+    kwargs = {"features": _SAMPLE_FEATURES, "num_proc": num_proc, "desc": "Unfolding samples"}
+    return trees.map(_samples_of_trees, batched=True, remove_columns=trees.column_names, **kwargs)
 
 
-def _samples(
-    rows: Iterable[tuple[int, Mapping[str, Any]]], options: RowOptions
-) -> Iterator[tuple[list[dict[str, list[int]]], dict[str, Any]]]:
-    """The samples of each row, and its counts."""
-    for index, row in rows:
-        counts: Counter[str] = Counter(rows=1)
-        try:
-            branches = row_branches(row, options, counts)
-        except ValueError as error:
-            raise ValueError(f"row {index}: {error}") from error
-        samples = []
-        for branch in branches:
-            if branch.weights.any():
-                ids, mask = branch.input_ids, branch.weights > 0
-                end = int(np.flatnonzero(mask)[-1]) + 1
-                samples.append({"input_ids": ids[:end].tolist(), "loss_mask": mask[:end].astype(int).tolist()})
-        sizes = NO_SIZES | {"branches": len(branches) if samples else 0}  # as of a tree that is left out
-        yield samples, {name: counts[name] for name in COUNTS} | sizes | {"errors": []}
+def _samples(tree: Mapping[str, Any]) -> Iterator[dict[str, list[int]]]:
+    for branch in PrefixTree.from_dict(tree).branches() if tree["num_branches"] else ():
+        if branch.weights.any():
+            mask = branch.weights > 0
+            end = int(np.flatnonzero(mask)[-1]) + 1
+            yield {"input_ids": branch.input_ids[:end].tolist(), "loss_mask": mask[:end].astype(int).tolist()}
 
 
-def _samples_of_batch(
-    batch: Mapping[str, list[Any]], indices: list[int], options: RowOptions, logs: bool
-) -> dict[str, list[Any]]:
-    """The samples of a batch. The first of a row has its counts; a row without samples has an empty one for them."""
-    columns: dict[str, list[Any]] = {name: [] for name in (*_SAMPLE_FEATURES, REPORT)}
-    report = Report()
-    for samples, counted in _samples(zip(indices, rows_of_batch(batch), strict=True), options):
-        report.add(counted)
-        for number, sample in enumerate(samples or [{key: [] for key in _SAMPLE_FEATURES}]):
-            for name in _SAMPLE_FEATURES:
-                columns[name].append(sample[name])
-            columns[REPORT].append(None if number else counted)
-    if logs and report.losses():
-        report.log()
-    return columns
+def _samples_of_trees(batch: Mapping[str, list[Any]]) -> dict[str, list[list[int]]]:
+    samples = [sample for tree in rows_of_batch(batch) for sample in _samples(tree)]
+    return {name: [sample[name] for sample in samples] for name in _SAMPLE_FEATURES}

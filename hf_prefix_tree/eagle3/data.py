@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,25 +33,6 @@ from hf_prefix_tree.training.sampling import PaddedStream, rank_loader
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True)
-class SampleOptions:
-    """
-    How rows of text become documents; token columns need none of it.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`, *optional*):
-            Renders and tokenizes.
-        supervise_reasoning (`bool`, *optional*, defaults to `True`):
-            With `False`, a turn up to `reasoning_end` is context.
-        reasoning_end (`str`, *optional*, defaults to `"</think>"`):
-            Text that ends the reasoning of a turn.
-    """
-
-    tokenizer: PreTrainedTokenizerBase | None = None
-    supervise_reasoning: bool = True
-    reasoning_end: str = "</think>"
 
 
 def documents_of(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> list[Document]:
@@ -132,11 +112,12 @@ def pack_eagle3_dataset(
     if strategy not in STRATEGIES:
         raise ValueError(f"`strategy` must be one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}.")
     settings: dict[str, Any] = {"length": packed_sequence_size, "pad_token_id": pad_token_id, "strategy": strategy}
-    options = SampleOptions(tokenizer, supervise_reasoning, reasoning_end)
+    options: dict[str, Any] = {"supervise_reasoning": supervise_reasoning, "reasoning_end": reasoning_end}
     if isinstance(samples, Mapping):  # one batch of many: it may be empty
-        rows = _packed(enumerate(_token_rows(list(rows_of_batch(samples)), options)), **settings)
+        rows = _packed(enumerate(read_samples(list(rows_of_batch(samples)), tokenizer, **options)), **settings)
         return {name: [row[name] for row in rows] for name in PACKED_COLUMNS}
-    samples = _token_rows(samples, options, num_proc)
+    samples = samples if isinstance(samples, (Dataset, StreamedDataset, Sequence)) else list(samples)
+    samples = read_samples(samples, tokenizer, num_proc=num_proc, **options)
     if isinstance(samples, StreamedDataset):
         return _mapped(samples, _pack_batch, PACKED_COLUMNS, settings)
     if isinstance(samples, Dataset):
@@ -149,18 +130,6 @@ def pack_eagle3_dataset(
     if not len(rows):
         raise ValueError("`samples`: no row could be produced, because no sample has a token. Check the data.")
     return rows
-
-
-def _token_rows(
-    rows: Any,
-    options: SampleOptions,
-    num_proc: int | None = None,
-    counts: MutableMapping[str, Any] | None = None,
-) -> Any:
-    """Rows of text as rows of tokens, see `read_samples`; other rows as they are."""
-    rows = rows if isinstance(rows, (Dataset, StreamedDataset, Sequence)) else list(rows)
-    reasoning = {"supervise_reasoning": options.supervise_reasoning, "reasoning_end": options.reasoning_end}
-    return read_samples(rows, options.tokenizer, num_proc=num_proc, counts=counts, **reasoning)
 
 
 def _packed(
@@ -270,7 +239,7 @@ def build_eagle3_dataloader(
     pad = padding_token(tokenizer, pad_token_id)
     rows = prepare_eagle3_rows(
         dataset,
-        SampleOptions(tokenizer, supervise_reasoning, reasoning_end),
+        {"tokenizer": tokenizer, "supervise_reasoning": supervise_reasoning, "reasoning_end": reasoning_end},
         seq_length=seq_length,
         packed_sequence_size=packed_sequence_size,
         strategy=strategy,
@@ -298,7 +267,7 @@ def build_eagle3_dataloader(
 
 def prepare_eagle3_rows(
     dataset: Any,
-    options: SampleOptions,
+    options: Mapping[str, Any],
     *,
     seq_length: int,
     packed_sequence_size: int,
@@ -314,7 +283,7 @@ def prepare_eagle3_rows(
 
     Args:
         dataset: See [`build_eagle3_dataloader`].
-        options ([`SampleOptions`]): How rows of text become documents.
+        options (`Mapping[str, Any]`): `tokenizer`, and maybe others of `read_samples`: how text becomes documents.
         seq_length, packed_sequence_size, strategy, pad_token_id, num_proc: See [`build_eagle3_dataloader`].
         counts (`MutableMapping[str, Any]`, *optional*): As for [`prepare_trees`], of rows of text.
 
@@ -325,7 +294,7 @@ def prepare_eagle3_rows(
     if set(columns).issuperset(PACKED_COLUMNS) or HIDDEN_STATES in columns:
         return dataset
     cap = ("packed_sequence_size", packed_sequence_size) if packed_sequence_size else ("seq_length", seq_length)
-    dataset = _token_rows(dataset, options, num_proc, counts)
+    dataset = read_samples(dataset, **options, num_proc=num_proc, counts=counts)
     if isinstance(dataset, Dataset | StreamedDataset):
         processes = {"num_proc": num_proc, "desc": "Truncating documents"} if isinstance(dataset, Dataset) else {}
         columns_of_documents = (*DOCUMENT_KEYS, TRUNCATION)

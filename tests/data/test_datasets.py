@@ -14,7 +14,7 @@ import pytest
 from datasets import Dataset, DatasetDict, Features, IterableDataset, List, Value, load_dataset, load_from_disk
 
 from examples.demo.dialogues import generate_dialogues
-from hf_prefix_tree.data import rows as pipeline
+from hf_prefix_tree.data import counts as pipeline
 from hf_prefix_tree.data.nodes import rollout_branches
 from hf_prefix_tree.data.prepare import prepare_trees
 from hf_prefix_tree.data.turns import conversation_branches

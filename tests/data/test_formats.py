@@ -8,15 +8,16 @@ from collections import Counter
 
 import datasets
 import pytest
+import trl
 from datasets import Dataset
 from datasets.fingerprint import generate_random_fingerprint
 
 from hf_prefix_tree.data.counts import COUNTS
-from hf_prefix_tree.data.formats import FORMATS, openai_conversation, openai_tools
+from hf_prefix_tree.data.formats import FORMATS, openai_conversation, openai_tools, preference_completions
 from hf_prefix_tree.data.prepare import prepare_trees
 from hf_prefix_tree.data.rows import MESSAGE_KINDS, row_conversations, row_kind
 from hf_prefix_tree.diffusion.data import prepare_diffusion_rows
-from hf_prefix_tree.eagle3.data import SampleOptions, prepare_eagle3_rows
+from hf_prefix_tree.eagle3.data import prepare_eagle3_rows
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -232,10 +233,27 @@ def test_a_row_becomes_openai_messages(name):
     assert kind in MESSAGE_KINDS
     ((messages, num_prompt_messages),) = row_conversations(row, kind, counts)
     openai_tools(row.get("tools"), counts)
-    assert copied(messages) == copied(expected)  # values, not types of mappings
+    assert [{key: value for key, value in m.items() if value not in (None, [])} for m in copied(messages)] == expected
     assert num_prompt_messages == (1 if row.get("system") else 0)
     assert dict(counts) == counted
     assert row == before, "the row was changed"
+
+
+def test_what_trl_converts_becomes_the_same():
+    """TRL renames keys, and finds the prompt of a preference; it leaves names of roles as they are."""
+    row = {"conversations": [{"from": "user", "value": "Rome?"}, {"from": "assistant", "value": "Sunny."}]}
+    ((messages, _),) = row_conversations(row, "conversations", Counter())
+    assert {"messages": messages} == trl.maybe_convert_to_chatml(copied(row))
+    for chosen, rejected in (
+        ([user("A?"), says("Yes")], [user("A?"), says("No")]),
+        ([user("A?"), says("B"), user("C?"), says("Yes")], [user("A?"), says("B"), user("C?"), says("No"), user("D")]),
+        ("The sky is blue", "The sky is green"),
+        ("The sky is blue", "The sky is black"),
+        ([user("A?"), says("Yes")], [user("A?"), says("Yes")]),
+    ):
+        pair = {"chosen": chosen, "rejected": rejected}
+        expected = trl.extract_prompt(pair)
+        assert preference_completions(pair) == (expected["prompt"], [expected["chosen"], expected["rejected"]])
 
 
 def methods(row: dict, tokenizer) -> list[tuple[list, dict]]:
@@ -255,7 +273,7 @@ def methods(row: dict, tokenizer) -> list[tuple[list, dict]]:
             samples = [(row["input_ids"], row["loss_mask"]) for row in rows]
         else:
             sizes = {"seq_length": 999, "packed_sequence_size": 0, "strategy": "next_fit", "pad_token_id": 0}
-            rows = prepare_eagle3_rows(dataset, SampleOptions(tokenizer), **sizes, counts=counts)
+            rows = prepare_eagle3_rows(dataset, {"tokenizer": tokenizer}, **sizes, counts=counts)
             samples = [(row["input_ids"], row["loss_mask"]) for row in rows]
         # A branch's first token has no predecessor: trees take it out of what is supervised.
         supervised = [[i for i, m in list(zip(ids, mask, strict=False))[1:] if m] for ids, mask in samples]
@@ -294,7 +312,7 @@ def test_all_methods_report_the_same_losses(tiny_tokenizer, caplog):
     ]
     found, logged = [], []
     sizes = {"seq_length": 99, "packed_sequence_size": 0, "strategy": "next_fit", "pad_token_id": 0}
-    options = SampleOptions(tiny_tokenizer)
+    options = {"tokenizer": tiny_tokenizer}
     for prepare in (
         lambda counts: prepare_trees(Dataset.from_list(rows), tiny_tokenizer, counts=counts),
         lambda counts: prepare_diffusion_rows(Dataset.from_list(rows), tiny_tokenizer, counts=counts),
