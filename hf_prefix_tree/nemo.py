@@ -116,16 +116,16 @@ def prefix_tree_collate_fn(
     ignore_idx: int = CROSS_ENTROPY_IGNORE_IDX,
 ) -> dict[str, torch.Tensor]:
     """
-    Collate one group of rollouts that share a prompt, as [`fold_shared_prefix_rollouts`] lays it out.
+    Collate one group of rollouts that share a prompt.
 
-    The shifted labels of that form become unshifted ones. They supervise neither the prompt nor the first token of a
+    The shifted labels of NeMo's form become unshifted ones. They supervise neither the prompt nor the first token of a
     completion; [`DataCollatorForPrefixTree`] supervises those first tokens too, from `prompt_ids` and `completions`.
     Completions that start alike are folded further.
 
     Args:
         features (sequence of [`FoldedRollouts`] or of `Mapping`):
-            Exactly one: the group, or a dataset row of its fields `input_ids`, `labels`, `node_lengths` and
-            `sample_paths`.
+            Exactly one group: `prompt_ids` and `completions`, what [`fold_shared_prefix_rollouts`] makes of them, or a
+            dataset row of its fields `input_ids`, `labels`, `node_lengths` and `sample_paths`.
         pad_token_id (`int`, *optional*, defaults to 0):
             Token id of the padding.
         weighting (`str`, *optional*, defaults to `"tree"`):
@@ -144,10 +144,9 @@ def prefix_tree_collate_fn(
     Example:
 
     ```python
-    >>> from hf_prefix_tree import fold_shared_prefix_rollouts
     >>> from hf_prefix_tree.nemo import prefix_tree_collate_fn
 
-    >>> group = fold_shared_prefix_rollouts([1, 2], [[10, 11], [20, 21, 22]])
+    >>> group = {"prompt_ids": [1, 2], "completions": [[10, 11], [20, 21, 22]]}
     >>> batch = prefix_tree_collate_fn([group], pad_to_multiple_of=1)
     >>> batch["input_ids"], batch["labels"]
     (tensor([[ 1,  2, 20, 21, 22, 10, 11]]), tensor([[-100, -100, -100,   21,   22, -100,   11]]))
@@ -163,13 +162,15 @@ def prefix_tree_collate_fn(
     check_integer(pad_token_id, "pad_token_id")
     check_integer(ignore_idx, "ignore_idx", least=-INT32_MAX)
     group = features[0]
+    if isinstance(group, Mapping) and group.keys() >= {"prompt_ids", "completions"}:
+        group = fold_shared_prefix_rollouts(group["prompt_ids"], group["completions"], ignore_idx)
     fields = dataclasses.asdict(group) if isinstance(group, FoldedRollouts) else group
     names = ("input_ids", "labels", "node_lengths", "sample_paths")
     if not isinstance(fields, Mapping) or any(fields.get(name) is None for name in names):
         keys = list(fields) if isinstance(fields, Mapping) else type(fields).__name__
         raise ValueError(
-            f"`features[0]` must be a `FoldedRollouts` or have its fields {', '.join(names)}, got {keys}. Make it "
-            "with `fold_shared_prefix_rollouts`."
+            f"`features[0]` must have `prompt_ids` and `completions`, be a `FoldedRollouts`, or have its fields "
+            f"{', '.join(names)}, got {keys}."
         )
     with located("`features[0]`"):
         input_ids = integer_array(fields["input_ids"], "input_ids")

@@ -6,14 +6,11 @@ The steps are fold, select, pack. `datasets` runs and caches them.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import transformers
 from datasets import Dataset, IterableDataset
 
 from hf_prefix_tree.data.counts import Report
@@ -101,6 +98,7 @@ def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
                 plan.settings["options"],
                 plan.settings["on_error"],
                 plan.selection_num_proc,
+                report,
             )
         elif plan.selection_metric is not None:
             ratio = plan.selection_metric
@@ -153,8 +151,6 @@ PREPARATION_CHOICES: dict[str, tuple[str, ...]] = {
     "on_error": ("raise", "skip"),
 }
 _LIMITS = {"max_length": 2, "max_packed_tokens": 2, "selection_num_proc": 1, "max_examples": 1}
-# Rooms whose code decides what a dataset becomes: everything that this room imports.
-CODE = ("tree", "data")
 
 
 def check_preparation(
@@ -239,8 +235,11 @@ def prepare_trees(
 
     | columns | a row is | its branches |
     |---|---|---|
-    | `messages` | a conversation | see [`conversation_branches`]; `tools` and `chat_template_kwargs` may be columns |
+    | `messages` or `conversations` | a conversation in a format of `docs/data.md` | see [`conversation_branches`] |
+    | `instruction`, `output` | one in Alpaca's format, maybe with `input`, `history` | the same |
     | `prompt`, `completions` or `completion` | strings, or lists of messages | one per completion, or per its turns |
+    | `chosen`, `rejected` | two completions of a `prompt`, to count; not for SFT | one per completion |
+    | `text` | a text | itself, all supervised, under `reasoning="keep"` |
     | `prompt_ids`, `completions` | token ids | one per completion, see [`rollout_branches`] |
     | `branches` | a list of `input_ids`, `weights` | these |
     | `parents`, `nodes` | a tree by its nodes: token ids, or `input_ids`, `weights` | one per leaf |
@@ -291,8 +290,8 @@ def prepare_trees(
             Whether trees share rows. If not, each row holds one tree or part.
         selection_metric (`str`, *optional*):
             The `max_examples` trees with the highest value are taken, highest first, ties by index: `"num_turns"`,
-            `"branching_score"` (see [`order_units`]), `"token_ratio"` or `"pair_ratio"` (see [`TreeStats`]; all trees
-            are prepared for it). Not for streaming datasets.
+            `"branching_score"`, `"forked_context"` (see [`order_units`]), `"token_ratio"` or `"pair_ratio"` (see
+            [`TreeStats`]; all trees are prepared for it). Not for streaming datasets.
         selection_num_proc (`int`, *optional*):
             Number of processes for the metric.
         max_examples (`int`, *optional*):
@@ -313,7 +312,10 @@ def prepare_trees(
               `unrendered_reasoning`, `unclosed_reasoning`; `unrendered_messages`; rows `filled`, `skipped`; trees
               `oversized` or `empty`: the losses;
             - `sources`, an int64 array: of which row, or group by first appearance, each tree was made;
-            - with `max_examples`: `candidates` (rows or groups), `valid` ones of those prepared, `selected`;
+            - rows converted, by format: `sharegpt`, `call_roles`, `anthropic`, `hermes`, `bare_tools`, `alpaca`,
+              `preference`, `text`, and rows with turns `switched` off;
+            - with `max_examples`: `candidates` (rows or groups), `valid` ones of those prepared, `selected`, and with
+              `"branching_score"` those that are `too_long`;
             - with `max_packed_tokens`: `packed_rows`, their `fill` (0 to 1), `split_trees`, `parts`,
               `weightless_parts` (left out: all that they supervise is in other parts), `duplicated_tokens`.
 
@@ -385,7 +387,6 @@ def prepare_trees(
         empty_thinking_in_prompt=empty_thinking_in_prompt,
         max_length=max_length,
         overlong=overlong,
-        code=code_state(),
     )
     plan = Plan(
         settings={
@@ -436,15 +437,3 @@ def _renamed(
     new = {theirs: name for name, theirs in column_names.items() if name != theirs}
     dataset = dataset.remove_columns(hidden).rename_columns(new)
     return dataset, [new.get(name, name) for name in columns if name not in hidden]
-
-
-def code_state(package: Path = Path(__file__).parents[1]) -> str:
-    """
-    A hash of the code that preparation runs: `datasets` knows a function by its name, and would take the result of
-    other code from its cache.
-    """
-    digest = hashlib.sha256(transformers.__version__.encode())
-    for room in CODE:
-        for file in sorted((package / room).rglob("*.py")) or [package / f"{room}.py"]:
-            digest.update(file.read_bytes())
-    return digest.hexdigest()

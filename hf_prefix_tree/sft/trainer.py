@@ -21,6 +21,7 @@ from trl.trainer.utils import global_then_local_main_first
 
 from hf_prefix_tree.data.packed import check_weightings
 from hf_prefix_tree.data.prepare import prepare_trees
+from hf_prefix_tree.data.rows import columns_of
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
 from hf_prefix_tree.sft.branchwise import BranchCollator, branch_batches
 from hf_prefix_tree.sft.collator import DataCollatorForPrefixTree
@@ -142,6 +143,11 @@ class TreeSFTTrainer(TreeLossMixin, SFTTrainer):
     ) -> Any:
         if dataset in self._prepared:  # `evaluate` calls itself for each dataset of a `dict`
             return dataset
+        if {"chosen", "rejected"} <= {*columns_of(dataset), *(args.column_names or ())}:
+            raise ValueError(
+                "the dataset has `chosen` and `rejected`, and SFT would imitate both; train with `TreeDPOTrainer`, or "
+                "rename `chosen` to `completion` and remove `rejected`."
+            )
         options = {name: getattr(args, name) for name in ("weighting", *PREPARATION) if name != "shuffle_dataset"}
         if dataset is self._to_select_from:
             self._to_select_from = None
