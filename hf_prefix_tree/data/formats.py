@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, TypeGuard
 
-Message = dict[str, Any]
+from hf_prefix_tree.data.messages import Message, plain_data
 
 # Rows are counted under these names; "switched" are those with turns that are not to be trained on.
 FORMATS = ("sharegpt", "call_roles", "anthropic", "hermes", "bare_tools", "alpaca", "preference", "text", "switched")
@@ -64,6 +64,7 @@ def openai_conversation(
     messages = _parsed(messages, "messages")
     if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
         return messages, num_prompt_messages
+    messages = plain_data(messages, "messages")
     prompt = _converted(messages[:num_prompt_messages], 0, counts)
     answer = _converted(messages[num_prompt_messages:], num_prompt_messages, counts)
     first = (prompt or answer or [{}])[0]
@@ -230,7 +231,7 @@ def _hermes_object(text: str, where: str) -> Any:
     except ValueError as error:
         try:
             return ast.literal_eval(text)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
             raise error from None
 
 
@@ -319,7 +320,7 @@ def _parsed(value: Any, name: str, of_format: str = "") -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"`{name}` is no JSON{of_format} ({error}), got {value[:80]!r}; pass the object itself."
         ) from None

@@ -101,7 +101,7 @@ def unclosed_reasoning(message: Message) -> str | None:
 def _normalize_message(message: Any, name: str, parse_arguments: bool) -> Message:
     if not isinstance(message, Mapping):
         raise ValueError(f"`{name}` is a {type(message).__name__}; pass a dict with `role` and `content`.")
-    plain = {key: value for key, value in _plain(message, name).items() if value is not None}
+    plain = {key: value for key, value in plain_data(message, name).items() if value is not None}
     if not isinstance(plain.get("role"), str) or not plain["role"]:
         raise ValueError(f"`{name}` has the keys {list(message)} and no `role`; name who says it, e.g. 'user'.")
     content = plain.setdefault("content", "")
@@ -138,7 +138,7 @@ def _normalize_tool(tool: Any, name: str) -> Any:
         tool = get_json_schema(tool)
     if not isinstance(tool, Mapping):
         raise ValueError(f"`{name}` is a {type(tool).__name__}; pass a tool's JSON schema, a dict.")
-    return _plain(tool, name)
+    return plain_data(tool, name)
 
 
 def _parse_json(text: str, name: str) -> Any:
@@ -162,8 +162,8 @@ def check_text(text: Any, name: str) -> str:
     return text
 
 
-def _plain(value: Any, name: str, depth: int = 0) -> Any:
-    """A copy made of dicts, lists and JSON scalars: a template prints anything else as a placeholder, or crashes."""
+def plain_data(value: Any, name: str, depth: int = 0) -> Any:
+    """A copy made of dicts, lists and JSON scalars: templates print anything else as a placeholder, or crash."""
     if depth > MAX_DEPTH:
         raise ValueError(f"`{name[:80]}` is nested more than {MAX_DEPTH} levels deep; pass it as a JSON string.")
     if value is None or type(value) in (int, float, bool):
@@ -171,7 +171,7 @@ def _plain(value: Any, name: str, depth: int = 0) -> Any:
     if isinstance(value, str):
         return check_text(value, name)
     if isinstance(value, Mapping):
-        return {check_text(key, name): _plain(item, f"{name}.{key}", depth + 1) for key, item in value.items()}
+        return {check_text(key, name): plain_data(item, f"{name}.{key}", depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{name}[{i}]", depth + 1) for i, item in enumerate(value)]
+        return [plain_data(item, f"{name}[{i}]", depth + 1) for i, item in enumerate(value)]
     raise ValueError(f"`{name}` is a {type(value).__name__}, which is not JSON; pass a string or a number.")

@@ -47,7 +47,8 @@ def outcome(call: Callable[[], Any], names: str = r"`[^`]+`") -> Any:
     try:
         return call()
     except ValueError as error:
-        if type(error) is not ValueError or not re.search(names, str(error)):
+        is_own = type(error) is ValueError or type(error).__module__.startswith("hf_prefix_tree")
+        if not is_own or not re.search(names, str(error)):
             raise
         raise Refused(str(error)) from error
 
