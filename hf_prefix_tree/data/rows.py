@@ -80,7 +80,7 @@ class RowKind(NamedTuple):
 def columns_of(dataset: Any) -> list[str]:
     """The columns of a dataset, of a stream, which may have to be read for it, or of a list of rows."""
     if isinstance(dataset, Sequence):
-        return list(dataset[0]) if len(dataset) else []
+        return list(dataset[0]) if len(dataset) and isinstance(dataset[0], Mapping) else []
     return list(dataset.column_names or next(iter(dataset), {}))
 
 
@@ -158,6 +158,8 @@ def row_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[st
         `ValueError`: If the row is malformed, or a branch is too long under `overlong="raise"`.
     """
     kind, lost = ROW_KINDS[options.kind], Counter[str]()
+    if not isinstance(row, Mapping):
+        raise ValueError(f"`row` is a {type(row).__name__}; pass a dict of columns.")
     missing = [name for name in kind.columns if row.get(name) is None]
     if missing:
         raise ValueError(f"`{missing[0]}` is missing; give every row the same columns.")

@@ -109,6 +109,8 @@ def check_features(features: Any) -> None:
 
 
 def _read(row: Mapping[str, Any], weighted: bool) -> Sample:
+    if not isinstance(row, Mapping):
+        raise ValueError(f"`row` is a {type(row).__name__}; pass a dict of columns.")
     columns = {name: _array(value) for name, value in row.items() if name in _COLUMNS and value is not None}
     if "input_ids" not in columns:
         raise ValueError(f"`input_ids` is missing; it has the keys {list(row)}.")

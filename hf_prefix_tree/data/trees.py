@@ -9,8 +9,10 @@ Cost: that of reading the rows (`row_branches`), then one fold. The branches of 
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -28,11 +30,13 @@ from hf_prefix_tree.data.rows import (
     row_kind,
     rows_of_batch,
 )
-from hf_prefix_tree.data.supervision import SUPERVISION
+from hf_prefix_tree.data.supervision import SUPERVISION, located, read_sample
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 TREE_FEATURES = Features(
     {
@@ -188,6 +192,7 @@ def read_samples(
     rows: Any,
     tokenizer: PreTrainedTokenizerBase | None,
     *,
+    on_error: str = "raise",
     num_proc: int | None = None,
     counts: MutableMapping[str, Any] | None = None,
     **options: Any,
@@ -203,6 +208,8 @@ def read_samples(
             Rows of one of the `SAMPLE_KINDS`. Rows with `input_ids` are returned as they are.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
             Renders and tokenizes.
+        on_error (`str`, *optional*, defaults to `"raise"`):
+            Whether a row that can't be read is an error, also later for `input_ids`, or is skipped (`"skip"`).
         num_proc (`int`, *optional*):
             Processes, for a `Dataset`.
         counts (`MutableMapping[str, Any]`, *optional*):
@@ -216,9 +223,11 @@ def read_samples(
     Raises:
         `ValueError`: If the rows are of no kind that becomes samples, or one can't be read; its index is named.
     """
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f"`on_error` is {on_error!r}; pass 'raise' or 'skip'.")
     columns = columns_of(rows)
     if "input_ids" in columns or not columns:
-        return rows
+        return rows if on_error == "raise" else _readable(rows)
     kind = row_kind(columns)
     if kind not in SAMPLE_KINDS:
         raise ValueError(
@@ -230,7 +239,7 @@ def read_samples(
     is_list = not isinstance(rows, Dataset | IterableDataset)
     features = {} if is_list else dict(rows.features or {})
     read = RowOptions(kind, tokenizer, features, "keep" if kind == "text" else "per_turn", **options)
-    settings: dict[str, Any] = {"options": read, "weighting": "branch", "on_error": "raise"}
+    settings: dict[str, Any] = {"options": read, "weighting": "branch", "on_error": on_error}
     settings |= {"max_packed_tokens": None, "overflow": "split"}
     if isinstance(rows, IterableDataset):
         kwargs = {"batched": True, "batch_size": 64, "with_indices": True, "remove_columns": columns}
@@ -256,6 +265,26 @@ def read_samples(
         return [sample for tree in trees for sample in _samples(tree)]
     kwargs = {"features": _SAMPLE_FEATURES, "num_proc": num_proc, "desc": "Unfolding samples"}
     return trees.map(_samples_of_trees, batched=True, remove_columns=trees.column_names, **kwargs)
+
+
+def _readable(rows: Any) -> Any:
+    """The rows of token ids that can be read; the rest is logged, of a stream batch by batch."""
+    if isinstance(rows, Dataset | IterableDataset):
+        return rows.filter(_can_read, with_indices=True, batched=True)
+    return list(itertools.compress(rows, _can_read(rows, range(len(rows)))))
+
+
+def _can_read(rows: Any, indices: Sequence[int]) -> list[bool]:
+    skipped: list[str] = []
+    can_read = []
+    for index, row in zip(indices, rows_of_batch(rows) if isinstance(rows, Mapping) else rows, strict=True):
+        count = len(skipped)
+        with located(f"row {index}", skipped):
+            read_sample(row)
+        can_read.append(len(skipped) == count)
+    if skipped:
+        logger.warning("Skipped %d of %d rows: %s", len(skipped), len(indices), "; ".join(skipped[:3]))
+    return can_read
 
 
 def _samples(tree: Mapping[str, Any]) -> Iterator[dict[str, list[int]]]:

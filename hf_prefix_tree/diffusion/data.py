@@ -36,6 +36,7 @@ def prepare_diffusion_rows(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
     cap: tuple[str, int | None] = ("max_length", None),
+    on_error: str = "raise",
     counts: MutableMapping[str, Any] | None = None,
 ) -> Any:
     """
@@ -54,6 +55,8 @@ def prepare_diffusion_rows(
         cap (`tuple[str, int]`, *optional*):
             The argument to which the collator truncates samples, and its value. Those of which it would leave nothing
             supervised are left out here.
+        on_error (`str`, *optional*, defaults to `"raise"`):
+            Whether a row that can't be read is an error or is skipped (`"skip"`).
         counts (`MutableMapping[str, Any]`, *optional*):
             As for [`prepare_trees`], of all but `input_ids`.
 
@@ -64,11 +67,9 @@ def prepare_diffusion_rows(
         `ValueError`: If the rows are of no known kind, or malformed, or none is left.
     """
     columns = columns_of(dataset)
-    if "input_ids" not in columns:
-        dataset = read_samples(
-            dataset, tokenizer, num_proc=num_proc, counts=counts, chat_template_kwargs=dict(chat_template_kwargs or {})
-        )
-    elif not set(columns) & set(SUPERVISION):
+    variables = {"chat_template_kwargs": dict(chat_template_kwargs or {})}
+    dataset = read_samples(dataset, tokenizer, on_error=on_error, num_proc=num_proc, counts=counts, **variables)
+    if "input_ids" in columns and not set(columns) & set(SUPERVISION):
         raise ValueError(
             f"`dataset` has `input_ids` and none of {', '.join(SUPERVISION)}: add a `loss_mask` (all ones to "
             "supervise every token)."

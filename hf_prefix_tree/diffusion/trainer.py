@@ -210,6 +210,7 @@ class DiffusionSFTTrainer(StepMixin, SFTTrainer):
                 chat_template_kwargs=args.chat_template_kwargs,
                 num_proc=args.dataset_num_proc,
                 cap=self._cap,
+                on_error=args.on_error,
             )
         if args.shuffle_dataset:
             dataset = dataset.shuffle(seed=args.seed)

@@ -59,6 +59,7 @@ def pack_eagle3_dataset(
     tokenizer: PreTrainedTokenizerBase | None = None,
     supervise_reasoning: bool = True,
     reasoning_end: str = "</think>",
+    on_error: str = "raise",
     num_proc: int | None = None,
 ) -> Any:
     """
@@ -88,6 +89,8 @@ def pack_eagle3_dataset(
             Whether reasoning is supervised, in conversations.
         reasoning_end (`str`, *optional*, defaults to `"</think>"`):
             Text that ends the reasoning of a turn.
+        on_error (`str`, *optional*, defaults to `"raise"`):
+            Whether a row that can't be read is an error or is skipped (`"skip"`).
         num_proc (`int`, *optional*):
             Processes, for a `Dataset`.
 
@@ -114,6 +117,7 @@ def pack_eagle3_dataset(
         raise ValueError(f"`strategy` must be one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}.")
     settings: dict[str, Any] = {"length": packed_sequence_size, "pad_token_id": pad_token_id, "strategy": strategy}
     options: dict[str, Any] = {"supervise_reasoning": supervise_reasoning, "reasoning_end": reasoning_end}
+    options["on_error"] = on_error
     if isinstance(samples, Mapping):  # one batch of many: it may be empty
         rows = _packed(enumerate(read_samples(list(rows_of_batch(samples)), tokenizer, **options)), **settings)
         return {name: [row[name] for row in rows] for name in PACKED_COLUMNS}
@@ -171,6 +175,7 @@ def build_eagle3_dataloader(
     num_workers: int = 0,
     supervise_reasoning: bool = True,
     reasoning_end: str = "</think>",
+    on_error: str = "raise",
     pad_token_id: int | None = None,
     num_proc: int | None = None,
     split: str = "train",
@@ -209,6 +214,8 @@ def build_eagle3_dataloader(
             Whether reasoning is supervised, in conversations.
         reasoning_end (`str`, *optional*, defaults to `"</think>"`):
             Text that ends the reasoning of a turn.
+        on_error (`str`, *optional*, defaults to `"raise"`):
+            Whether a row that can't be read is an error or is skipped (`"skip"`).
         pad_token_id (`int`, *optional*):
             Defaults to the tokenizer's padding token, or its end token.
         num_proc (`int`, *optional*):
@@ -240,7 +247,12 @@ def build_eagle3_dataloader(
     pad = padding_token(tokenizer, pad_token_id)
     rows = prepare_eagle3_rows(
         dataset,
-        {"tokenizer": tokenizer, "supervise_reasoning": supervise_reasoning, "reasoning_end": reasoning_end},
+        {
+            "tokenizer": tokenizer,
+            "supervise_reasoning": supervise_reasoning,
+            "reasoning_end": reasoning_end,
+            "on_error": on_error,
+        },
         seq_length=seq_length,
         packed_sequence_size=packed_sequence_size,
         strategy=strategy,

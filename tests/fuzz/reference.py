@@ -236,26 +236,21 @@ def chat(messages: Any) -> list[dict[str, Any]]:
     return found
 
 
-def turns(messages: Any, tokenizer: Any, first: int = 0, is_one_branch: bool = False) -> list[Plain]:
+def turns(messages: Any, tokenizer: Any, first: int = 0) -> list[Plain]:
     """The branches of a conversation under the template of `tests.support.byte_tokenizer`."""
     given = chat(messages)
     check(any(message["role"] == "assistant" for message in given[first:]))
     if any(isinstance(message["content"], list) for message in given):
         raise Unspecified
     ids: list[int] = []
-    weights: list[float] = []
     found = []
     for index, message in enumerate(given):
         parts = [f"<|im_start|>{message['role']}\n", f"{message['content']}<|im_end|>", "\n"]
-        is_turn = message["role"] == "assistant" and index >= first
-        if not is_one_branch:
-            weights = [0.0] * len(ids)
-        for place, part in enumerate(parts):
-            new = tokens_of(part, tokenizer)
-            ids, weights = ids + new, weights + [float(is_turn and place == 1)] * len(new)
-        if is_turn:
-            found.append((ids, weights))
-    return found[-1:] if is_one_branch else found
+        header, text, after = (tokens_of(part, tokenizer) for part in parts)
+        if message["role"] == "assistant" and index >= first:
+            found.append((ids + header + text + after, [0.0] * len(ids + header) + [1.0] * len(text) + [0.0]))
+        ids = ids + header + text + after
+    return found
 
 
 def _of_conversations(row: Any, tokenizer: Any) -> list[Plain]:
@@ -296,26 +291,13 @@ _KINDS: dict[str, Any] = {
 }
 
 
-def samples(kind: str, row: Any, tokenizer: Any, is_one_branch: bool = False) -> list[Plain]:
-    """
-    The sequences of a row for diffusion, each a turn up to its end, or for EAGLE-3 (`is_one_branch`): a conversation.
-    """
+def samples(kind: str, row: Any, tokenizer: Any) -> list[Plain]:
+    """The sequences of a row for diffusion and EAGLE-3: each turn up to its end."""
     if kind == "tokens":
         return [sample(row)]
-    if kind == "completions":
-        prompt, texts = conversations(row)
-        if isinstance(prompt, list):
-            found = [b for text in texts for b in turns([*prompt, *text], tokenizer, len(prompt), is_one_branch)]
-        else:
-            found = _of_completions(row, tokenizer)
-    else:
-        check(row.get("messages") is not None)
-        found = turns(row["messages"], tokenizer, is_one_branch=is_one_branch)
-    found = [as_branch(*branch) for branch in found]
-    ends = [max(at for at, weight in enumerate(weights) if weight) + 1 for _, weights in found]
-    if is_one_branch:
-        return found
-    return [(ids[:end], weights[:end]) for (ids, weights), end in zip(found, ends, strict=True)]
+    found = branches_of(kind, row, tokenizer)
+    ends = [max((at + 1 for at, weight in enumerate(weights) if weight), default=0) for _, weights in found]
+    return [(ids[:end], weights[:end]) for (ids, weights), end in zip(found, ends, strict=True) if end]
 
 
 # --- Trees
