@@ -30,7 +30,6 @@ _OPENAI_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _BLOCKS = ("thinking", "text", "tool_use")  # of an assistant message, in this order
 _ANTHROPIC = ("thinking", "redacted_thinking", "tool_use", "tool_result")  # not in OpenAI's lists of parts
 _HERMES_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-_HERMES_RESULT = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.DOTALL)
 
 
 def openai_conversation(
@@ -71,7 +70,6 @@ def openai_conversation(
     if system := row.get("system"):
         if first.get("role") not in ("system", "developer"):
             prompt = [{"role": "system", "content": system}, *prompt]
-            num_prompt_messages = 1
         elif first.get("content") != system:
             raise ValueError("the conversation has a system message and the row another `system`; keep one of them.")
     return [*prompt, *answer], len(prompt)
@@ -131,14 +129,12 @@ def training_switches(message: Mapping[str, Any], row: Mapping[str, Any]) -> tup
     Raises:
         `ValueError`: If a weight is neither 0 nor 1.
     """
+    given = {key: value for source in (row, message) for key, value in source.items() if value is not None}
     weight = message.get("weight")
     if weight not in (None, 0, 1):
         raise ValueError(f"`weight` of a message is {weight!r}; pass 0 or 1.")
-    given = [
-        next((value for value in (message.get(name), row.get(name)) if value is not None), True)
-        for name in ("train_reasoning", "train_response")
-    ]
-    return bool(given[0]) and weight != 0, bool(given[1]) and weight != 0
+    reasoning, response = (bool(given.get(name, True)) for name in ("train_reasoning", "train_response"))
+    return (reasoning, response) if weight != 0 else (False, False)
 
 
 def _converted(messages: Sequence[Mapping[str, Any]], first: int, counts: Counter[str]) -> list[Any]:
@@ -238,10 +234,12 @@ def _hermes_object(text: str, where: str) -> Any:
 def _without_response_tags(message: Mapping[str, Any], counts: Counter[str]) -> list[Mapping[str, Any]]:
     """A tool message for each result of a message that is nothing but results in Hermes's tags."""
     content = message.get("content")
-    if not isinstance(content, str) or not re.fullmatch(f"(?:{_HERMES_RESULT.pattern})+", content, re.DOTALL):
+    *results, rest = content.split("</tool_response>") if isinstance(content, str) else ["no text"]
+    texts = [result.strip().removeprefix("<tool_response>") for result in results]
+    if rest.strip() or not texts or any(text == result.strip() for text, result in zip(texts, results, strict=True)):
         return [message]
     counts["hermes"] = 1
-    return [{**message, "role": "tool", "content": result} for result in _HERMES_RESULT.findall(content)]
+    return [{**message, "role": "tool", "content": text.strip()} for text in texts]
 
 
 def _of_blocks(message: Mapping[str, Any], where: str) -> Iterator[Message]:

@@ -39,13 +39,13 @@ class Plan:
     """The checked options of `prepare_trees`. `settings` are those of `tree_of_rows`."""
 
     settings: dict[str, Any]
-    group_by: str | None
-    max_packed_tokens: int | None
-    pack_trees: bool
-    selection_metric: str | None
-    selection_num_proc: int | None
-    max_examples: int | None
-    num_proc: int | None
+    group_by: str | None = None
+    max_packed_tokens: int | None = None
+    pack_trees: bool = True
+    selection_metric: str | None = None
+    selection_num_proc: int | None = None
+    max_examples: int | None = None
+    num_proc: int | None = None
 
 
 def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Dataset rows to one tree, or to samples, and their counts: the functions that `datasets` maps.
+"""Dataset rows to one tree and its counts: the functions that `datasets` maps.
 
 A tree's rows carry their counts along, in one more column, so that they are there also when the tree comes from the
 cache. A tree that supervises nothing is kept for its counts, without tokens.
@@ -9,34 +9,18 @@ Cost: that of reading the rows (`row_branches`), then one fold. The branches of 
 
 from __future__ import annotations
 
-import itertools
-import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, List, Value
 
 from hf_prefix_tree.data.counts import COUNTS, FEATURES, NO_SIZES, Report
-from hf_prefix_tree.data.rows import (
-    SAMPLE_KINDS,
-    RowOptions,
-    columns_of,
-    group_key,
-    row_branches,
-    row_kind,
-    rows_of_batch,
-)
-from hf_prefix_tree.data.supervision import SUPERVISION, located, read_sample
+from hf_prefix_tree.data.rows import RowOptions, group_key, row_branches, rows_of_batch
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 TREE_FEATURES = Features(
     {
@@ -183,118 +167,3 @@ def _overflow(tree: PrefixTree, max_packed_tokens: int, overflow: str) -> str:
             f"{max_packed_tokens}; raise it, or cap the branches with `max_length`."
         )
     return ""
-
-
-_SAMPLE_FEATURES = Features({name: List(Value("int64")) for name in ("input_ids", "loss_mask")})
-
-
-def read_samples(
-    rows: Any,
-    tokenizer: PreTrainedTokenizerBase | None,
-    *,
-    on_error: str = "raise",
-    num_proc: int | None = None,
-    counts: MutableMapping[str, Any] | None = None,
-    **options: Any,
-) -> Any:
-    """
-    Rows as samples without weights, for training without trees: one for each branch that `prepare_trees` would make.
-
-    A sample ends with its last supervised token: text of the chat template after a turn would tell where it ends. A
-    branch that supervises nothing is no sample. Counts are logged as by `prepare_trees`.
-
-    Args:
-        rows (`Dataset`, `IterableDataset` or list of `dict`):
-            Rows of one of the `SAMPLE_KINDS`. Rows with `input_ids` are returned as they are.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
-            Renders and tokenizes.
-        on_error (`str`, *optional*, defaults to `"raise"`):
-            Whether a row that can't be read is an error, also later for `input_ids`, or is skipped (`"skip"`).
-        num_proc (`int`, *optional*):
-            Processes, for a `Dataset`.
-        counts (`MutableMapping[str, Any]`, *optional*):
-            As for `prepare_trees`.
-        options:
-            Further ones of [`RowOptions`].
-
-    Returns:
-        `input_ids` and `loss_mask`, in the form of `rows`.
-
-    Raises:
-        `ValueError`: If the rows are of no kind that becomes samples, or one can't be read; its index is named.
-    """
-    if on_error not in ("raise", "skip"):
-        raise ValueError(f"`on_error` is {on_error!r}; pass 'raise' or 'skip'.")
-    columns = columns_of(rows)
-    if "input_ids" in columns or not columns:
-        return rows if on_error == "raise" else _readable(rows)
-    kind = row_kind(columns)
-    if kind not in SAMPLE_KINDS:
-        raise ValueError(
-            f"`dataset` has the columns {sorted(columns)}, {kind} rows, which are no samples; pass conversations, "
-            f"`text`, or `input_ids` with one of {', '.join(SUPERVISION)}."
-        )
-    if tokenizer is None:
-        raise ValueError(f"`tokenizer` is None, but {kind} rows are text; pass the model's tokenizer.")
-    is_list = not isinstance(rows, Dataset | IterableDataset)
-    features = {} if is_list else dict(rows.features or {})
-    read = RowOptions(kind, tokenizer, features, "keep" if kind == "text" else "per_turn", **options)
-    settings: dict[str, Any] = {"options": read, "weighting": "branch", "on_error": on_error}
-    settings |= {"max_packed_tokens": None, "overflow": "split"}
-    if isinstance(rows, IterableDataset):
-        kwargs = {"batched": True, "batch_size": 64, "with_indices": True, "remove_columns": columns}
-        trees = rows.map(trees_of_batch, features=TREE_FEATURES, fn_kwargs=settings, **kwargs)
-        return trees.map(
-            _samples_of_trees, batched=True, remove_columns=list(TREE_FEATURES), features=_SAMPLE_FEATURES
-        )
-    if is_list:
-        trees = [tree_of_rows([item], **settings) for item in enumerate(rows)]
-        reports = [tree[REPORT] for tree in trees]
-    else:
-        kwargs = {"features": COUNTED_FEATURES, "fn_kwargs": settings | {"source": None, "units": None}}
-        kwargs |= {"with_indices": True, "remove_columns": columns, "num_proc": num_proc, "desc": "Rendering samples"}
-        trees = rows.map(tree_of_unit, **kwargs)
-        reports = trees[REPORT]
-    report = Report()
-    for counted in reports:
-        report.add(counted)
-    report.log()
-    if counts is not None:
-        counts.update(report.as_dict())
-    if is_list:
-        return [sample for tree in trees for sample in _samples(tree)]
-    kwargs = {"features": _SAMPLE_FEATURES, "num_proc": num_proc, "desc": "Unfolding samples"}
-    return trees.map(_samples_of_trees, batched=True, remove_columns=trees.column_names, **kwargs)
-
-
-def _readable(rows: Any) -> Any:
-    """The rows of token ids that can be read; the rest is logged, of a stream batch by batch."""
-    if isinstance(rows, Dataset | IterableDataset):
-        return rows.filter(_can_read, with_indices=True, batched=True)
-    return list(itertools.compress(rows, _can_read(rows, range(len(rows)))))
-
-
-def _can_read(rows: Any, indices: Sequence[int]) -> list[bool]:
-    skipped: list[str] = []
-    can_read = []
-    for index, row in zip(indices, rows_of_batch(rows) if isinstance(rows, Mapping) else rows, strict=True):
-        count = len(skipped)
-        with located(f"row {index}", skipped):
-            read_sample(row)
-        can_read.append(len(skipped) == count)
-    if skipped:
-        logger.warning("Skipped %d of %d rows: %s", len(skipped), len(indices), "; ".join(skipped[:3]))
-    return can_read
-
-
-def _samples(tree: Mapping[str, Any]) -> Iterator[dict[str, list[int]]]:
-    for branch in PrefixTree.from_dict(tree).branches() if tree["num_branches"] else ():
-        if branch.weights.any():
-            mask = branch.weights > 0
-            end = int(np.flatnonzero(mask)[-1]) + 1
-            yield {"input_ids": branch.input_ids[:end].tolist(), "loss_mask": mask[:end].astype(int).tolist()}
-
-
-def _samples_of_trees(batch: Mapping[str, list[Any]]) -> dict[str, list[list[int]]]:
-    samples = [sample for tree in rows_of_batch(batch) for sample in _samples(tree)]
-    return {name: [sample[name] for sample in samples] for name in _SAMPLE_FEATURES}

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from datasets import IterableDataset
 
+from hf_prefix_tree.data.baselines import read_samples
 from hf_prefix_tree.data.counts import TRUNCATION, truncation_of, without_unsupervised
 from hf_prefix_tree.data.rows import columns_of
 from hf_prefix_tree.data.supervision import SUPERVISION, read_sample
-from hf_prefix_tree.data.trees import read_samples
 from hf_prefix_tree.diffusion.collator import SAMPLE_INDEX, DataCollatorForDiffusionLM
 from hf_prefix_tree.training.sampling import PADDING_FEATURE
 

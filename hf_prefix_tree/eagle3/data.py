@@ -14,10 +14,10 @@ from datasets import Dataset, Features, List, Value, load_dataset
 from datasets import IterableDataset as StreamedDataset
 from torch.utils.data import DataLoader, IterableDataset
 
+from hf_prefix_tree.data.baselines import read_samples
 from hf_prefix_tree.data.counts import TRUNCATION, kept_of, truncation_of, without_unsupervised
 from hf_prefix_tree.data.rows import columns_of, rows_of_batch
 from hf_prefix_tree.data.supervision import read_sample
-from hf_prefix_tree.data.trees import read_samples
 from hf_prefix_tree.eagle3.collator import (
     DOCUMENT_KEYS,
     HIDDEN_STATES,
