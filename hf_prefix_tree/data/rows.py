@@ -304,8 +304,8 @@ def _conversation(
     if not tools and options.tools is not None:
         tools = options.tools
         if isinstance(tools, Mapping):
-            group = group_key(row.get(options.group_column), options.group_column)
-            if group not in tools:
+            group = row.get(options.group_column)
+            if not isinstance(group, Hashable) or group not in tools:
                 raise ValueError(f"`tools` has no entry for {options.group_column}={group!r}; add it, or pass a list.")
             tools = tools[group]
     result = conversation_branches(
