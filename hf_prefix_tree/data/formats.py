@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, TypeGuard
 
-from hf_prefix_tree.data.messages import Message, plain_data
+from hf_prefix_tree.data.messages import Message
 
 # Rows are counted under these names; "switched" are those with turns that are not to be trained on.
 FORMATS = ("sharegpt", "call_roles", "anthropic", "hermes", "bare_tools", "alpaca", "preference", "text", "switched")
@@ -63,7 +63,6 @@ def openai_conversation(
     messages = _parsed(messages, "messages")
     if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
         return messages, num_prompt_messages
-    messages = plain_data(messages, "messages")
     prompt = _converted(messages[:num_prompt_messages], 0, counts)
     answer = _converted(messages[num_prompt_messages:], num_prompt_messages, counts)
     first = (prompt or answer or [{}])[0]

@@ -29,7 +29,7 @@ from hf_prefix_tree.data.formats import (
     preference_completions,
     training_switches,
 )
-from hf_prefix_tree.data.messages import REASONING_KEYS, check_text
+from hf_prefix_tree.data.messages import REASONING_KEYS, check_text, plain_data
 from hf_prefix_tree.data.nodes import as_branch, rollout_branches, search_tree_branches, text_tree_branches
 from hf_prefix_tree.data.supervision import read_sample
 from hf_prefix_tree.data.tokenization import common_prefix
@@ -157,14 +157,8 @@ def row_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[st
     Raises:
         `ValueError`: If the row is malformed, or a branch is too long under `overlong="raise"`.
     """
-    kind, lost = ROW_KINDS[options.kind], Counter[str]()
-    if not isinstance(row, Mapping):
-        raise ValueError(f"`row` is a {type(row).__name__}; pass a dict of columns.")
-    missing = [name for name in kind.columns if row.get(name) is None]
-    if missing:
-        raise ValueError(f"`{missing[0]}` is missing; give every row the same columns.")
-    branches = []
-    for branch in kind.read(_without_fill(row, options.features, lost), options, lost):
+    lost, branches = Counter[str](), []
+    for branch in ROW_KINDS[options.kind].read(checked_row(row, options, lost), options, lost):
         if options.max_length is not None and len(branch) > options.max_length:
             if options.overlong == "raise":
                 raise ValueError(
@@ -182,6 +176,27 @@ def row_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[st
         branches.append(branch)
     counts.update(lost)  # only now: a row that raises counts as skipped and as nothing else
     return branches
+
+
+def checked_row(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> Mapping[str, Any]:
+    """
+    The row without what Arrow filled in, with all columns of its kind; those of chats are plain data.
+
+    Raises:
+        `ValueError`: If a column is missing, or holds something else than JSON does.
+    """
+    if not isinstance(row, Mapping):
+        raise ValueError(f"`row` is a {type(row).__name__}; pass a dict of columns.")
+    for name in ROW_KINDS[options.kind].columns:
+        if row.get(name) is None:
+            raise ValueError(f"`{name}` is missing; give every row the same columns.")
+    row = _without_fill(row, options.features, counts)
+    if options.kind not in (*MESSAGE_KINDS, "text"):
+        return row
+    row = {**row, **{name: plain_data(row[name], name) for name in _CHAT_COLUMNS if name in row}}
+    if not isinstance(row.get("chat_template_kwargs") or {}, Mapping):
+        raise ValueError(f"`chat_template_kwargs` is {row['chat_template_kwargs']!r}; pass a dict.")
+    return row
 
 
 def _of_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
@@ -436,6 +451,10 @@ ROW_KINDS = {
     "preference": RowKind(("chosen", "rejected"), _of_completions, _completed_prompts, needs_tokenizer=True),
     "text": RowKind(("text",), _of_text, needs_tokenizer=True),
     "tokens": RowKind(("input_ids",), _of_tokens),
+}
+_CHAT_COLUMNS = {
+    *(name for kind in ROW_KINDS.values() if kind.needs_tokenizer for name in kind.columns),
+    *("history", "system", "chat_template_kwargs", "train_reasoning", "train_response", *TOOL_COLUMNS),
 }
 MESSAGE_KINDS = tuple(name for name, kind in ROW_KINDS.items() if kind.conversations is not None)
 # Rows of text to train on as it is: a preference is one to choose from, a tree of texts has weights.

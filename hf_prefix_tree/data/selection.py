@@ -18,7 +18,7 @@ from datasets import Dataset, Features, Value, concatenate_datasets
 
 from hf_prefix_tree.data.counts import Report
 from hf_prefix_tree.data.messages import Message, normalize_messages, split_reasoning
-from hf_prefix_tree.data.rows import RowOptions, row_conversations
+from hf_prefix_tree.data.rows import RowOptions, checked_row, row_conversations
 from hf_prefix_tree.data.trees import REPORT
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,9 @@ def _score_row(row: Mapping[str, Any], index: int, metric: str, options: RowOpti
     try:
         conversations = [
             _turns(normalize_messages(messages, parse_arguments=False), num_prompt_messages)
-            for messages, num_prompt_messages in row_conversations(row, options.kind, Counter())
+            for messages, num_prompt_messages in row_conversations(
+                checked_row(row, options, Counter()), options.kind, Counter()
+            )
         ]
     except ValueError as error:
         if on_error == "raise":
@@ -195,9 +197,11 @@ def _turns(messages: list[Message], num_prompt_messages: int) -> list[tuple[int,
 
 def _characters(message: Message) -> int:
     content = message["content"]
-    texts = [content] if isinstance(content, str) else [str(part.get("text", "")) for part in content]
+    parts = [content] if isinstance(content, str) else content
+    texts = [str(part.get("text", "") if isinstance(part, Mapping) else part) for part in parts]
     for call in message.get("tool_calls", ()):
         function = call.get("function", call)
+        function = function if isinstance(function, Mapping) else {"name": function}
         arguments = function.get("arguments", "")
         texts += [str(function.get("name", "")), arguments if isinstance(arguments, str) else json.dumps(arguments)]
     return sum(map(len, texts))

@@ -280,3 +280,74 @@ ROWS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "conversation": CONVERSATIONS,
     "completions": completions(),
 }
+
+
+# --- Chat data as it comes: every format, with tools, reasoning and switches.
+
+_VALUES = st.one_of(TEXT, st.sampled_from([0, 1, True, None, "<think>a</think>b", "<think>a", "<tool_call>\n{}"]))
+_CALLS = st.lists(
+    st.one_of(
+        st.fixed_dictionaries({"function": st.fixed_dictionaries({"name": TEXT, "arguments": _VALUES})}),
+        st.fixed_dictionaries({"name": TEXT, "arguments": st.dictionaries(TEXT, _VALUES, max_size=2)}),
+        st.just({"function": "f"}),
+        st.just('{"name": "f", "arguments": {}}'),
+    ),
+    max_size=2,
+)
+_BLOCKS = st.lists(
+    st.one_of(
+        st.fixed_dictionaries({"type": st.just("text"), "text": TEXT}),
+        st.fixed_dictionaries({"type": st.just("thinking"), "thinking": TEXT}),
+        st.fixed_dictionaries({"type": st.just("tool_use"), "name": TEXT, "input": st.just({"a": 1})}),
+        st.fixed_dictionaries({"type": st.just("tool_result"), "content": TEXT}),
+        TEXT,
+    ),
+    max_size=2,
+)
+_HERMES = st.sampled_from(
+    [
+        '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
+        "a<tool_call>{'name': 'f', 'arguments': {}}</tool_call>",
+        "<tool_call>{}</tool_call>",
+        "<tool_response>\n1\n</tool_response>",
+        '{"name": "f", "arguments": {}}',
+    ]
+)
+_ROLES = st.sampled_from(["assistant"] * 3 + ["user", "system", "tool", "function_call", "observation", "function"])
+_MESSAGE = st.fixed_dictionaries(
+    {"role": _ROLES, "content": st.one_of(TEXT, _BLOCKS, _HERMES, st.none())},
+    optional={
+        "reasoning_content": TEXT,
+        "thinking": TEXT,
+        "tool_calls": _CALLS,
+        "function_call": st.just({"name": "f", "arguments": "{}"}),
+        "weight": st.sampled_from([0, 1, 2, "1"]),
+        "train_reasoning": st.booleans(),
+    },
+)
+_SHAREGPT = st.fixed_dictionaries(
+    {"from": st.sampled_from(["human", "gpt", "system", "function_call", "observation", "x"]), "value": _HERMES | TEXT}
+)
+_TALK = st.one_of(*(st.lists(of, min_size=1, max_size=4) for of in (_MESSAGE, _SHAREGPT)))
+_TOOLS = st.one_of(
+    st.sampled_from(["", "[]", "{}", "[" * 3000, '[{"name": "f"}]']),
+    st.lists(st.sampled_from([{"name": "f", "input_schema": {}}, {"type": "function", "function": {}}, "x", 1])),
+)
+_EXTRA = {
+    "tools": _TOOLS,
+    "system": TEXT,
+    "chat_template_kwargs": st.sampled_from(["{}", {}, {"enable_thinking": True}, {"chat_template": "{{ 1 }}"}, 1]),
+    "train_response": st.booleans(),
+}
+CHATS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
+    "conversation": st.fixed_dictionaries({"messages": _TALK}, optional=_EXTRA),
+    "conversations": st.fixed_dictionaries({"conversations": _TALK}, optional=_EXTRA),
+    "completion": st.fixed_dictionaries({"prompt": _TALK | TEXT, "completion": _TALK | TEXT}, optional=_EXTRA),
+    "preference": st.fixed_dictionaries(
+        {"chosen": _TALK | TEXT, "rejected": _TALK | TEXT}, optional={"prompt": _TALK | TEXT, **_EXTRA}
+    ),
+    "alpaca": st.fixed_dictionaries(
+        {"instruction": TEXT, "output": TEXT}, optional={"input": TEXT, "history": st.just([["a", "b"]]), **_EXTRA}
+    ),
+    "text": st.fixed_dictionaries({"text": TEXT}),
+}

@@ -262,9 +262,11 @@ def conversations(row: Any) -> tuple[Any, list[Any]]:
     """The prompt of a row and its completions, all of one type."""
     name = "completions" if "completions" in row else "completion"
     check(row.get("prompt") is not None and row.get(name) is not None)
-    texts = rows_list(row, name) if name == "completions" else [row[name]]
-    check(texts and {*map(type, texts), type(row["prompt"])} in ({str}, {list}))
-    return row["prompt"], texts
+    prompt, given = plain(row["prompt"]), plain(row[name])
+    check(name == "completion" or isinstance(given, list))
+    texts = given if name == "completions" else [given]
+    check(texts and {*map(type, texts), type(prompt)} in ({str}, {list}))
+    return prompt, texts
 
 
 def _of_completions(row: Any, tokenizer: Any) -> list[Plain]:

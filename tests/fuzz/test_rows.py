@@ -14,9 +14,11 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from hf_prefix_tree import fold, pack_eagle3_dataset, prepare_trees
-from hf_prefix_tree.data.rows import ROW_KINDS, RowOptions, row_branches
+from hf_prefix_tree.data.rows import MESSAGE_KINDS, ROW_KINDS, RowOptions, row_branches
+from hf_prefix_tree.data.selection import SCORES, _score_row
+from hf_prefix_tree.data.turns import REASONING_MODES
 from hf_prefix_tree.diffusion.data import prepare_diffusion_rows
-from tests.fuzz.inputs import ODD, ROWS, Refused, Unspecified, agree, inputs, mutated, outcome, supervised
+from tests.fuzz.inputs import CHATS, ODD, ROWS, Refused, Unspecified, agree, inputs, mutated, outcome, supervised
 from tests.fuzz.reference import as_folded, branches_of, prepared, samples
 from tests.support.byte_tokenizer import byte_tokenizer
 
@@ -234,3 +236,25 @@ def test_lists_of_anything(rows):
         outcome(lambda: pack_eagle3_dataset(rows, 8, 0))
     except Refused:
         return
+
+
+@pytest.mark.parametrize("kind", CHATS)
+def test_chats_of_any_format(kind, tiny_tokenizer):
+    """Right and wrong chats under a template that knows tools and reasoning: branches, scores, or a named error."""
+
+    @inputs(80)
+    @given(mutated(CHATS[kind]), st.sampled_from(REASONING_MODES))
+    def run(row, reasoning):
+        options = RowOptions(kind, tiny_tokenizer, reasoning=reasoning)
+        try:
+            branches = outcome(lambda: row_branches(row, options, Counter()))
+        except Refused:
+            branches = []
+        for branch in branches:
+            assert set(branch.weights) <= {0.0, 1.0}
+        if kind in MESSAGE_KINDS:
+            for metric in SCORES:
+                scored = outcome(lambda metric=metric: _score_row(row, 7, metric, options, "skip"))
+                assert not branches or scored["score"] >= 0
+
+    run()
