@@ -18,9 +18,9 @@ test: lint
 test-slow: .venv/.ready
 	.venv/bin/python $(PYTEST) -m "slow and not perf"
 
-# About 27,000 new random inputs for every border; `make test` has a few thousand, the same each time.
+# Tens of thousands of new random inputs for every border; `make test` has a few thousand, the same each time.
 fuzz: .venv/.ready
-	FUZZ=6 .venv/bin/python $(PYTEST) tests/fuzz
+	FUZZ=8 .venv/bin/python $(PYTEST) tests/fuzz
 
 test-lowest: .venv-lowest/.ready
 	.venv-lowest/bin/python $(PYTEST) -m "not perf"

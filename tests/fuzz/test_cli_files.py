@@ -114,7 +114,7 @@ def folder(tmp_path_factory):
 
 
 def test_files(folder):
-    @inputs(25)
+    @inputs(20)
     @given(contents(), st.booleans(), st.sampled_from([".jsonl", ".jsonl", ".jsonl", ".json", ".csv", ".parquet"]))
     def check_one(content: bytes, as_json: bool, suffix: str) -> None:
         path = folder / f"rows{suffix}"
@@ -158,7 +158,7 @@ def test_files_of_tools(folder):
         json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
     )
 
-    @inputs(12)
+    @inputs(8)
     @given(TOOLS)
     def check_one(content: bytes) -> None:
         tools.write_bytes(content)

@@ -46,7 +46,7 @@ def lists(batch: Any) -> Any:
 # --- Trees
 
 
-@inputs(200)
+@inputs(150)
 @given(several(st.one_of(branches(), ROLLOUTS)), WEIGHTINGS)
 def test_raw_features_of_trees(features, weighting):
     def expected():
@@ -73,7 +73,7 @@ def stored(draw: Any) -> dict[str, Any]:
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in tree.to_dict().items()}
 
 
-@inputs(250)
+@inputs(150)
 @given(mutated(stored()))
 def test_stored_trees(row):
     """A stored tree that is accepted holds the weights of the branches that it unfolds into."""
@@ -99,7 +99,7 @@ def test_a_stored_tree_is_read(row):
 GROUPS = ROLLOUTS.map(lambda row: dataclasses.asdict(fold_shared_prefix_rollouts(**row)))
 
 
-@inputs(250)
+@inputs(150)
 @given(st.one_of(*[st.lists(mutated(GROUPS), min_size=1, max_size=1)] * 9, several(GROUPS)))
 def test_rollouts_of_nemo(features):
     def collated():
@@ -182,7 +182,7 @@ def diffusion_batch(samples: list[reference.Plain], options: dict[str, Any]) -> 
     return rows | {"input_lengths": [len(ids) for ids, _ in samples]}
 
 
-@inputs(250)
+@inputs(150)
 @given(several(supervised()), diffusion_options())
 def test_diffusion(features, options):
     def collated():
@@ -255,7 +255,7 @@ def eagle3_rows(rows: list[list[reference.Plain]], length: int) -> dict[str, Any
     return batch
 
 
-@inputs(200)
+@inputs(150)
 @given(several(supervised()), st.sampled_from([1, 4]))
 def test_documents_of_eagle3(features, multiple):
     def expected():
@@ -278,7 +278,7 @@ def packed(draw: Any) -> dict[str, Any]:
     return pack_eagle3_dataset(samples, 6, 9)[0]
 
 
-@inputs(250)
+@inputs(150)
 @given(st.lists(mutated(packed()), min_size=1, max_size=2))
 def test_packed_rows_of_eagle3(features):
     def expected():

@@ -138,7 +138,7 @@ LARGE = {"length", "pad_to_multiple_of", "packed_sequence_size", "num_workers", 
 def test_options(border):
     call, options = BORDERS[border]
 
-    @inputs(60)
+    @inputs(40)
     @given(st.sampled_from(sorted(options)), ODD)
     def run(name, value):
         fits = options[name](value)

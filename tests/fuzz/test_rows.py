@@ -48,7 +48,7 @@ def test_trees(kind):
         branches = row_branches(row, options, Counter())
         return as_folded(fold(branches).to_dict()) if any(branch.weights.any() for branch in branches) else None
 
-    @inputs(150)
+    @inputs(100)
     @given(mutated(ROWS[kind]), LENGTHS)
     def run(row, max_length):
         agree(lambda: read(row, max_length), lambda: prepared(branches_of(kind, row, TOKENIZER), "tree", max_length))
@@ -154,7 +154,7 @@ def trees_of(read: list[Any], keys: list[Any], is_stream: bool) -> list[Any]:
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("group_by", [None, "g"])
 def test_tables(is_stream, group_by):
-    @inputs(25)
+    @inputs(16)
     @given(tables())
     def run(table):
         kind, rows = table
@@ -206,7 +206,7 @@ def prepared_for_eagle3(rows, on_error):
 
 @pytest.mark.parametrize("prepare", [prepared_for_diffusion, prepared_for_eagle3])
 def test_samples(prepare):
-    @inputs(60)
+    @inputs(40)
     @given(tables(SAMPLED))
     def run(table):
         kind, rows = table
@@ -242,7 +242,7 @@ def test_lists_of_anything(rows):
 def test_chats_of_any_format(kind, tiny_tokenizer):
     """Right and wrong chats under a template that knows tools and reasoning: branches, scores, or a named error."""
 
-    @inputs(80)
+    @inputs(50)
     @given(mutated(CHATS[kind]), st.sampled_from(REASONING_MODES))
     def run(row, reasoning):
         options = RowOptions(kind, tiny_tokenizer, reasoning=reasoning)
