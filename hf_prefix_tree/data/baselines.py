@@ -17,7 +17,7 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from hf_prefix_tree.data.counts import Report
 from hf_prefix_tree.data.prepare import Plan, check_preparation, prepare_dataset, prepare_stream
 from hf_prefix_tree.data.rows import SAMPLE_KINDS, RowOptions, columns_of, row_kind, rows_of_batch
-from hf_prefix_tree.data.supervision import IGNORE_INDEX, SUPERVISION, located, read_sample
+from hf_prefix_tree.data.supervision import IGNORE_INDEX, SUPERVISION, read_sample
 from hf_prefix_tree.data.trees import REPORT, TREE_FEATURES, tree_of_rows
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree
 
@@ -109,16 +109,15 @@ def _readable(rows: Any) -> Any:
 
 
 def _can_read(rows: Any, indices: Sequence[int]) -> list[bool]:
-    skipped: list[str] = []
-    can_read = []
+    errors: dict[int, str] = {}
     for index, row in zip(indices, rows_of_batch(rows) if isinstance(rows, Mapping) else rows, strict=True):
-        count = len(skipped)
-        with located(f"row {index}", skipped):
-            read_sample(row)
-        can_read.append(len(skipped) == count)
-    if skipped:
-        logger.warning("Skipped %d of %d rows: %s", len(skipped), len(indices), "; ".join(skipped[:3]))
-    return can_read
+        try:
+            read_sample(row, f"row {index}")
+        except ValueError as error:
+            errors[index] = str(error)
+    if errors:
+        logger.warning("Skipped %d of %d rows: %s", len(errors), len(indices), "; ".join([*errors.values()][:3]))
+    return [index not in errors for index in indices]
 
 
 def _samples(tree: Mapping[str, Any]) -> Iterator[Row]:

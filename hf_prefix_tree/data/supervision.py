@@ -81,21 +81,12 @@ def read_sample(row: Mapping[str, Any], where: str = "", *, weighted: bool = Fal
 
 
 @contextmanager
-def located(where: str, skipped: list[str] | None = None) -> Iterator[None]:
-    """
-    Errors of the block begin with where they are.
-
-    Args:
-        where (`str`): Which row or feature is read, if known.
-        skipped (`list[str]`, *optional*): Gets the error's message, and the block is left without an error.
-    """
+def located(where: str) -> Iterator[None]:
+    """A `ValueError` of the block begins with where it is, if that is known."""
     try:
         yield
     except ValueError as error:
-        message = f"{where}: {error}" if where else str(error)
-        if skipped is None:
-            raise ValueError(message) from error
-        skipped.append(message)
+        raise ValueError(f"{where}: {error}" if where else str(error)) from error
 
 
 def check_features(features: Any) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from hf_prefix_tree.data.supervision import Sample, check_features, located, read_sample
-from hf_prefix_tree.tree.folding import INT32_MAX, INT64_MAX, check_integer, integer_array
+from hf_prefix_tree.tree.folding import INT32_MAX, check_integer, integer_array
 from hf_prefix_tree.tree.packing import pack_rows
 
 ROW_KEYS = ("input_ids", "loss_mask", "attention_mask", "position_ids", "doc_remaining")
@@ -147,27 +147,19 @@ class DataCollatorForEagle3:
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         check_features(features)
-        documents, packed = {}, {}
+        read: list[Any] = []  # packed rows, and documents
         for index, feature in enumerate(features):
-            if feature.get("doc_remaining") is None:
-                documents[index] = as_document(read_sample(feature, f"`features[{index}]`"))
-            else:
-                with located(f"`features[{index}]`"):
-                    packed[index] = _checked_row(feature)
-        lengths = {len(row["input_ids"]) for row in packed.values()}
+            with located(f"`features[{index}]`"):
+                is_packed = feature.get("doc_remaining") is not None
+                read.append(_checked_row(feature) if is_packed else as_document(read_sample(feature)))
+        lengths = {len(row["input_ids"]) for row in read if isinstance(row, dict)}
         if len(lengths) > 1:
             raise ValueError(
                 f"`features` has packed rows of {sorted(lengths)} tokens: pack them with one `packed_sequence_size`."
             )
-        length = lengths.pop() if lengths else self._padded_length(list(documents.values()))
-        rows = [
-            packed[index] if index in packed else self._padded(documents[index], length)
-            for index in range(len(features))
-        ]
-        batch = {
-            name: torch.from_numpy(np.array([row[name] for row in rows], dtype=np.int64).reshape(len(rows), length))
-            for name in ROW_KEYS
-        }
+        length = lengths.pop() if lengths else self._padded_length(read)
+        rows = [row if isinstance(row, dict) else self._padded(row, length) for row in read]
+        batch = {name: torch.tensor(np.array([row[name] for row in rows], dtype=np.int64)) for name in ROW_KEYS}
         count = max(len(row["seq_lens"]) for row in rows)
         seq_lens = [[*row["seq_lens"], *[0] * (count - len(row["seq_lens"]))] for row in rows]
         batch["seq_lens"] = torch.tensor(seq_lens, dtype=torch.int64)
@@ -192,20 +184,12 @@ class DataCollatorForEagle3:
 
 def _checked_row(row: Mapping[str, Any]) -> dict[str, npt.NDArray[np.int64]]:
     """The columns of a packed row as arrays, if they are what [`eagle3_row`] makes of its documents."""
-    for name in PACKED_COLUMNS:
-        if row.get(name) is None:
-            raise ValueError(f"`{name}` is missing in a packed row; pack it again.")
-    columns = {
-        name: integer_array(row[name], name, maximum=INT64_MAX if name == "input_ids" else INT32_MAX)
-        for name in PACKED_COLUMNS
-    }
+    columns = {name: integer_array(row.get(name), name, maximum=INT32_MAX) for name in PACKED_COLUMNS}
     length, lengths, real = len(columns["input_ids"]), columns["seq_lens"], columns["seq_lens"].copy()
     attended = np.arange(length) < columns["attention_mask"].sum()
     real[-1:] -= length - attended.sum()  # padding counts to the last document, and is shorter
     if lengths.sum() != length or lengths.min(initial=1) < 1 or real.min(initial=1) < (len(real) > 1):
-        raise ValueError(
-            f"`seq_lens` is {lengths[:20]} for {attended.sum()} tokens in a row of {length}; pack it again."
-        )
+        raise ValueError(f"`seq_lens` is {lengths[:20]} for {attended.sum()} of {length} tokens; pack the row again.")
     positions = np.arange(length) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     expected = {
         "attention_mask": attended,

@@ -116,8 +116,7 @@ def pack_eagle3_dataset(
     if not isinstance(strategy, str) or strategy not in STRATEGIES:
         raise ValueError(f"`strategy` must be one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}.")
     settings: dict[str, Any] = {"length": packed_sequence_size, "pad_token_id": pad_token_id, "strategy": strategy}
-    options: dict[str, Any] = {"supervise_reasoning": supervise_reasoning, "reasoning_end": reasoning_end}
-    options["on_error"] = on_error
+    options: Any = {"supervise_reasoning": supervise_reasoning, "reasoning_end": reasoning_end, "on_error": on_error}
     if isinstance(samples, Mapping):  # one batch of many: it may be empty
         rows = _packed(enumerate(read_samples(list(rows_of_batch(samples)), tokenizer, **options)), **settings)
         return {name: [row[name] for row in rows] for name in PACKED_COLUMNS}
@@ -234,9 +233,8 @@ def build_eagle3_dataloader(
     """
     check_integer(batch_size, "batch_size", 1)
     check_integer(seq_length, "seq_length", 1)
-    check_integer(packed_sequence_size, "packed_sequence_size")
-    check_integer(seed, "seed")
-    check_integer(num_workers, "num_workers")
+    for name, value in (("packed_sequence_size", packed_sequence_size), ("seed", seed), ("num_workers", num_workers)):
+        check_integer(value, name)
     if isinstance(dataset, (str, os.PathLike)):
         is_file = os.path.isfile(dataset)
         dataset = (
@@ -245,14 +243,10 @@ def build_eagle3_dataloader(
             else load_dataset(os.fspath(dataset), split=split)
         )
     pad = padding_token(tokenizer, pad_token_id)
+    options = {"supervise_reasoning": supervise_reasoning, "reasoning_end": reasoning_end, "on_error": on_error}
     rows = prepare_eagle3_rows(
         dataset,
-        {
-            "tokenizer": tokenizer,
-            "supervise_reasoning": supervise_reasoning,
-            "reasoning_end": reasoning_end,
-            "on_error": on_error,
-        },
+        {"tokenizer": tokenizer, **options},
         seq_length=seq_length,
         packed_sequence_size=packed_sequence_size,
         strategy=strategy,

@@ -12,6 +12,7 @@ Python steps over branches and nodes, never over tokens.
 from __future__ import annotations
 
 import itertools
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,12 +105,9 @@ def _flat_array(value: Any, name: str, kind: str) -> npt.NDArray[Any]:
     return array
 
 
-def _short(value: Any) -> str:
-    try:
-        text = repr(value)
-    except RecursionError:
-        text = f"a {type(value).__name__} in many levels"
-    return text if len(text) <= 80 else f"{text[:77]}..."
+_SHORT = reprlib.Repr()  # a few entries of a few levels
+_SHORT.maxstring = _SHORT.maxother = 80
+_short = _SHORT.repr
 
 
 @dataclass(frozen=True, init=False, eq=False)

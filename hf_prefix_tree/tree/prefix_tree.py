@@ -255,9 +255,7 @@ class PrefixTree:
         if tree.num_branches == len(tree.branch_nodes):  # a part of a split tree has the weights of the whole tree
             for name, expected in tree._refolded().items():
                 if not np.allclose(getattr(tree, name), expected, rtol=1e-9, atol=1e-300):
-                    raise ValueError(
-                        f"`{name}` contradicts `run_values`; the tree is corrupt: fold its branches again."
-                    )
+                    raise ValueError(f"`{name}` contradicts `run_values`; fold the tree's branches again.")
         return tree
 
     def _refolded(self) -> dict[str, npt.NDArray[Any]]:
