@@ -97,6 +97,7 @@ def prepared(rows: Dataset, tokenizer: Any, args: Eagle3Config) -> Dataset:
             "tokenizer": tokenizer,
             "supervise_reasoning": args.supervise_reasoning,
             "reasoning_end": args.reasoning_end,
+            "on_error": args.on_error,
         },
         seq_length=args.seq_length,
         packed_sequence_size=args.packed_sequence_size,

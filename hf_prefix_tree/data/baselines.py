@@ -30,6 +30,7 @@ def read_samples(
     rows: Any,
     tokenizer: PreTrainedTokenizerBase | None,
     *,
+    on_error: str = "raise",
     num_proc: int | None = None,
     counts: MutableMapping[str, Any] | None = None,
     **options: Any,
@@ -45,6 +46,8 @@ def read_samples(
             Rows of one of the `SAMPLE_KINDS`. Rows with `input_ids` are returned as they are.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
             Renders and tokenizes.
+        on_error (`str`, *optional*, defaults to `"raise"`):
+            Whether a row that can't be read is an error, or skipped (`"skip"`).
         num_proc (`int`, *optional*):
             Processes, for a `Dataset`.
         counts (`MutableMapping[str, Any]`, *optional*):
@@ -56,7 +59,8 @@ def read_samples(
         `input_ids` and `loss_mask`, in the form of `rows`.
 
     Raises:
-        `ValueError`: If the rows are of no kind that becomes samples, or one can't be read; its index is named.
+        `ValueError`: If the rows are of no kind that becomes samples, or one can't be read, unless `on_error` is
+            `"skip"`; its index is named.
     """
     columns = columns_of(rows)
     if "input_ids" in columns or not columns:
@@ -72,7 +76,7 @@ def read_samples(
     is_list = not isinstance(rows, Dataset | IterableDataset)
     features = {} if is_list else dict(rows.features or {})
     read = RowOptions(kind, tokenizer, features, "keep" if kind == "text" else "per_turn", **options)
-    settings: dict[str, Any] = {"options": read, "weighting": "branch", "on_error": "raise"}
+    settings: dict[str, Any] = {"options": read, "weighting": "branch", "on_error": on_error}
     plan = Plan(settings | {"max_packed_tokens": None, "overflow": "split"}, num_proc=num_proc)
     report = Report()
     samples: Any

@@ -34,6 +34,7 @@ def prepare_diffusion_rows(
     tokenizer: PreTrainedTokenizerBase,
     *,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    on_error: str = "raise",
     num_proc: int | None = None,
     cap: tuple[str, int | None] = ("max_length", None),
     counts: MutableMapping[str, Any] | None = None,
@@ -49,6 +50,8 @@ def prepare_diffusion_rows(
             Renders and tokenizes.
         chat_template_kwargs (`Mapping[str, Any]`, *optional*):
             Further variables for the chat template.
+        on_error (`str`, *optional*, defaults to `"raise"`):
+            Whether a row that can't be read is an error, or skipped (`"skip"`), unless it has `input_ids`.
         num_proc (`int`, *optional*):
             Processes that render.
         cap (`tuple[str, int]`, *optional*):
@@ -65,9 +68,8 @@ def prepare_diffusion_rows(
     """
     columns = columns_of(dataset)
     if "input_ids" not in columns:
-        dataset = read_samples(
-            dataset, tokenizer, num_proc=num_proc, counts=counts, chat_template_kwargs=dict(chat_template_kwargs or {})
-        )
+        options: dict[str, Any] = {"on_error": on_error, "num_proc": num_proc, "counts": counts}
+        dataset = read_samples(dataset, tokenizer, chat_template_kwargs=dict(chat_template_kwargs or {}), **options)
     elif not set(columns) & set(SUPERVISION):
         raise ValueError(
             f"`dataset` has `input_ids` and none of {', '.join(SUPERVISION)}: add a `loss_mask` (all ones to "

@@ -208,6 +208,7 @@ class DiffusionSFTTrainer(StepMixin, SFTTrainer):
                 dataset,
                 self._tokenizer,
                 chat_template_kwargs=args.chat_template_kwargs,
+                on_error=args.on_error,
                 num_proc=args.dataset_num_proc,
                 cap=self._cap,
             )

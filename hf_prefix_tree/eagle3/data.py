@@ -171,6 +171,7 @@ def build_eagle3_dataloader(
     supervise_reasoning: bool = True,
     reasoning_end: str = "</think>",
     pad_token_id: int | None = None,
+    on_error: str = "raise",
     num_proc: int | None = None,
     split: str = "train",
     dp_mesh: DeviceMesh | None = None,
@@ -210,6 +211,8 @@ def build_eagle3_dataloader(
             Text that ends the reasoning of a turn.
         pad_token_id (`int`, *optional*):
             Defaults to the tokenizer's padding token, or its end token.
+        on_error (`str`, *optional*, defaults to `"raise"`):
+            Whether a row of text that can't be read is an error, or skipped (`"skip"`) and counted.
         num_proc (`int`, *optional*):
             Processes that render and pack.
         split (`str`, *optional*, defaults to `"train"`):
@@ -237,9 +240,11 @@ def build_eagle3_dataloader(
             else load_dataset(os.fspath(dataset), split=split)
         )
     pad = padding_token(tokenizer, pad_token_id)
+    options: dict[str, Any] = {"tokenizer": tokenizer, "on_error": on_error}
+    options |= {"supervise_reasoning": supervise_reasoning, "reasoning_end": reasoning_end}
     rows = prepare_eagle3_rows(
         dataset,
-        {"tokenizer": tokenizer, "supervise_reasoning": supervise_reasoning, "reasoning_end": reasoning_end},
+        options,
         seq_length=seq_length,
         packed_sequence_size=packed_sequence_size,
         strategy=strategy,

@@ -182,6 +182,7 @@ class Eagle3Trainer(StepMixin, Trainer):
                 "tokenizer": processing_class,
                 "supervise_reasoning": args.supervise_reasoning,
                 "reasoning_end": args.reasoning_end,
+                "on_error": args.on_error,
             },
             "seq_length": args.seq_length,
             "packed_sequence_size": args.packed_sequence_size,
