@@ -63,7 +63,8 @@ def read_samples(
         `input_ids` and `loss_mask`, in the form of `rows`.
 
     Raises:
-        `ValueError`: If the rows are of no kind that becomes samples, or one can't be read; its index is named.
+        `ValueError`: If the rows are of no kind that becomes samples, or one can't be read, unless `on_error` is
+            `"skip"`; its index is named.
     """
     check_preparation(on_error=on_error)
     columns = columns_of(rows)

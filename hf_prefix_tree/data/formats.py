@@ -85,8 +85,8 @@ def openai_tools(tools: Any, counts: Counter[str]) -> Any:
     return [_openai_tool(tool, f"tools[{i}]", counts) for i, tool in enumerate(tools)] if _is_list(tools) else tools
 
 
-def alpaca_conversation(row: Mapping[str, Any]) -> list[Message]:
-    """The messages of a row with `instruction` and `output`, and maybe `input` and `history`."""
+def alpaca_conversations(row: Mapping[str, Any]) -> list[tuple[Any, int]]:
+    """The one conversation of a row with `instruction` and `output`, and maybe `input` and `history`; no prompt."""
     fields = {name: row.get(name) or "" for name in ("instruction", "input", "output")}
     for name, value in fields.items():
         if not isinstance(value, str):
@@ -95,11 +95,8 @@ def alpaca_conversation(row: Mapping[str, Any]) -> list[Message]:
     if not _is_list(turns) or not all(_is_list(turn) and len(turn) == 2 for turn in turns):
         raise ValueError("`history` is no list of pairs in the Alpaca format; pass `[[question, answer], ...]`.")
     question = "\n".join(filter(None, (fields["instruction"], fields["input"])))
-    return [
-        {"role": role, "content": text}
-        for turn in (*turns, (question, fields["output"]))
-        for role, text in zip(("user", "assistant"), turn, strict=True)
-    ]
+    pairs = [zip(("user", "assistant"), turn, strict=True) for turn in (*turns, (question, fields["output"]))]
+    return [([{"role": role, "content": text} for pair in pairs for role, text in pair], 0)]
 
 
 def preference_completions(row: Mapping[str, Any]) -> tuple[Any, list[Any]]:

@@ -23,7 +23,7 @@ from hf_prefix_tree.data.counts import code_state
 from hf_prefix_tree.data.formats import (
     FORMATS,
     TOOL_COLUMNS,
-    alpaca_conversation,
+    alpaca_conversations,
     openai_conversation,
     openai_tools,
     preference_completions,
@@ -158,6 +158,8 @@ def row_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[st
         `ValueError`: If the row is malformed, or a branch is too long under `overlong="raise"`.
     """
     lost, branches = Counter[str](), []
+    if options.kind in FORMATS:
+        lost[options.kind] = 1
     for branch in ROW_KINDS[options.kind].read(checked_row(row, options, lost), options, lost):
         if options.max_length is not None and len(branch) > options.max_length:
             if options.overlong == "raise":
@@ -240,11 +242,9 @@ def _of_conversations(row: Mapping[str, Any], options: RowOptions, counts: Count
 
 def _of_completions(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
     prompt, completions = _prompt_and_completions(row)
-    if not isinstance(prompt, str):
-        return _of_conversations(row, options, counts)
-    if options.kind == "preference":
-        counts["preference"] = 1
-    return _texts(prompt, completions, options, counts)
+    if isinstance(prompt, str):
+        return _texts(prompt, completions, options, counts)
+    return _of_conversations(row, options, counts)
 
 
 def _of_text(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
@@ -255,32 +255,24 @@ def _of_text(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) 
         )
     if not isinstance(row["text"], str) or not row["text"]:
         raise ValueError(f"`text` is {row['text']!r}; pass a text.")
-    counts["text"] = 1
-    (branch,) = _texts("", [row["text"]], options, Counter())
-    return [branch]
+    return _texts("", [row["text"]], options, Counter())
 
 
 def row_conversations(row: Mapping[str, Any], kind: str, counts: Counter[str]) -> list[tuple[Any, int]]:
     """
     The conversations of a row of one of the `MESSAGE_KINDS` as OpenAI messages, each with how many of its messages
-    are the prompt. `counts` gets a 1 for each of the `FORMATS` that the row was converted from.
+    are the prompt. `counts` gets a 1 for each of the `FORMATS` that the messages were converted from.
 
     Raises:
         `ValueError`: If there is no completion, strings and messages are mixed, or something can't be converted.
     """
     conversations = ROW_KINDS[kind].conversations
     assert conversations is not None
-    if kind in FORMATS:
-        counts[kind] = 1
     return [openai_conversation(*conversation, row, counts) for conversation in conversations(row)]
 
 
 def _messages(row: Mapping[str, Any]) -> list[tuple[Any, int]]:
     return [(row["messages"], 0)]
-
-
-def _alpaca(row: Mapping[str, Any]) -> list[tuple[Any, int]]:
-    return [(alpaca_conversation(row), 0)]
 
 
 def _completed_prompts(row: Mapping[str, Any]) -> list[tuple[Any, int]]:
@@ -445,7 +437,7 @@ ROW_KINDS = {
     "conversations": RowKind(
         ("conversations",), _of_conversations, lambda row: [(row["conversations"], 0)], needs_tokenizer=True
     ),
-    "alpaca": RowKind(("instruction", "output"), _of_conversations, _alpaca, needs_tokenizer=True),
+    "alpaca": RowKind(("instruction", "output"), _of_conversations, alpaca_conversations, needs_tokenizer=True),
     "completions": RowKind(("prompt", "completions"), _of_completions, _completed_prompts, needs_tokenizer=True),
     "completion": RowKind(("prompt", "completion"), _of_completions, _completed_prompts, needs_tokenizer=True),
     "preference": RowKind(("chosen", "rejected"), _of_completions, _completed_prompts, needs_tokenizer=True),

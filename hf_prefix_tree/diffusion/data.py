@@ -34,9 +34,9 @@ def prepare_diffusion_rows(
     tokenizer: PreTrainedTokenizerBase,
     *,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    on_error: str = "raise",
     num_proc: int | None = None,
     cap: tuple[str, int | None] = ("max_length", None),
-    on_error: str = "raise",
     counts: MutableMapping[str, Any] | None = None,
 ) -> Any:
     """
@@ -50,13 +50,13 @@ def prepare_diffusion_rows(
             Renders and tokenizes.
         chat_template_kwargs (`Mapping[str, Any]`, *optional*):
             Further variables for the chat template.
+        on_error (`str`, *optional*, defaults to `"raise"`):
+            Whether a row that can't be read is an error, or skipped (`"skip"`).
         num_proc (`int`, *optional*):
             Processes that render.
         cap (`tuple[str, int]`, *optional*):
             The argument to which the collator truncates samples, and its value. Those of which it would leave nothing
             supervised are left out here.
-        on_error (`str`, *optional*, defaults to `"raise"`):
-            Whether a row that can't be read is an error or is skipped (`"skip"`).
         counts (`MutableMapping[str, Any]`, *optional*):
             As for [`prepare_trees`], of all but `input_ids`.
 

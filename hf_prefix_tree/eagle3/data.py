@@ -174,8 +174,8 @@ def build_eagle3_dataloader(
     num_workers: int = 0,
     supervise_reasoning: bool = True,
     reasoning_end: str = "</think>",
-    on_error: str = "raise",
     pad_token_id: int | None = None,
+    on_error: str = "raise",
     num_proc: int | None = None,
     split: str = "train",
     dp_mesh: DeviceMesh | None = None,
@@ -213,10 +213,10 @@ def build_eagle3_dataloader(
             Whether reasoning is supervised, in conversations.
         reasoning_end (`str`, *optional*, defaults to `"</think>"`):
             Text that ends the reasoning of a turn.
-        on_error (`str`, *optional*, defaults to `"raise"`):
-            Whether a row that can't be read is an error or is skipped (`"skip"`).
         pad_token_id (`int`, *optional*):
             Defaults to the tokenizer's padding token, or its end token.
+        on_error (`str`, *optional*, defaults to `"raise"`):
+            Whether a row that can't be read is an error, or skipped (`"skip"`) and counted.
         num_proc (`int`, *optional*):
             Processes that render and pack.
         split (`str`, *optional*, defaults to `"train"`):
@@ -243,10 +243,11 @@ def build_eagle3_dataloader(
             else load_dataset(os.fspath(dataset), split=split)
         )
     pad = padding_token(tokenizer, pad_token_id)
-    options = {"supervise_reasoning": supervise_reasoning, "reasoning_end": reasoning_end, "on_error": on_error}
+    options: dict[str, Any] = {"tokenizer": tokenizer, "on_error": on_error}
+    options |= {"supervise_reasoning": supervise_reasoning, "reasoning_end": reasoning_end}
     rows = prepare_eagle3_rows(
         dataset,
-        {"tokenizer": tokenizer, **options},
+        options,
         seq_length=seq_length,
         packed_sequence_size=packed_sequence_size,
         strategy=strategy,
