@@ -181,12 +181,7 @@ def row_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[st
 
 
 def checked_row(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> Mapping[str, Any]:
-    """
-    The row without what Arrow filled in, with all columns of its kind; those of chats are plain data.
-
-    Raises:
-        `ValueError`: If a column is missing, or holds something else than JSON does.
-    """
+    """The row without what Arrow filled in, if it has all columns of its kind, and those of chats are plain data."""
     if not isinstance(row, Mapping):
         raise ValueError(f"`row` is a {type(row).__name__}; pass a dict of columns.")
     for name in ROW_KINDS[options.kind].columns:
@@ -347,7 +342,9 @@ def _switched_off(
     # Each run of supervised tokens is a turn; side leaves end with one of reasoning, and all others are responses.
     is_split, numbers, changed = options.reasoning in ("side_leaf", "think_split"), count(), []
     if len(switches) != (len(runs[-1]) if is_split else sum(map(len, runs))):
-        raise ValueError("parts of turns are not to be supervised, but not every turn is supervised; drop the row.")
+        raise ValueError(
+            "`train_response` or the like is off for a turn, but some turn is not supervised; drop the row."
+        )
     for branch, edges in zip(branches, runs, strict=True):
         weights = branch.weights.copy()
         for position, (start, stop) in enumerate(edges.tolist()):
