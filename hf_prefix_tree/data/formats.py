@@ -172,7 +172,7 @@ def _converted(messages: Sequence[Mapping[str, Any]], first: int, counts: Counte
 
 
 def _sharegpt_role(role: Any, content: Any, where: str) -> str:
-    role = _SPEAKERS.get(role, role)
+    role = _SPEAKERS.get(role, role) if isinstance(role, str) else role
     if role not in _OPENAI_ROLES and str(role).replace("-", "_") not in (*_CALL_ROLES, *_RESULT_ROLES):
         raise ValueError(
             f"`{where}.from` is {role!r}, which is no role of the ShareGPT format; rename it to `human`, `gpt`, ..."

@@ -342,9 +342,7 @@ def _switched_off(
     # Each run of supervised tokens is a turn; side leaves end with one of reasoning, and all others are responses.
     is_split, numbers, changed = options.reasoning in ("side_leaf", "think_split"), count(), []
     if len(switches) != (len(runs[-1]) if is_split else sum(map(len, runs))):
-        raise ValueError(
-            "`train_response` or the like is off for a turn, but some turn is not supervised; drop the row."
-        )
+        raise ValueError("`train_response` is off for a turn, but not every turn is supervised; drop the row.")
     for branch, edges in zip(branches, runs, strict=True):
         weights = branch.weights.copy()
         for position, (start, stop) in enumerate(edges.tolist()):
