@@ -191,8 +191,9 @@ def checked_row(row: Mapping[str, Any], options: RowOptions, counts: Counter[str
     if options.kind not in (*MESSAGE_KINDS, "text"):
         return row
     row = {**row, **{name: plain_data(row[name], name) for name in _CHAT_COLUMNS if name in row}}
-    if not isinstance(row.get("chat_template_kwargs") or {}, Mapping):
-        raise ValueError(f"`chat_template_kwargs` is {row['chat_template_kwargs']!r}; pass a dict.")
+    variables = row.get("chat_template_kwargs") or {}
+    if not isinstance(variables, Mapping) or "chat_template" in variables:
+        raise ValueError(f"`chat_template_kwargs` is {variables!r}; pass a dict, and a 'chat_template' for all rows.")
     return row
 
 

@@ -138,6 +138,7 @@ def test_the_option_of_the_trainers(config):
             {"messages": [{"role": "user", "content": "a", "x": json.loads("[" * 150 + "]" * 150)}, TALK[1]]},
         ),
         ("chat_template_kwargs", {"messages": TALK, "chat_template_kwargs": "{}"}),
+        ("chat_template_kwargs", {"messages": TALK, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}),
         ("tools", {"messages": TALK, "tools": DEEP}),
         ("parents", {"parents": [np.array([1, 0])], "texts": ["a"]}),
         (r"nodes\[0\]\.step", {"input": "a", "nodes": [{"step": True, "text": "b", "kept": True}]}),
