@@ -51,7 +51,8 @@ def lists(batch: Any) -> Any:
 def test_raw_features_of_trees(features, weighting):
     def expected():
         found = []
-        for row in listed(features):
+        for feature in listed(features):
+            row = {name: list(value) if isinstance(value, tuple) else value for name, value in feature.items()}
             forms = ["branches" in row, "prompt_ids" in row and "completions" in row]
             check(sum(forms) == 1)
             found.append(reference.branches_of("branches" if forms[0] else "rollouts", row, None))
