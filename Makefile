@@ -2,7 +2,7 @@
 # When .venv is created, TORCH='torch==2.11.0' (any pip requirement) selects another torch, and TORCH=system uses the
 # torch of your Python. To change it later, run `make clean` first.
 
-.PHONY: demo test test-slow test-lowest lint docs dist test-wheel test-wheel-lowest clean
+.PHONY: demo test test-slow fuzz test-lowest lint docs dist test-wheel test-wheel-lowest clean
 
 PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 	$$python -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$python && break; done)
@@ -17,6 +17,10 @@ test: lint
 
 test-slow: .venv/.ready
 	.venv/bin/python $(PYTEST) -m "slow and not perf"
+
+# Tens of thousands of new random inputs for every border; `make test` has a few thousand, the same each time.
+fuzz: .venv/.ready
+	FUZZ=8 .venv/bin/python $(PYTEST) tests/fuzz
 
 test-lowest: .venv-lowest/.ready
 	.venv-lowest/bin/python $(PYTEST) -m "not perf"

@@ -34,7 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import ModelConfig, ScriptArguments, TrlParser, get_quantization_config
 
 from hf_prefix_tree import Eagle3Config, Eagle3DraftModel, Eagle3Trainer, export_for_serving
-from hf_prefix_tree.eagle3.data import SampleOptions, padding_token, prepare_eagle3_rows
+from hf_prefix_tree.eagle3.data import padding_token, prepare_eagle3_rows
 from hf_prefix_tree.eagle3.export import validate_export
 from hf_prefix_tree.eagle3.target import TARGET_FILE, Eagle3Target, precompute_hidden_states
 
@@ -93,7 +93,12 @@ def prepared(rows: Dataset, tokenizer: Any, args: Eagle3Config) -> Dataset:
     """The packed or padded documents that `Eagle3Trainer` makes of the dataset."""
     return prepare_eagle3_rows(
         rows,
-        SampleOptions(tokenizer, args.supervise_reasoning, args.reasoning_end),
+        {
+            "tokenizer": tokenizer,
+            "supervise_reasoning": args.supervise_reasoning,
+            "reasoning_end": args.reasoning_end,
+            "on_error": args.on_error,
+        },
         seq_length=args.seq_length,
         packed_sequence_size=args.packed_sequence_size,
         strategy=args.packing_strategy,

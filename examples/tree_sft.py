@@ -22,6 +22,7 @@ import gc
 import inspect
 import json
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from hf_prefix_tree import PrefixTree, TreeSFTConfig, TreeSFTTrainer, prepare_tr
 from hf_prefix_tree.data.baselines import flat_steps, per_branch
 from hf_prefix_tree.nemo import CROSS_ENTROPY_IGNORE_IDX
 from hf_prefix_tree.report.gain import read_tools
-from hf_prefix_tree.report.text import console
+from hf_prefix_tree.report.text import console, counts_list
 
 
 @dataclass
@@ -105,31 +106,49 @@ def prepared(rows: Dataset, tokenizer: Any, args: TreeSFTConfig, counts: dict[st
     return prepare_trees(rows, tokenizer, num_proc=args.dataset_num_proc, counts=counts, **{**options, **changes})
 
 
+def folded(rows: Dataset) -> Iterator[PrefixTree]:
+    """The trees of prepared dataset rows, or the parts of those that were split."""
+    for row in rows:
+        yield from map(PrefixTree.from_dict, row.get("trees", [row]))
+
+
 def baseline_rows(
     rows: Dataset, tokenizer: Any, args: TreeSFTConfig, baseline: str, counts: dict[str, Any]
-) -> Dataset:
-    """The same data for `SFTTrainer`, selected and truncated in the same way."""
-    trees = prepared(rows, tokenizer, args, counts, max_packed_tokens=None)
-    folded = (PrefixTree.from_dict(row) for row in trees)
-    if baseline == "per_branch":
-        return Dataset.from_list(per_branch(folded))
-    if args.reasoning != "per_turn" or args.group_by is not None:
+) -> tuple[Dataset, list[PrefixTree]]:
+    """The same data for `SFTTrainer`, selected and truncated in the same way, and the trees that it was taken from."""
+    is_flat = baseline == "flat_steps"
+    if is_flat and (args.reasoning != "per_turn" or args.group_by is not None):
         raise ValueError(
             "`baseline='flat_steps'` joins the turns of one conversation: leave out `reasoning`, `group_by`."
         )
-    return Dataset.from_list([row for tree in folded for row in flat_steps(tree.branches())])
+    changes = {"max_packed_tokens": None} if is_flat or args.overflow == "split" else {}
+    trees = list(folded(prepared(rows, tokenizer, args, counts, **changes)))
+    samples = [row for tree in trees for row in flat_steps(tree.branches())] if is_flat else per_branch(trees)
+    return Dataset.from_list(samples), trees
 
 
-def print_preparation(split: str, counts: dict[str, Any], samples: Dataset | None) -> None:
+def selection_table(trees: Sequence[PrefixTree]) -> Table:
+    """The table by which prime-rl describes its selection: means and maxima over the trees, and the ratios."""
+    stats = [tree.stats() for tree in trees]
+    table = Table("", "mean", "max", title=f"{len(stats)} trees", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, title in (("branches", "K"), ("tree_tokens", "packed tokens"), ("longest_path", "longest path")):
+        values = [getattr(of_tree, name) for of_tree in stats]
+        table.add_row(title, f"{sum(values) / len(values):,.1f}", f"{max(values):,}")
+    for name in ("token_ratio", "pair_ratio"):  # the mean is that of all trees together
+        values = [getattr(of_tree, name) for of_tree in stats]
+        table.add_row(name.replace("_", " "), f"{getattr(sum(stats[1:], stats[0]), name):.2f}", f"{max(values):.2f}")
+    return table
+
+
+def print_preparation(
+    split: str, counts: dict[str, Any], trees: Sequence[PrefixTree], samples: Dataset | None
+) -> None:
     """Prints the counts of a split: its trees, and the samples of a baseline."""
     ratios = {f"{name}_ratio": counts[f"branch_{name}s"] / counts[f"tree_{name}s"] for name in ("token", "pair")}
-    mean = {"mean_branches": counts["branches"] / counts["trees"]}
-    table = Table(split)
-    table.add_column("", justify="right")
-    for name, count in {**counts, **ratios, **mean}.items():
-        if isinstance(count, int | float):
-            table.add_row(name.replace("_", " "), f"{count:.2f}" if isinstance(count, float) else f"{count:,}")
-    console().print(table)
+    console().print(counts_list(split, {**counts, **ratios}))
+    console().print(selection_table(trees))
     if samples is not None:
         lengths = [len(ids) for ids in samples["input_ids"]]
         supervised = sum(label != CROSS_ENTROPY_IGNORE_IDX for labels in samples["labels"] for label in labels)
@@ -172,11 +191,11 @@ def main(arguments: TreeScriptArguments, training_args: TreeSFTConfig, model_arg
     for split in splits:
         rows, counts = load_rows(arguments, training_args, split), {}
         if arguments.baseline is not None:
-            rows = baseline_rows(rows, tokenizer, training_args, arguments.baseline, counts)
+            rows, trees = baseline_rows(rows, tokenizer, training_args, arguments.baseline, counts)
         elif arguments.dry_run:
-            prepared(rows, tokenizer, training_args, counts)
+            trees = list(folded(prepared(rows, tokenizer, training_args, counts)))
         if arguments.dry_run:
-            print_preparation(split, counts, None if arguments.baseline is None else rows)
+            print_preparation(split, counts, trees, None if arguments.baseline is None else rows)
         datasets.append(rows)
     if arguments.dry_run:
         return None

@@ -21,7 +21,7 @@ from hf_prefix_tree.data.turns import REASONING_MODES
 from hf_prefix_tree.report.gain import ASSUMPTIONS, Estimate, counts_of, fold_file, read_tools, top_counts
 from hf_prefix_tree.report.gain import estimate as predict
 from hf_prefix_tree.report.plot import check_matplotlib, plot_trees
-from hf_prefix_tree.report.text import console, counts_table, draw_tree
+from hf_prefix_tree.report.text import console, counts_table, draw_tree, printable
 
 app = typer.Typer(
     add_completion=False,
@@ -139,7 +139,7 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError) as error:
-        print(f"hf-prefix-tree: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"hf-prefix-tree: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         sys.exit(2)
     finally:
         logger.setLevel(level)

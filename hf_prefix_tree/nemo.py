@@ -13,9 +13,10 @@ import numpy.typing as npt
 import torch
 
 from hf_prefix_tree.data.nodes import _prompt_and_completions
-from hf_prefix_tree.data.supervision import IGNORE_INDEX, Sample, read_sample
+from hf_prefix_tree.data.supervision import IGNORE_INDEX, Sample, check_features, located, read_sample
 from hf_prefix_tree.diffusion.collator import DataCollatorForDiffusionLM
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE, concatenate_trees
+from hf_prefix_tree.tree.folding import INT32_MAX, check_integer, integer_array
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 CROSS_ENTROPY_IGNORE_IDX = IGNORE_INDEX
@@ -89,6 +90,7 @@ def fold_shared_prefix_rollouts(
 
     ```
     """
+    check_integer(ignore_idx, "ignore_idx", least=-INT32_MAX)
     prompt, ids = _prompt_and_completions(prompt_ids, completions)
     nodes = [prompt, *ids]
     labels = [ignore_idx] * len(prompt)
@@ -114,16 +116,16 @@ def prefix_tree_collate_fn(
     ignore_idx: int = CROSS_ENTROPY_IGNORE_IDX,
 ) -> dict[str, torch.Tensor]:
     """
-    Collate one group of rollouts that share a prompt, as [`fold_shared_prefix_rollouts`] lays it out.
+    Collate one group of rollouts that share a prompt.
 
-    The shifted labels of that form become unshifted ones. They supervise neither the prompt nor the first token of a
+    The shifted labels of NeMo's form become unshifted ones. They supervise neither the prompt nor the first token of a
     completion; [`DataCollatorForPrefixTree`] supervises those first tokens too, from `prompt_ids` and `completions`.
     Completions that start alike are folded further.
 
     Args:
         features (sequence of [`FoldedRollouts`] or of `Mapping`):
-            Exactly one: the group, or a dataset row of its fields `input_ids`, `labels`, `node_lengths` and
-            `sample_paths`.
+            Exactly one group: `prompt_ids` and `completions`, what [`fold_shared_prefix_rollouts`] makes of them, or a
+            dataset row of its fields `input_ids`, `labels`, `node_lengths` and `sample_paths`.
         pad_token_id (`int`, *optional*, defaults to 0):
             Token id of the padding.
         weighting (`str`, *optional*, defaults to `"tree"`):
@@ -142,36 +144,40 @@ def prefix_tree_collate_fn(
     Example:
 
     ```python
-    >>> from hf_prefix_tree import fold_shared_prefix_rollouts
     >>> from hf_prefix_tree.nemo import prefix_tree_collate_fn
 
-    >>> group = fold_shared_prefix_rollouts([1, 2], [[10, 11], [20, 21, 22]])
+    >>> group = {"prompt_ids": [1, 2], "completions": [[10, 11], [20, 21, 22]]}
     >>> batch = prefix_tree_collate_fn([group], pad_to_multiple_of=1)
     >>> batch["input_ids"], batch["labels"]
     (tensor([[ 1,  2, 20, 21, 22, 10, 11]]), tensor([[-100, -100, -100,   21,   22, -100,   11]]))
 
     ```
     """
-    if isinstance(features, Mapping | FoldedRollouts) or len(features) != 1:
-        got = type(features).__name__ if isinstance(features, Mapping | FoldedRollouts) else len(features)
+    if not isinstance(features, Sequence) or len(features) != 1:
+        got = len(features) if isinstance(features, Sequence) else type(features).__name__
         raise ValueError(
             f"`features` must be a list of one group, got {got}. Use a batch size of 1, or "
             "`DataCollatorForPrefixTree` for several groups."
         )
+    check_integer(pad_token_id, "pad_token_id")
+    check_integer(ignore_idx, "ignore_idx", least=-INT32_MAX)
     group = features[0]
+    if isinstance(group, Mapping) and group.keys() >= {"prompt_ids", "completions"}:
+        group = fold_shared_prefix_rollouts(group["prompt_ids"], group["completions"], ignore_idx)
     fields = dataclasses.asdict(group) if isinstance(group, FoldedRollouts) else group
     names = ("input_ids", "labels", "node_lengths", "sample_paths")
-    if not isinstance(fields, Mapping) or any(name not in fields for name in names):
-        keys = sorted(fields) if isinstance(fields, Mapping) else type(fields).__name__
+    if not isinstance(fields, Mapping) or any(fields.get(name) is None for name in names):
+        keys = list(fields) if isinstance(fields, Mapping) else type(fields).__name__
         raise ValueError(
-            f"`features[0]` must be a `FoldedRollouts` or have its fields {', '.join(names)}, got {keys}. Make it "
-            "with `fold_shared_prefix_rollouts`."
+            f"`features[0]` must have `prompt_ids` and `completions`, be a `FoldedRollouts`, or have its fields "
+            f"{', '.join(names)}, got {keys}."
         )
-    input_ids, labels, node_lengths = (np.asarray(fields[name], dtype=np.int64) for name in names[:3])
-    weights = _unshifted_weights(input_ids, labels, node_lengths, ignore_idx)
-    tree = PrefixTree.from_node_paths(
-        fields["input_ids"], fields["node_lengths"], fields["sample_paths"], weights, weighting
-    )
+    with located("`features[0]`"):
+        input_ids = integer_array(fields["input_ids"], "input_ids")
+        labels = integer_array(fields["labels"], "labels", minimum=min(ignore_idx, 0))
+        lengths = integer_array(fields["node_lengths"], "node_lengths", maximum=INT32_MAX)
+        weights = _unshifted_weights(input_ids, labels, lengths, ignore_idx)
+        tree = PrefixTree.from_node_paths(input_ids, lengths, fields["sample_paths"], weights, weighting)
     return concatenate_trees([tree], pad_token_id, pad_to_multiple_of)
 
 
@@ -181,7 +187,7 @@ def _unshifted_weights(
     """1 at every token that the label before it names, 0 elsewhere."""
     if len(shifted_labels) != len(input_ids) or node_lengths.sum() != len(input_ids):
         raise ValueError(
-            f"`features[0]` has {len(input_ids)} `input_ids`, {len(shifted_labels)} `labels` and `node_lengths` that "
+            f"it has {len(input_ids)} `input_ids`, {len(shifted_labels)} `labels` and `node_lengths` that "
             f"sum to {node_lengths.sum()}; the three must agree."
         )
     following = np.append(input_ids[1:], ignore_idx)
@@ -216,10 +222,11 @@ class DLLMCollator(DataCollatorForDiffusionLM):
 
     def __call__(self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         names = ("input_ids", "loss_mask", "attention_mask")
+        check_features(features)
         for index, feature in enumerate(features):
             for name in names:
                 if feature.get(name) is None:
-                    raise ValueError(f"`features[{index}]` has the keys {sorted(feature)} and no `{name}`.")
+                    raise ValueError(f"`features[{index}]` has the keys {list(feature)} and no `{name}`.")
         batch = super().__call__([{name: feature[name] for name in names} for feature in features], return_tensors)
         return {name: batch[name] for name in (*names, "input_lengths")}
 

@@ -313,7 +313,7 @@ def data_prepared() -> Values:
         "grouped": {"group_by": "group", "max_length": 800},
         "packed": {"group_by": "group", "max_packed_tokens": 1200, "max_length": 1000},
         "apart": {"max_packed_tokens": 1200, "max_length": 1000, "pack_trees": False},
-        "selected": {"selection_metric": "branching_score", "max_examples": 3},
+        "selected": {"selection_metric": "forked_context", "max_examples": 3},
         "dropped": {"max_length": 800, "overlong": "drop"},
     }
     recorded: Values = {}

@@ -1,19 +1,136 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Baselines without trees, from the same branches: dataset rows that TRL's stock `SFTTrainer` takes as they are.
+"""Training without trees, on the same branches: samples for diffusion and EAGLE-3, rows for TRL's stock `SFTTrainer`.
 
 Cost: linear in the tokens of the branches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from datasets import Dataset, Features, IterableDataset, List, Value
 
-from hf_prefix_tree.data.supervision import IGNORE_INDEX
+from hf_prefix_tree.data.counts import Report
+from hf_prefix_tree.data.prepare import Plan, check_preparation, prepare_dataset, prepare_stream
+from hf_prefix_tree.data.rows import SAMPLE_KINDS, RowOptions, columns_of, row_kind, rows_of_batch
+from hf_prefix_tree.data.supervision import IGNORE_INDEX, SUPERVISION, read_sample
+from hf_prefix_tree.data.trees import REPORT, TREE_FEATURES, cached_map, tree_of_rows
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
 Row = dict[str, list[int]]
+_SAMPLE_FEATURES = Features({name: List(Value("int64")) for name in ("input_ids", "loss_mask")})
+
+
+def read_samples(
+    rows: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    on_error: str = "raise",
+    num_proc: int | None = None,
+    counts: MutableMapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """
+    Rows as samples without weights, for training without trees: one for each branch that `prepare_trees` would make.
+
+    A sample ends with its last supervised token: text of the chat template after a turn would tell where it ends. A
+    branch that supervises nothing is no sample. Counts are logged as by `prepare_trees`.
+
+    Args:
+        rows (`Dataset`, `IterableDataset` or list of `dict`):
+            Rows of one of the `SAMPLE_KINDS`. Rows with `input_ids` are returned as they are.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            Renders and tokenizes.
+        on_error (`str`, *optional*, defaults to `"raise"`):
+            Whether a row that can't be read is an error, of `input_ids` one of the next reader, or skipped (`"skip"`).
+        num_proc (`int`, *optional*):
+            Processes, for a `Dataset`.
+        counts (`MutableMapping[str, Any]`, *optional*):
+            As for `prepare_trees`.
+        options:
+            Further ones of [`RowOptions`].
+
+    Returns:
+        `input_ids` and `loss_mask`, in the form of `rows`.
+
+    Raises:
+        `ValueError`: If the rows are of no kind that becomes samples, or one can't be read, unless `on_error` is
+            `"skip"`; its index is named.
+    """
+    check_preparation(on_error=on_error)
+    columns = columns_of(rows)
+    if "input_ids" in columns or not columns:
+        return rows if on_error == "raise" else _readable(rows)
+    kind = row_kind(columns)
+    if kind not in SAMPLE_KINDS:
+        raise ValueError(
+            f"`dataset` has the columns {sorted(columns)}, {kind} rows, which are no samples; pass conversations, "
+            f"`text`, or `input_ids` with one of {', '.join(SUPERVISION)}."
+        )
+    if tokenizer is None:
+        raise ValueError(f"`tokenizer` is None, but {kind} rows are text; pass the model's tokenizer.")
+    is_list = not isinstance(rows, Dataset | IterableDataset)
+    features = {} if is_list else dict(rows.features or {})
+    read = RowOptions(kind, tokenizer, features, "keep" if kind == "text" else "per_turn", **options)
+    settings: dict[str, Any] = {"options": read, "weighting": "branch", "on_error": on_error}
+    plan = Plan(settings, {"max_packed_tokens": None, "overflow": "split", "on_error": on_error}, num_proc=num_proc)
+    report = Report()
+    samples: Any
+    if is_list:
+        trees = [tree_of_rows([item], **plan.settings) for item in enumerate(rows)]
+        for tree in trees:
+            report.add(tree[REPORT])
+        report.log()
+        samples = [sample for tree in trees for sample in _samples(tree)]
+    else:
+        is_stream = isinstance(rows, IterableDataset)
+        folded: Any = prepare_stream(rows, columns, plan) if is_stream else prepare_dataset(rows, plan, report)
+        options = {"batched": True, "remove_columns": list(TREE_FEATURES), "features": _SAMPLE_FEATURES}
+        samples = cached_map(folded, _unfold, **options, num_proc=num_proc, desc="Unfolding samples")
+    if counts is not None:
+        counts.update(report.as_dict())
+    return samples
+
+
+def _readable(rows: Any) -> Any:
+    """The rows of token ids that can be read. What is skipped is logged, of a dataset batch by batch."""
+    if isinstance(rows, Dataset | IterableDataset):
+        return rows.filter(_can_read, with_indices=True, batched=True)
+    return list(itertools.compress(rows, _can_read(rows, range(len(rows)))))
+
+
+def _can_read(rows: Any, indices: Sequence[int]) -> list[bool]:
+    errors: dict[int, str] = {}
+    for index, row in zip(indices, rows_of_batch(rows) if isinstance(rows, Mapping) else rows, strict=True):
+        try:
+            read_sample(row, f"row {index}")
+        except ValueError as error:
+            errors[index] = str(error)
+    if errors:
+        logger.warning("Skipped %d of %d rows: %s", len(errors), len(indices), "; ".join([*errors.values()][:3]))
+    return [index not in errors for index in indices]
+
+
+def _samples(tree: Mapping[str, Any]) -> Iterator[Row]:
+    for branch in PrefixTree.from_dict(tree).branches() if tree["num_branches"] else ():
+        if branch.weights.any():
+            mask = branch.weights > 0
+            end = int(np.flatnonzero(mask)[-1]) + 1
+            yield {"input_ids": branch.input_ids[:end].tolist(), "loss_mask": mask[:end].astype(int).tolist()}
+
+
+def _unfold(batch: Mapping[str, list[Any]]) -> dict[str, list[list[int]]]:
+    samples = [sample for tree in rows_of_batch(batch) for sample in _samples(tree)]
+    return {name: [sample[name] for sample in samples] for name in _SAMPLE_FEATURES}
 
 
 def per_branch(trees: Iterable[PrefixTree]) -> list[Row]:

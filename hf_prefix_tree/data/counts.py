@@ -4,15 +4,19 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import transformers
 from datasets import Dataset, IterableDataset, List, Value
 
+from hf_prefix_tree.data.formats import FORMATS
 from hf_prefix_tree.tree.layout import MAXIMA, TreeStats
 
 logger = logging.getLogger(__name__)
@@ -39,10 +43,24 @@ LOSSES = {
     "oversized": "trees dropped as larger than `max_packed_tokens`",
     "empty": "trees left out because nothing in them is supervised",
 }
-COUNTS = ("rows", *LOSSES)
+COUNTS = ("rows", *LOSSES, *FORMATS)
 SIZES = tuple(field.name for field in dataclasses.fields(TreeStats))
 FEATURES = {**dict.fromkeys((*COUNTS, *SIZES), Value("int64")), "errors": List(Value("string"))}
 NO_SIZES = dict.fromkeys(SIZES, 0)
+# Rooms whose code decides what a dataset becomes: everything that this room imports.
+CODE = ("tree", "data")
+
+
+def code_state(package: Path = Path(__file__).parents[1]) -> str:
+    """
+    A hash of the code that preparation runs: `datasets` knows a function by its name, and would take the result of
+    other code from its cache.
+    """
+    digest = hashlib.sha256(transformers.__version__.encode())
+    for room in CODE:
+        for file in sorted((package / room).rglob("*.py")) or [package / f"{room}.py"]:
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def read_counts(trees: Dataset, name: str) -> dict[str, Any]:
@@ -66,12 +84,6 @@ def counts_at(columns: Mapping[str, Any], indices: Sequence[int]) -> dict[str, A
 def described(counts: Mapping[str, int]) -> list[str]:
     """The losses among the counts, in words."""
     return [f"{counts[name]} {meaning}" for name, meaning in LOSSES.items() if counts.get(name)]
-
-
-def log_losses(num_rows: int, counts: Mapping[str, int]) -> None:
-    """Warn of the losses of some rows, if there are any."""
-    if losses := "; ".join(described(counts)):
-        logger.warning("Of %d rows: %s.", num_rows, losses)
 
 
 class Report:

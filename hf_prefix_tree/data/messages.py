@@ -17,6 +17,9 @@ Tools = Sequence[Mapping[str, Any] | str | Callable[..., Any]] | str
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
+MAX_DEPTH = 100  # levels of a message; Python recurses over them
+
+
 class TurnError(ValueError):
     """A turn that cannot be supervised exactly. `name` is what counts it, see `hf_prefix_tree.data.counts.LOSSES`."""
 
@@ -107,9 +110,9 @@ def unclosed_reasoning(message: Message) -> str | None:
 def _normalize_message(message: Any, name: str) -> Message:
     if not isinstance(message, Mapping):
         raise ValueError(f"`{name}` is a {type(message).__name__}; pass a dict with `role` and `content`.")
-    plain = {key: value for key, value in _plain(message, name).items() if value is not None}
+    plain = {key: value for key, value in plain_data(message, name).items() if value is not None}
     if not isinstance(plain.get("role"), str) or not plain["role"]:
-        raise ValueError(f"`{name}` has the keys {sorted(message)} and no `role`; name who says it, e.g. 'user'.")
+        raise ValueError(f"`{name}` has the keys {list(message)} and no `role`; name who says it, e.g. 'user'.")
     content = plain.setdefault("content", "")
     if not isinstance(content, (str, list)):
         raise ValueError(f"`{name}.content` is a {type(content).__name__}; pass a string, e.g. with `json.dumps`.")
@@ -178,22 +181,40 @@ def _normalize_tool(tool: Any, name: str) -> Any:
         raise ValueError(f"`{name}` is a {type(tool).__name__}; pass a tool's JSON schema, a dict.")
     if {"role", "content", "messages"} & tool.keys() and "function" not in tool:
         raise ValueError(f"`{name}` has the keys {sorted(tool)}, as dialogues have; pass a tool's JSON schema.")
-    return _plain(tool, name)
+    return plain_data(tool, name)
 
 
 def _parse_json(text: str, name: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"`{name}` is no JSON ({error}), got {text[:80]!r}; pass the object itself.") from None
 
 
-def _plain(value: Any, name: str) -> Any:
-    """A copy made of dicts, lists and JSON scalars: a template prints anything else as a placeholder, or crashes."""
-    if value is None or type(value) in (str, int, float, bool):
+def check_text(text: Any, name: str) -> str:
+    """`text`, if a tokenizer can read it; a `ValueError` that names `name` otherwise."""
+    if not isinstance(text, str):
+        raise ValueError(f"`{name}` is a {type(text).__name__}; pass a string.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"`{name}` has {text[error.start]!r} at index {error.start}, half of a surrogate pair, as JSON has where "
+            "an emoji was cut in two; remove it."
+        ) from None
+    return text
+
+
+def plain_data(value: Any, name: str, depth: int = 0) -> Any:
+    """A copy made of dicts, lists and JSON scalars: templates print anything else as a placeholder, or crash."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"`{name[:80]}` is nested more than {MAX_DEPTH} levels deep; pass it as a JSON string.")
+    if value is None or type(value) in (int, float, bool):
         return value
+    if isinstance(value, str):
+        return check_text(value, name)
     if isinstance(value, Mapping):
-        return {key: _plain(item, f"{name}.{key}") for key, item in value.items()}
+        return {check_text(key, name): plain_data(item, f"{name}.{key}", depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{name}[{i}]") for i, item in enumerate(value)]
+        return [plain_data(item, f"{name}[{i}]", depth + 1) for i, item in enumerate(value)]
     raise ValueError(f"`{name}` is a {type(value).__name__}, which is not JSON; pass a string or a number.")

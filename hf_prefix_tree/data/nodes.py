@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from hf_prefix_tree.tree.folding import as_list, integer_array, weight_array
+from hf_prefix_tree.data.messages import check_text
+from hf_prefix_tree.tree.folding import as_list, integer_array, parent_array, weight_array
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def as_branch(branch: object, index: int) -> Branch:
         given = {name: value for name, value in branch.items() if value is not None}  # Arrow fills what is missing
         if given.keys() >= {"input_ids", "weights"}:
             return Branch(given["input_ids"], given["weights"])
-        got = f"the keys {sorted(given)}"
+        got = f"the keys {list(given)}"
     raise ValueError(f"`branches[{index}]` must be a `Branch` or have `input_ids` and `weights`, got {got}.")
 
 
@@ -104,9 +105,9 @@ def text_tree_branches(
     Raises:
         `ValueError`: If a text is no string, the lengths differ, or the parents are no tree.
     """
+    parents = parent_array(parents).tolist()
     for index, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise ValueError(f"`texts[{index}]` is a {type(text).__name__}; pass a string.")
+        check_text(text, f"texts[{index}]")
     of_node = np.ones(len(texts)) if weights is None else weight_array(weights, "weights")
     for name, given in (("parents", parents), ("weights", of_node)):
         if len(given) != len(texts):
@@ -117,7 +118,7 @@ def text_tree_branches(
     ]
     before = _ids_before_a_text(tokenizer)
     for index, parent in enumerate(parents):
-        if parent is None or parent == -1:
+        if parent == -1:
             ids[index] = before + ids[index]
     per_token = [np.full(len(x), weight) for x, weight in zip(ids, of_node, strict=True)]
     return PrefixTree.from_nodes(parents, ids, per_token).branches()
@@ -142,8 +143,7 @@ def search_tree_branches(prompt: Any, steps: Sequence[Any], tokenizer: PreTraine
     Raises:
         `ValueError`: If a step is malformed, extends no text of the step before, or none is kept.
     """
-    if not isinstance(prompt, str):
-        raise ValueError(f"`input` is a {type(prompt).__name__}; pass the text that all steps follow.")
+    check_text(prompt, "input")
     kept_of: dict[int, dict[str, bool]] = {}
     for index, step in enumerate(steps):
         _check_step(step, index)
@@ -176,8 +176,9 @@ def _check_step(step: Any, index: int) -> None:
     if not isinstance(step, Mapping):
         raise ValueError(f"`nodes[{index}]` is a {type(step).__name__}; pass a dict with `step`, `text` and `kept`.")
     for name, of in (("step", int), ("text", str), ("kept", bool)):
-        if not isinstance(step.get(name), of):
+        if type(step.get(name)) is not of:
             raise ValueError(f"`nodes[{index}].{name}` is {step.get(name)!r}; pass a {of.__name__}.")
+    check_text(step["text"], f"nodes[{index}].text")
     if step["step"] < 0:
         raise ValueError(f"`nodes[{index}].step` is {step['step']}; number the steps from 0.")
 

@@ -6,14 +6,11 @@ The steps are fold, select, pack. `datasets` runs and caches them.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import transformers
 from datasets import Dataset, IterableDataset
 
 from hf_prefix_tree.data.counts import Report, read_counts
@@ -33,7 +30,7 @@ from hf_prefix_tree.data.trees import (
     trees_of_stream,
 )
 from hf_prefix_tree.data.turns import REASONING_MODES
-from hf_prefix_tree.tree.folding import WEIGHTINGS
+from hf_prefix_tree.tree.folding import WEIGHTINGS, check_integer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,13 +41,13 @@ class Plan:
     """The checked options of `prepare_trees`: `settings` are those of `tree_of_rows`, `limit` of `drop_oversized`."""
 
     settings: dict[str, Any]
-    limit: dict[str, Any]
-    group_by: str | None
-    pack_trees: bool
-    selection_metric: str | None
-    selection_num_proc: int | None
-    max_examples: int | None
-    num_proc: int | None
+    limit: dict[str, Any] = field(default_factory=dict)
+    group_by: str | None = None
+    pack_trees: bool = True
+    selection_metric: str | None = None
+    selection_num_proc: int | None = None
+    max_examples: int | None = None
+    num_proc: int | None = None
 
 
 def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
@@ -107,6 +104,7 @@ def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
                 plan.settings["options"],
                 plan.settings["on_error"],
                 plan.selection_num_proc,
+                report,
             )
         elif plan.selection_metric is not None:
             ratio = plan.selection_metric
@@ -159,8 +157,6 @@ PREPARATION_CHOICES: dict[str, tuple[str, ...]] = {
     "on_error": ("raise", "skip"),
 }
 _LIMITS = {"max_length": 2, "max_packed_tokens": 2, "selection_num_proc": 1, "max_examples": 1}
-# Rooms whose code decides what a dataset becomes: everything that this room imports.
-CODE = ("tree", "data")
 
 
 def check_preparation(
@@ -193,12 +189,12 @@ def check_preparation(
     """
     options = locals()
     for name, known in PREPARATION_CHOICES.items():
-        if (value := options[name]) not in known and not (name == "selection_metric" and value is None):
+        value = options[name]
+        if not (isinstance(value, str) and value in known) and not (name == "selection_metric" and value is None):
             raise ValueError(f"`{name}` is {value!r}; pass one of {', '.join(map(repr, known))}.")
     for name, least in _LIMITS.items():
-        if (value := options[name]) is not None and (not isinstance(value, (int, np.integer)) or value < least):
-            reason = "a branch's first token is not supervised" if least == 2 else "or leave it out"
-            raise ValueError(f"`{name}` is {value!r}; pass an integer of at least {least}, {reason}.")
+        if (value := options[name]) is not None:
+            check_integer(value, name, least)
     if max_length is not None and max_packed_tokens is not None and max_length > max_packed_tokens:
         raise ValueError(
             f"`max_length` is {max_length}, above `max_packed_tokens`, which is {max_packed_tokens}: a packed "
@@ -246,8 +242,11 @@ def prepare_trees(
 
     | columns | a row is | its branches |
     |---|---|---|
-    | `messages` | a conversation | see [`conversation_branches`]; `tools` and `chat_template_kwargs` may be columns |
+    | `messages` or `conversations` | a conversation in a format of `docs/data.md` | see [`conversation_branches`] |
+    | `instruction`, `output` | one in Alpaca's format, maybe with `input`, `history` | the same |
     | `prompt`, `completions` or `completion` | strings, or lists of messages | one per completion, or per its turns |
+    | `chosen`, `rejected` | two completions of a `prompt`, to count; not for SFT | one per completion |
+    | `text` | a text | itself, all supervised, under `reasoning="keep"` |
     | `prompt_ids`, `completions` | token ids | one per completion, see [`rollout_branches`] |
     | `branches` | a list of `input_ids`, `weights` | these |
     | `parents`, `nodes` | a tree by its nodes: token ids, or `input_ids`, `weights` | one per leaf |
@@ -300,8 +299,8 @@ def prepare_trees(
             Whether trees share rows. If not, each row holds one tree or part.
         selection_metric (`str`, *optional*):
             The `max_examples` trees with the highest value are taken, highest first, ties by index: `"num_turns"`,
-            `"branching_score"` (see [`order_units`]), `"token_ratio"` or `"pair_ratio"` (see [`TreeStats`]; all trees
-            are prepared for it). Not for streaming datasets.
+            `"branching_score"`, `"forked_context"` (see [`order_units`]), `"token_ratio"` or `"pair_ratio"` (see
+            [`TreeStats`]; all trees are prepared for it). Not for streaming datasets.
         selection_num_proc (`int`, *optional*):
             Number of processes for the metric.
         max_examples (`int`, *optional*):
@@ -321,7 +320,10 @@ def prepare_trees(
             - the losses: branches `truncated`, `overlong`, `unsupervised`; turns with `unrendered_reasoning` etc.;
               `unrendered_messages`; rows `filled`, `skipped` or `refused_*`; trees `oversized` or `empty`;
             - `sources`, an int64 array: of which row, or group by first appearance, each tree was made;
-            - with `max_examples`: `candidates` (rows or groups), `valid` ones of those prepared, `selected`;
+            - rows converted, by format: `sharegpt`, `call_roles`, `anthropic`, `hermes`, `bare_tools`, `alpaca`,
+              `preference`, `text`, and rows with turns `switched` off;
+            - with `max_examples`: `candidates` (rows or groups), `valid` ones of those prepared, `selected`, and with
+              `"branching_score"` those that are `too_long`;
             - with `max_packed_tokens`: `packed_rows`, their `fill` (0 to 1), `split_trees`, `parts`,
               `weightless_parts` (left out: all that they supervise is in other parts), `duplicated_tokens`.
 
@@ -394,7 +396,6 @@ def prepare_trees(
         stop_token_ids=stop_token_ids,
         max_length=max_length,
         overlong=overlong,
-        code=code_state(),
     )
     plan = Plan(
         settings={"options": options, "weighting": weighting, "on_error": on_error},
@@ -439,12 +440,3 @@ def _renamed(
     new = {theirs: name for name, theirs in column_names.items() if name != theirs}
     dataset = dataset.remove_columns(hidden).rename_columns(new)
     return dataset, [new.get(name, name) for name in columns if name not in hidden]
-
-
-def code_state(package: Path = Path(__file__).parents[1]) -> str:
-    """A hash of the code that preparation runs: the cache of `datasets` knows a function by its name."""
-    digest = hashlib.sha256(transformers.__version__.encode())
-    for room in CODE:
-        for file in sorted((package / room).rglob("*.py")) or [package / f"{room}.py"]:
-            digest.update(file.read_bytes())
-    return digest.hexdigest()

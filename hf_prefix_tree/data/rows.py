@@ -10,13 +10,26 @@ Cost: that of rendering and tokenizing the row, see `hf_prefix_tree.data.turns`.
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hf_prefix_tree.data.counts import code_state
+from hf_prefix_tree.data.formats import (
+    FORMATS,
+    TOOL_COLUMNS,
+    alpaca_conversations,
+    openai_conversation,
+    openai_tools,
+    preference_completions,
+    training_switches,
+)
+from hf_prefix_tree.data.messages import REASONING_KEYS, check_text, plain_data
 from hf_prefix_tree.data.nodes import as_branch, rollout_branches, search_tree_branches, text_tree_branches
 from hf_prefix_tree.data.supervision import read_sample
 from hf_prefix_tree.data.tokenization import common_prefix
@@ -35,7 +48,8 @@ PACKED_COLUMNS = ("trees", "tree_ids", "num_parts")
 class RowOptions:
     """
     How rows become branches, see `prepare_trees`. `features` is the dataset's schema, if it has one, `code` the state
-    of the code that reads the rows: a cached result is known by all of this.
+    of the code that reads the rows: a cached result is known by all of this. Without `supervise_reasoning`, turns are
+    supervised from where `reasoning_end` ends in them.
     """
 
     kind: str
@@ -49,7 +63,9 @@ class RowOptions:
     stop_token_ids: Sequence[int] | None = None
     max_length: int | None = None
     overlong: str = "truncate"
-    code: str = ""
+    supervise_reasoning: bool = True
+    reasoning_end: str = "</think>"
+    code: str = field(default_factory=code_state)
 
 
 class RowKind(NamedTuple):
@@ -65,7 +81,7 @@ class RowKind(NamedTuple):
 def columns_of(dataset: Any) -> list[str]:
     """The columns of a dataset, of a stream, which may have to be read for it, or of a list of rows."""
     if isinstance(dataset, Sequence):
-        return list(dataset[0]) if len(dataset) else []
+        return list(dataset[0]) if len(dataset) and isinstance(dataset[0], Mapping) else []
     return list(dataset.column_names or next(iter(dataset), {}))
 
 
@@ -91,6 +107,8 @@ def row_kind(columns: Iterable[str]) -> str:
     if present.issuperset(PACKED_COLUMNS):
         return "packed"
     kinds = [name for name, kind in ROW_KINDS.items() if present.issuperset(kind.columns)]
+    if len(kinds) > 1 and "text" in kinds:  # often a rendering of the other columns
+        kinds.remove("text")
     if len(kinds) == 1:
         return kinds[0]
     known = "; ".join(" + ".join(f"`{name}`" for name in kind.columns) for kind in ROW_KINDS.values())
@@ -107,13 +125,16 @@ def group_key(group: Any, group_by: str) -> Hashable:
     Raises:
         `ValueError`: If it is a null, a NaN, a list or a dict.
     """
-    if group is None or group != group:  # rows without a group have nothing in common
-        raise ValueError(f"`group_by` is {group_by!r}, whose value is {group} here; give every row a group.")
-    if not isinstance(group, Hashable):
+    try:
+        hash(group)
+        is_group = group is not None and bool(group == group)
+    except (TypeError, ValueError, RuntimeError):  # a list, a dict, an array or a tensor, maybe inside of a tuple
         raise ValueError(
             f"`group_by` is {group_by!r}, whose value is a {type(group).__name__} here; pass a column of strings or "
             "numbers."
-        )
+        ) from None
+    if not is_group:  # rows without a group have nothing in common
+        raise ValueError(f"`group_by` is {group_by!r}, whose value is {group} here; give every row a group.")
     return group
 
 
@@ -131,18 +152,16 @@ def row_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[st
             How to read it.
         counts (`Counter[str]`):
             Gets the branches that were truncated (`truncated`), dropped (`overlong`) or have no supervised token
-            (`unsupervised`), the counts of [`ConversationBranches`], and whether Arrow filled in keys of tool schemas
-            or arguments (`filled`).
+            (`unsupervised`), the counts of [`ConversationBranches`], the `FORMATS` that it was converted from, and
+            whether Arrow filled in keys of tool schemas or arguments (`filled`).
 
     Raises:
         `ValueError`: If the row is malformed, or a branch is too long under `overlong="raise"`.
     """
-    kind, lost = ROW_KINDS[options.kind], Counter[str]()
-    missing = [name for name in kind.columns if row.get(name) is None]
-    if missing:
-        raise ValueError(f"`{missing[0]}` is missing; give every row the same columns.")
-    branches = []
-    for branch in kind.read(_without_fill(row, options.features, lost), options, lost):
+    lost, branches = Counter[str](), []
+    if options.kind in FORMATS:
+        lost[options.kind] = 1
+    for branch in ROW_KINDS[options.kind].read(checked_row(row, options, lost), options, lost):
         if options.max_length is not None and len(branch) > options.max_length:
             if options.overlong == "raise":
                 raise ValueError(
@@ -160,6 +179,23 @@ def row_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[st
         branches.append(branch)
     counts.update(lost)  # only now: a row that raises counts as skipped and as nothing else
     return branches
+
+
+def checked_row(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> Mapping[str, Any]:
+    """The row without what Arrow filled in, if it has all columns of its kind, and those of chats are plain data."""
+    if not isinstance(row, Mapping):
+        raise ValueError(f"`row` is a {type(row).__name__}; pass a dict of columns.")
+    for name in ROW_KINDS[options.kind].columns:
+        if row.get(name) is None:
+            raise ValueError(f"`{name}` is missing; give every row the same columns.")
+    row = _without_fill(row, options.features, counts)
+    if options.kind not in (*MESSAGE_KINDS, "text"):
+        return row
+    row = {**row, **{name: plain_data(row[name], name) for name in _CHAT_COLUMNS if name in row}}
+    variables = row.get("chat_template_kwargs") or {}
+    if not isinstance(variables, Mapping) or "chat_template" in variables:
+        raise ValueError(f"`chat_template_kwargs` is {variables!r}; pass a dict, and a 'chat_template' for all rows.")
+    return row
 
 
 def _of_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
@@ -196,7 +232,7 @@ def _of_tokens(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]
 def _of_conversations(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
     return [
         branch
-        for messages, num_prompt_messages in row_conversations(row, options.kind)
+        for messages, num_prompt_messages in row_conversations(row, options.kind, counts)
         for branch in _conversation(messages, num_prompt_messages, row, options, counts)
     ]
 
@@ -208,16 +244,28 @@ def _of_completions(row: Mapping[str, Any], options: RowOptions, counts: Counter
     return _of_conversations(row, options, counts)
 
 
-def row_conversations(row: Mapping[str, Any], kind: str) -> list[tuple[Any, int]]:
+def _of_text(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
+    if options.reasoning != "keep":
+        raise ValueError(
+            f"`reasoning` is {options.reasoning!r}, but a plain `text` has no turns; pass `reasoning='keep'`, which "
+            "supervises all of it, or conversations."
+        )
+    if not isinstance(row["text"], str) or not row["text"]:
+        raise ValueError(f"`text` is {row['text']!r}; pass a text.")
+    return _texts("", [row["text"]], options, Counter())
+
+
+def row_conversations(row: Mapping[str, Any], kind: str, counts: Counter[str]) -> list[tuple[Any, int]]:
     """
-    The conversations of a row of one of the `MESSAGE_KINDS`, each with how many of its messages are the prompt.
+    The conversations of a row of one of the `MESSAGE_KINDS` as OpenAI messages, each with how many of its messages
+    are the prompt. `counts` gets a 1 for each of the `FORMATS` that the messages were converted from.
 
     Raises:
-        `ValueError`: If there is no completion, or strings and messages are mixed.
+        `ValueError`: If there is no completion, strings and messages are mixed, or something can't be converted.
     """
     conversations = ROW_KINDS[kind].conversations
     assert conversations is not None
-    return conversations(row)
+    return [openai_conversation(*conversation, row, counts) for conversation in conversations(row)]
 
 
 def _messages(row: Mapping[str, Any]) -> list[tuple[Any, int]]:
@@ -235,46 +283,91 @@ def _completed_prompts(row: Mapping[str, Any]) -> list[tuple[Any, int]]:
 
 def _prompt_and_completions(row: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     """The prompt and its completions: all strings, or all lists of messages."""
-    completions = _list(row, "completions") if row.get("completions") is not None else [row["completion"]]
+    if row.get("chosen") is not None:
+        prompt, completions = preference_completions(row)
+    else:
+        prompt = row["prompt"]
+        completions = _list(row, "completions") if row.get("completions") is not None else [row["completion"]]
     if not completions:
         raise ValueError("`completions` is empty; drop the row or give it a completion.")
-    if len({isinstance(text, str) for text in (row["prompt"], *completions)}) > 1:
+    if len({isinstance(text, str) for text in (prompt, *completions)}) > 1:
         raise ValueError("`prompt` and its completions mix strings and messages; make them all one or the other.")
-    for text in (row["prompt"], *completions):
+    for text in (prompt, *completions):
         if not isinstance(text, (str, list)):
-            raise ValueError(
-                f"`prompt` or a completion is a {type(text).__name__}; pass a string or a list of messages."
-            )
-    return row["prompt"], completions
+            raise ValueError(f"`prompt` or a completion is a {type(text).__name__}; pass a string or messages.")
+    return prompt, completions
 
 
 def _conversation(
     messages: Any, num_prompt_messages: int, row: Mapping[str, Any], options: RowOptions, counts: Counter[str]
 ) -> list[Branch]:
     assert options.tokenizer is not None
-    tools = row.get("tools")
+    tools = next((row[name] for name in TOOL_COLUMNS if row.get(name)), None)
     if not tools and options.tools is not None:
         tools = options.tools
         if isinstance(tools, Mapping):
             group = row.get(options.group_column)
-            if group not in tools:
+            if not isinstance(group, Hashable) or group not in tools:
                 raise ValueError(f"`tools` has no entry for {options.group_column}={group!r}; add it, or pass a list.")
             tools = tools[group]
-    own_variables = row.get("chat_template_kwargs") or {}
-    if "chat_template" in own_variables:
-        raise ValueError("the row's `chat_template_kwargs` has a 'chat_template'; pass it for all rows instead.")
     result = conversation_branches(
         messages,
         options.tokenizer,
-        tools=tools,
+        tools=openai_tools(tools, counts),
         reasoning=options.reasoning,
-        chat_template_kwargs={**options.chat_template_kwargs, **own_variables},
+        chat_template_kwargs={**options.chat_template_kwargs, **(row.get("chat_template_kwargs") or {})},
         empty_thinking_in_prompt=options.empty_thinking_in_prompt,
         stop_token_ids=options.stop_token_ids,
         num_prompt_messages=num_prompt_messages,
     )
     counts.update(result.counts)
-    return result.branches
+    turns = [m for m in messages[num_prompt_messages:] if isinstance(m, Mapping) and m.get("role") == "assistant"]
+    switches = [training_switches(turn, row) for turn in turns]
+    counts["switched"] += not (counts["switched"] or all(map(all, switches)))
+    if not options.supervise_reasoning:
+        switches = [(False, trains_response) for _, trains_response in switches]
+    if all(map(all, switches)):
+        return result.branches
+    return _switched_off(result.branches, turns, switches, options)
+
+
+def _switched_off(
+    branches: list[Branch], turns: list[Mapping[str, Any]], switches: list[tuple[bool, bool]], options: RowOptions
+) -> list[Branch]:
+    """The branches of a conversation, without the supervision of the reasoning or the response of some turns."""
+    runs = [
+        np.flatnonzero(np.diff(np.concatenate([[0], branch.weights > 0, [0]]))).reshape(-1, 2) for branch in branches
+    ]
+    # Each run of supervised tokens is a turn; side leaves end with one of reasoning, and all others are responses.
+    is_split, numbers, changed = options.reasoning in ("side_leaf", "think_split"), count(), []
+    if len(switches) != (len(runs[-1]) if is_split else sum(map(len, runs))):
+        raise ValueError("`train_response` is off for a turn, but not every turn is supervised; drop the row.")
+    for branch, edges in zip(branches, runs, strict=True):
+        weights = branch.weights.copy()
+        for position, (start, stop) in enumerate(edges.tolist()):
+            number = position if is_split else next(numbers)
+            if not is_split:
+                end = start + _reasoning_length(branch.input_ids[start:stop], turns[number], switches[number], options)
+            else:
+                end = stop if branch is not branches[-1] and stop == edges[-1, 1] else start
+            weights[start:end] *= switches[number][0]
+            weights[end:stop] *= switches[number][1]
+        changed.append(Branch(branch.input_ids, weights))
+    return changed
+
+
+def _reasoning_length(ids: Any, turn: Mapping[str, Any], switches: tuple[bool, bool], options: RowOptions) -> int:
+    """Tokens of a turn up to the last place where `reasoning_end` ends; 0 if it is nowhere."""
+    assert options.tokenizer is not None
+    decode, mark = options.tokenizer.decode, options.reasoning_end
+    if ends := decode(ids).count(mark):
+        return bisect_left(range(len(ids)), ends, key=lambda length: decode(ids[:length]).count(mark))
+    if any(switches) and any(turn.get(key) for key in REASONING_KEYS):
+        raise ValueError(
+            f"`reasoning_end` is {mark!r}, which the rendering of a turn with reasoning lacks, so its response can't "
+            "be found; set it to the text that ends reasoning in this chat template."
+        )
+    return 0
 
 
 def _texts(prompt: str, completions: Sequence[str], options: RowOptions, counts: Counter[str]) -> list[Branch]:
@@ -285,11 +378,12 @@ def _texts(prompt: str, completions: Sequence[str], options: RowOptions, counts:
     is. A prompt that begins with the text of the start token gets no second one.
     """
     assert options.tokenizer is not None
-    end = options.tokenizer.eos_token or ""
+    end, begin = options.tokenizer.eos_token or "", options.tokenizer.bos_token_id
+    for name, text in (("prompt", prompt), *((f"completions[{i}]", text) for i, text in enumerate(completions))):
+        check_text(text, name)
     texts = [prompt + (text if text.endswith(end) else text + end) for text in completions]
     encoded = options.tokenizer([prompt, *texts], return_attention_mask=False, verbose=False)["input_ids"]
-    twice = (first := options.tokenizer.bos_token_id) is not None and encoded[0][:2] == [first, first]
-    prompt_ids, *ids = (np.array(x[twice:], dtype=np.int64) for x in encoded)
+    prompt_ids, *ids = (np.array(x[x[:2] == [begin, begin] :], dtype=np.int64) for x in encoded)
     branches = []
     for text, completed in zip(texts, ids, strict=True):
         if common_prefix(prompt_ids, completed) < len(prompt_ids):
@@ -308,6 +402,9 @@ def _list(row: Mapping[str, Any], name: str, of: type = object) -> list[Any]:
     return row[name]
 
 
+_OPEN_KEYS = ("arguments", "properties", "input")  # the keys below them are data
+
+
 def _without_fill(value: Any, feature: Any, counts: Counter[str], open_keys: bool = False) -> Any:
     """
     Drop what Arrow filled in: a key that any struct of a column has is `None` in all structs without it. Counts the
@@ -317,7 +414,7 @@ def _without_fill(value: Any, feature: Any, counts: Counter[str], open_keys: boo
         if open_keys and None in value.values():
             counts["filled"] = 1
         return {
-            key: _without_fill(item, feature.get(key), counts, open_keys or key in ("arguments", "properties"))
+            key: _without_fill(item, feature.get(key), counts, open_keys or key in _OPEN_KEYS)
             for key, item in value.items()
             if item is not None
         }
@@ -334,9 +431,21 @@ ROW_KINDS = {
     "texts": RowKind(("parents", "texts"), _of_texts, needs_tokenizer=True),
     "search": RowKind(("input", "nodes"), _of_search, needs_tokenizer=True),
     "conversation": RowKind(("messages",), _of_conversations, _messages, needs_tokenizer=True),
+    "conversations": RowKind(
+        ("conversations",), _of_conversations, lambda row: [(row["conversations"], 0)], needs_tokenizer=True
+    ),
+    "alpaca": RowKind(("instruction", "output"), _of_conversations, alpaca_conversations, needs_tokenizer=True),
     "completions": RowKind(("prompt", "completions"), _of_completions, _completed_prompts, needs_tokenizer=True),
     "completion": RowKind(("prompt", "completion"), _of_completions, _completed_prompts, needs_tokenizer=True),
+    "preference": RowKind(("chosen", "rejected"), _of_completions, _completed_prompts, needs_tokenizer=True),
+    "text": RowKind(("text",), _of_text, needs_tokenizer=True),
     "tokens": RowKind(("input_ids",), _of_tokens),
 }
+_CHAT_COLUMNS = {
+    *(name for kind in ROW_KINDS.values() if kind.needs_tokenizer for name in kind.columns),
+    *("history", "system", "chat_template_kwargs", "train_reasoning", "train_response", *TOOL_COLUMNS),
+}
 MESSAGE_KINDS = tuple(name for name, kind in ROW_KINDS.items() if kind.conversations is not None)
+# Rows of text to train on as it is: a preference is one to choose from, a tree of texts has weights.
+SAMPLE_KINDS = (*(name for name in MESSAGE_KINDS if name != "preference"), "text")
 TEXT_KINDS = tuple(name for name, kind in ROW_KINDS.items() if kind.needs_tokenizer)

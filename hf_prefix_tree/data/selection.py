@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,15 +18,15 @@ from datasets import Dataset, Features, Value, concatenate_datasets
 
 from hf_prefix_tree.data.counts import Report, counts_at
 from hf_prefix_tree.data.messages import Message, normalize_messages, split_reasoning
-from hf_prefix_tree.data.rows import RowOptions, row_conversations
+from hf_prefix_tree.data.rows import RowOptions, checked_row, row_conversations
 from hf_prefix_tree.data.trees import cached_map
 
 logger = logging.getLogger(__name__)
 
-SCORES = ("branching_score", "num_turns")  # known before anything is tokenized
+SCORES = ("branching_score", "forked_context", "num_turns")  # known before anything is tokenized
 RATIOS = {"token_ratio": ("branch_tokens", "tree_tokens"), "pair_ratio": ("branch_pairs", "tree_pairs")}
 METRICS = (*SCORES, *RATIOS)
-_UNREADABLE = -1
+_UNREADABLE, _TOO_LONG = -1, -2
 
 
 def order_units(
@@ -35,15 +36,21 @@ def order_units(
     options: RowOptions,
     on_error: str,
     num_proc: int | None,
+    report: Report,
 ) -> list[int]:
     """
     Indices of the units, highest score first, ties by index. A unit is one row, or the rows that `units` lists.
 
-    `"num_turns"` is the number of assistant turns to train on. `"branching_score"` is the characters of visible
-    context (contents and tool calls of the messages before, without reasoning) before each turn that forks, summed. A
-    turn forks if it has reasoning, which later turns don't see; under `reasoning="per_turn"` also if another turn of
-    its conversation follows, because its rendering ends or forks there; and the last turn of each conversation of a
-    unit but the last one, because the next one forks from it. Under `"keep"` only the last of these counts.
+    - `"num_turns"` is the number of assistant turns to train on.
+    - `"branching_score"` is prime-rl's, `(turns with reasoning + 1) * max(num_turns, assistant turns)`, summed over
+      the rows of a unit. `num_turns` is the column of that name, if there is one. A row whose column `token_usage` has
+      `final_input_tokens` and `final_output_tokens` of more than `max_length` together is left out with its unit; the
+      report gets the number of these units, `too_long`.
+    - `"forked_context"` is the characters of visible context (contents and tool calls of the messages before, without
+      reasoning) before each turn that forks, summed. A turn forks if it has reasoning, which later turns don't see;
+      under `reasoning="per_turn"` also if another turn of its conversation follows, because its rendering ends or
+      forks there; and the last turn of each conversation of a unit but the last one, because the next one forks from
+      it. Under `"keep"` only the last of these counts.
 
     Raises:
         `ValueError`: If a row can't be read, unless `on_error` is `"skip"`: its unit then comes last.
@@ -61,15 +68,19 @@ def order_units(
     scores, lasts = np.array(scored["score"][:]), np.array(scored["last"][:])
     totals = np.array(
         [
-            scores[rows].sum() + lasts[rows[:-1]].sum() if scores[rows].min() >= 0 else _UNREADABLE
+            scores[rows].sum() + lasts[rows[:-1]].sum() if scores[rows].min() >= 0 else scores[rows].min()
             for rows in (units if units is not None else ([row] for row in range(len(dataset))))
         ]
     )
+    if metric == "branching_score":
+        report.further["too_long"] = int((totals == _TOO_LONG).sum())
+        if report.further["too_long"] == len(totals):
+            raise ValueError(f"`token_usage` of all {len(totals)} rows or groups is above `max_length`; raise it.")
     if totals.max() <= 0:
         logger.warning(
             "`selection_metric=%r` is 0 for all of %d rows or groups: the first ones are taken.", metric, len(totals)
         )
-    return np.argsort(-totals, kind="stable").tolist()
+    return [unit for unit in np.argsort(-totals, kind="stable").tolist() if totals[unit] != _TOO_LONG]
 
 
 def select_trees(
@@ -123,11 +134,12 @@ def select_trees(
     }
     if taken:
         logger.warning(  # not a loss of data, but visible without further settings, as all reports of a preparation
-            "Selected %d trees of %d valid ones among %d prepared (%d candidates): %s.",
+            "Selected %d trees of %d valid ones among %d prepared (%d candidates%s): %s.",
             len(taken),
             valid,
             sum(map(len, tables)),
             len(candidates),
+            f", {left_out} more are too long by `token_usage`" if (left_out := report.further.get("too_long")) else "",
             report.sizes(),
         )
     return concatenate_datasets(tables).select(taken)
@@ -137,14 +149,24 @@ def _score_row(row: Mapping[str, Any], index: int, metric: str, options: RowOpti
     try:
         conversations = [
             _turns(normalize_messages(messages), num_prompt_messages)
-            for messages, num_prompt_messages in row_conversations(row, options.kind)
+            for messages, num_prompt_messages in row_conversations(
+                checked_row(row, options, Counter()), options.kind, Counter()
+            )
         ]
     except ValueError as error:
         if on_error == "raise":
             raise ValueError(f"row {index}: {error}") from error
         return {"score": _UNREADABLE, "last": 0}
+    num_turns = sum(map(len, conversations))
     if metric == "num_turns":
-        return {"score": sum(map(len, conversations)), "last": 0}
+        return {"score": num_turns, "last": 0}
+    if metric == "branching_score":
+        usage = row.get("token_usage")
+        usage = usage if isinstance(usage, Mapping) else {}
+        estimate = sum(usage.get(f"final_{part}_tokens") or 0 for part in ("input", "output"))
+        reasoning = sum(reasons for turns in conversations for _, reasons in turns)
+        score = (reasoning + 1) * max(int(row.get("num_turns") or 0), num_turns)
+        return {"score": _TOO_LONG if estimate > (options.max_length or np.inf) else score, "last": 0}
     score = last = 0
     for turns in filter(None, conversations):
         score += last
@@ -173,9 +195,11 @@ def _turns(messages: list[Message], num_prompt_messages: int) -> list[tuple[int,
 
 def _characters(message: Message) -> int:
     content = message["content"]
-    texts = [content] if isinstance(content, str) else [str(part.get("text", "")) for part in content]
+    parts = [content] if isinstance(content, str) else content
+    texts = [str(part.get("text", "") if isinstance(part, Mapping) else part) for part in parts]
     for call in message.get("tool_calls", ()):
         function = call.get("function", call)
+        function = function if isinstance(function, Mapping) else {"name": function}
         arguments = function.get("arguments", "")
         texts += [str(function.get("name", "")), arguments if isinstance(arguments, str) else json.dumps(arguments)]
     return sum(map(len, texts))

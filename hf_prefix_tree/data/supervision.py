@@ -6,14 +6,15 @@ Cost: linear in the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from hf_prefix_tree.tree.folding import integer_array, weight_array
+from hf_prefix_tree.tree.folding import as_list, integer_array, weight_array
 
 IGNORE_INDEX = -100  # label of a token that is not supervised
 
@@ -74,23 +75,42 @@ def read_sample(row: Mapping[str, Any], where: str = "", *, weighted: bool = Fal
 
     ```
     """
-    try:
+    with located(where):
         sample = _read(row, weighted)
         return sample if padded else sample.without_padding()
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """A `ValueError` of the block begins with where it is, if that is known."""
+    try:
+        yield
     except ValueError as error:
-        raise ValueError(f"{where}: {error}" if where else str(error)) from None
+        raise ValueError(f"{where}: {error}" if where else str(error)) from error
+
+
+def check_features(features: Any) -> None:
+    """Raises `ValueError` unless the features of a collator are a sequence of mappings, at least one."""
+    features = as_list(features, "features")
+    if not features:
+        raise ValueError("`features` is empty; pass at least one row.")
+    for index, feature in enumerate(features):
+        if not isinstance(feature, Mapping):
+            raise ValueError(f"`features[{index}]` is a {type(feature).__name__}; pass a dict of columns.")
 
 
 def _read(row: Mapping[str, Any], weighted: bool) -> Sample:
+    if not isinstance(row, Mapping):
+        raise ValueError(f"`row` is a {type(row).__name__}; pass a dict of columns.")
     columns = {name: _array(value) for name, value in row.items() if name in _COLUMNS and value is not None}
     if "input_ids" not in columns:
-        raise ValueError(f"it has the keys {sorted(row)} and no `input_ids`; add them.")
+        raise ValueError(f"`input_ids` is missing; it has the keys {list(row)}.")
     ids = integer_array(columns["input_ids"], "input_ids")
     weights = _supervised(columns, ids)
     if weights is None:
         if len(ids) and not weighted:
             raise ValueError(
-                f"it has the keys {sorted(row)} and none of {', '.join(SUPERVISION)}; add a `loss_mask` (ones to "
+                f"it has the keys {list(row)} and none of {', '.join(SUPERVISION)}; add a `loss_mask` (ones to "
                 "supervise everything). If a `Trainer` removed it, set `remove_unused_columns=False`."
             )
         weights = np.ones(len(ids))
@@ -172,7 +192,7 @@ def _check_one_sequence(columns: Mapping[str, Any], sample: Sample) -> None:
         ),
     }
     for name, check in is_one.items():
-        if name in columns and not check(np.asarray(columns[name])):
+        if name in columns and not check(weight_array(columns[name], name)):
             raise ValueError(
                 f"`{name}` is {str(columns[name])[:40]} for {len(sample.input_ids)} `input_ids`, so several sequences "
                 "are packed here, which would see each other; pass the rows as they were before (`packing=False`)."

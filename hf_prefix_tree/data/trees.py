@@ -85,7 +85,7 @@ def trees_of_stream(
     def keyed() -> Iterator[tuple[Any, tuple[int, Mapping[str, Any]]]]:
         for index, row in enumerate(dataset):
             try:
-                yield group_key(row[group_by], group_by), (index, row)
+                yield group_key(row.get(group_by), group_by), (index, row)
             except ValueError as error:
                 report = Report()
                 report.add(skipped_row(index, error, settings["on_error"]))
@@ -212,23 +212,26 @@ _PARTIAL = ".hf_prefix_tree_partial"  # ends the name of a file that is being wr
 _PROCESSING = ("num_proc", "writer_batch_size", "desc")  # options of `map` on which no result depends
 
 
-def cached_map(dataset: Dataset, function: Callable[..., Any], **options: Any) -> Dataset:
+def cached_map(dataset: Any, function: Callable[..., Any], **options: Any) -> Any:
     """
-    `dataset.map`, which takes a result from the cache only if its files are as they were written.
+    `dataset.map`, which takes a result from the cache only if its files are as they were written. A stream is mapped
+    without the options on which no result depends.
 
     `datasets` reads a torn file up to the tear. Their checksums lie beside them, and a result that differs is made
     again.
 
     Args:
-        dataset ([`~datasets.Dataset`]): Where it has no file, there is no cache.
+        dataset (`Dataset` or `IterableDataset`): Where it has no file, there is no cache.
         function (`Callable`), options: As `map` takes them.
 
     Raises:
         `OSError`: If the cache can't be read or written.
     """
+    results = {name: value for name, value in options.items() if name not in _PROCESSING}
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(function, **results)
     if not dataset.cache_files or not len(dataset) or not is_caching_enabled():
         return dataset.map(function, **options)
-    results = {name: value for name, value in options.items() if name not in _PROCESSING}
     key = update_fingerprint(dataset._fingerprint, function, results)
     path = Path(dataset.cache_files[0]["filename"]).with_name(f"cache-{key}.arrow")
     checksums = path.with_suffix(".json")

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from hf_prefix_tree.data.supervision import IGNORE_INDEX, Sample, read_sample
-from hf_prefix_tree.tree.folding import integer_array
+from hf_prefix_tree.data.supervision import IGNORE_INDEX, Sample, check_features, read_sample
+from hf_prefix_tree.tree.folding import check_integer, integer_array
 
 SAMPLE_INDEX = "sample_index"
 
@@ -104,13 +104,16 @@ class DataCollatorForDiffusionLM:
         for name in ("pad_token_id", "eos_token_id"):
             if getattr(self, name) is None:
                 setattr(self, name, _id_of(self.processing_class, name))
+            value = getattr(self, name)
+            if value is not None:
+                check_integer(value, name)
         if self.pad_token_id is None:
             where = "there is no `processing_class`" if self.processing_class is None else "the tokenizer has none"
             raise ValueError(f"`pad_token_id` is not given and {where}: pass one; it may be the id of the EOS token.")
-        least = {"pad_token_id": 0, "eos_token_id": 0, "block_size": 0, "pad_seq_len_divisible": 0, "max_seq_len": 1}
-        for name, lowest in least.items():
-            if getattr(self, name) is not None:
-                integer_array([getattr(self, name)], name, lowest)
+        for name, least in (("block_size", 0), ("pad_seq_len_divisible", 0), ("max_seq_len", 1)):
+            value = getattr(self, name)
+            if value is not None:
+                check_integer(value, name, least)
 
     @property
     def block_pad_token_id(self) -> int:
@@ -122,6 +125,7 @@ class DataCollatorForDiffusionLM:
     def __call__(self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         return_tensors = return_tensors or self.return_tensors
         _check_return_tensors(return_tensors)
+        check_features(features)
         samples = [self._read(feature, index) for index, feature in enumerate(features)]
         prefixes = [self._prefix(sample, index) for index, sample in enumerate(samples)]
         ends = [self._fill_end(len(s.input_ids), prefix) for s, prefix in zip(samples, prefixes, strict=True)]
@@ -140,11 +144,11 @@ class DataCollatorForDiffusionLM:
                 values[row, :raw] = content[:length]
         batch["labels"] = np.where(batch["loss_mask"] != 0, batch["input_ids"], IGNORE_INDEX)
         batch["input_lengths"] = np.array([len(sample.input_ids) for sample in samples], dtype=np.int64)
-        indices = [int(feature[SAMPLE_INDEX]) for feature in features if feature.get(SAMPLE_INDEX) is not None]
-        if indices:
-            if len(indices) < len(features):
+        indices = [feature.get(SAMPLE_INDEX) for feature in features]
+        if any(index is not None for index in indices):
+            if None in indices:
                 raise ValueError(f"Some features have a `{SAMPLE_INDEX}` and others don't: give every one its own.")
-            batch[SAMPLE_INDEX] = np.array(indices, dtype=np.int64)
+            batch[SAMPLE_INDEX] = integer_array(indices, SAMPLE_INDEX, minimum=-1)
         if return_tensors == "np":
             return batch
         return {name: torch.from_numpy(value) for name, value in batch.items()}
@@ -193,7 +197,7 @@ def supervised_tokens(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _check_return_tensors(return_tensors: str) -> None:
-    if return_tensors not in ("pt", "np"):
+    if not isinstance(return_tensors, str) or return_tensors not in ("pt", "np"):
         raise ValueError(f"`return_tensors` must be 'pt' or 'np', got {return_tensors!r}.")
 
 

@@ -52,6 +52,8 @@ class DiffusionSFTConfig(SFTConfig):
             more.
         chat_template_kwargs (`dict` or JSON `str`, *optional*):
             Further variables for the chat template. A row's own take precedence.
+        on_error (`str`, *optional*, defaults to `"raise"`):
+            Whether a dataset row that can't be read stops the preparation, or is skipped (`"skip"`) and counted.
         attn_backend (`str`, *optional*, defaults to `"auto"`):
             See [`prepare_diffusion_model`].
 
@@ -79,13 +81,14 @@ class DiffusionSFTConfig(SFTConfig):
     chat_template_kwargs: dict[str, Any] | str | None = option_field(
         None, "Further variables for the chat template, as a JSON object."
     )
+    on_error: str = option_field("raise", "What happens to a row that cannot be read.", ["raise", "skip"])
     attn_backend: str = option_field("auto", "Attention of the model.", ["auto", "flex", "sdpa"])
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_config(
             self,
-            choices=("objective", "corruption", "attn_backend"),
+            choices=("objective", "corruption", "on_error", "attn_backend"),
             at_least={"block_size": 1, "eval_noise_draws": 1},
             above_zero={"noise_eps": 1, "half_life": math.inf, "alpha": math.inf},
             dicts=("chat_template_kwargs",),

@@ -199,6 +199,7 @@ class DiffusionSFTTrainer(StepMixin, PreparationMixin, SFTTrainer):
             dataset,
             self._tokenizer,
             chat_template_kwargs=args.chat_template_kwargs,
+            on_error=args.on_error,
             num_proc=args.dataset_num_proc,
             cap=self._cap,
         )

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from hf_prefix_tree.data.supervision import Sample, read_sample
+from hf_prefix_tree.data.supervision import Sample, check_features, located, read_sample
 from hf_prefix_tree.eagle3.vocabulary import read_tensors
-from hf_prefix_tree.tree.folding import integer_array
+from hf_prefix_tree.tree.folding import INT32_MAX, check_integer, integer_array
 from hf_prefix_tree.tree.packing import pack_rows
 
 ROW_KEYS = ("input_ids", "loss_mask", "attention_mask", "position_ids", "doc_remaining")
@@ -144,26 +146,26 @@ class DataCollatorForEagle3:
     states_folder: Path | None = None
 
     def __post_init__(self) -> None:
-        integer_array([self.pad_to_multiple_of], "pad_to_multiple_of", 1)
+        for name, least in (("pad_token_id", 0), ("length", 1), ("pad_to_multiple_of", 1)):
+            if name != "length" or self.length is not None:
+                check_integer(getattr(self, name), name, least)
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        documents = {
-            index: as_document(read_sample(feature, f"`features[{index}]`"))
-            for index, feature in enumerate(features)
-            if "doc_remaining" not in feature
-        }
-        lengths = {len(feature["input_ids"]) for index, feature in enumerate(features) if index not in documents}
+        check_features(features)
+        read: list[Any] = []  # packed rows, and documents
+        for index, feature in enumerate(features):
+            with located(f"`features[{index}]`"):
+                is_packed = feature.get("doc_remaining") is not None
+                read.append(_checked_row(feature) if is_packed else as_document(read_sample(feature)))
+        lengths = {len(row["input_ids"]) for row in read if isinstance(row, dict)}
         if len(lengths) > 1:
             raise ValueError(
                 f"`features` has packed sequences of {sorted(lengths)} tokens: pack them with one "
                 "`packed_sequence_size`."
             )
-        length = lengths.pop() if lengths else self._padded_length(list(documents.values()))
-        rows = [
-            self._padded(documents[index], length) if index in documents else _checked_row(feature)
-            for index, feature in enumerate(features)
-        ]
-        batch = {name: torch.tensor([row[name] for row in rows], dtype=torch.int64) for name in ROW_KEYS}
+        length = lengths.pop() if lengths else self._padded_length(read)
+        rows = [row if isinstance(row, dict) else self._padded(row, length) for row in read]
+        batch = {name: torch.tensor(np.array([row[name] for row in rows], dtype=np.int64)) for name in ROW_KEYS}
         count = max(len(row["seq_lens"]) for row in rows)
         seq_lens = [[*row["seq_lens"], *[0] * (count - len(row["seq_lens"]))] for row in rows]
         batch["seq_lens"] = torch.tensor(seq_lens, dtype=torch.int64)
@@ -186,15 +188,25 @@ class DataCollatorForEagle3:
         return eagle3_row([document] if len(document[0]) else [], length, self.pad_token_id)
 
 
-def _checked_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    length = len(row["input_ids"])
-    for name in ROW_KEYS:
-        if name not in row or len(row[name]) != length:
-            count = "none" if name not in row else str(len(row[name]))
-            raise ValueError(f"A packed sequence of {length} tokens has {count} `{name}`: pack it again.")
-    if sum(row["seq_lens"]) != length:
-        raise ValueError(f"A packed sequence of {length} tokens has `seq_lens` that sum to {sum(row['seq_lens'])}.")
-    return row
+def _checked_row(row: Mapping[str, Any]) -> dict[str, npt.NDArray[np.int64]]:
+    """The columns of a packed row as arrays, if they are what [`eagle3_row`] makes of its documents."""
+    columns = {name: integer_array(row.get(name), name, maximum=INT32_MAX) for name in PACKED_COLUMNS}
+    length, lengths, real = len(columns["input_ids"]), columns["seq_lens"], columns["seq_lens"].copy()
+    attended = np.arange(length) < columns["attention_mask"].sum()
+    real[-1:] -= length - attended.sum()  # padding counts to the last document, and is shorter
+    if lengths.sum() != length or lengths.min(initial=1) < 1 or real.min(initial=1) < (len(real) > 1):
+        raise ValueError(f"`seq_lens` is {lengths[:20]} for {attended.sum()} of {length} tokens; pack the row again.")
+    positions = np.arange(length) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    expected = {
+        "attention_mask": attended,
+        "position_ids": positions,
+        "doc_remaining": np.where(attended, np.repeat(real, lengths) - 1 - positions, 0),
+        "loss_mask": attended & (columns["loss_mask"] != 0) if len(columns["loss_mask"]) == length else attended,
+    }
+    for name, values in expected.items():
+        if not np.array_equal(columns[name], values):
+            raise ValueError(f"`{name}` is not that of a packed row with `seq_lens` {lengths[:20]}; pack it again.")
+    return columns
 
 
 def _hidden_states(

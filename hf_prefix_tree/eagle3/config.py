@@ -43,6 +43,8 @@ class Eagle3Config(TrainingArguments):
             Whether reasoning is supervised, in conversations.
         reasoning_end (`str`, *optional*, defaults to `"</think>"`):
             Text that ends the reasoning of a turn.
+        on_error (`str`, *optional*, defaults to `"raise"`):
+            Whether a dataset row that can't be read stops the preparation, or is skipped (`"skip"`) and counted.
         dataset_num_proc (`int`, *optional*):
             Processes that render and pack.
         attn_backend (`str`, *optional*, defaults to `"auto"`):
@@ -70,6 +72,7 @@ class Eagle3Config(TrainingArguments):
     packing_strategy: str = option_field("best_fit", "How documents are packed.", ["best_fit", "next_fit"])
     supervise_reasoning: bool = option_field(True, "Whether reasoning is supervised.")
     reasoning_end: str = option_field("</think>", "Text that ends the reasoning of a turn.")
+    on_error: str = option_field("raise", "What happens to a row that cannot be read.", ["raise", "skip"])
     dataset_num_proc: int | None = option_field(None, "Processes that render and pack.")
     attn_backend: str = option_field("auto", "Attention of target and draft.", ["auto", "flex", "sdpa"])
     target_model_init_kwargs: dict[str, Any] | str | None = option_field(
@@ -80,7 +83,7 @@ class Eagle3Config(TrainingArguments):
         super().__post_init__()
         check_config(
             self,
-            choices=("packing_strategy", "attn_backend"),
+            choices=("packing_strategy", "on_error", "attn_backend"),
             at_least={"ttt_steps": 1, "seq_length": 1, "packed_sequence_size": 0},
             above_zero={"step_decay": 1},
         )

@@ -3,32 +3,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from datasets import Dataset, Features, List, Value, load_dataset
 from datasets import IterableDataset as StreamedDataset
 from torch.utils.data import DataLoader, IterableDataset
 
-from hf_prefix_tree.data.counts import TRUNCATION, kept_of, log_losses, truncation_of, without_unsupervised
-from hf_prefix_tree.data.messages import REASONING_KEYS
-from hf_prefix_tree.data.rows import (
-    MESSAGE_KINDS,
-    RowOptions,
-    columns_of,
-    row_branches,
-    row_conversations,
-    row_kind,
-    rows_of_batch,
-)
+from hf_prefix_tree.data.baselines import read_samples
+from hf_prefix_tree.data.counts import TRUNCATION, kept_of, truncation_of, without_unsupervised
+from hf_prefix_tree.data.rows import columns_of, rows_of_batch
 from hf_prefix_tree.data.supervision import read_sample
 from hf_prefix_tree.data.trees import cached_map
 from hf_prefix_tree.eagle3.collator import (
@@ -42,96 +30,22 @@ from hf_prefix_tree.eagle3.collator import (
     eagle3_row,
 )
 from hf_prefix_tree.training.sampling import PaddedStream, rank_loader
+from hf_prefix_tree.tree.folding import check_integer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True)
-class SampleOptions:
+def documents_of(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> list[Document]:
     """
-    How rows become documents.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`, *optional*):
-            Renders and tokenizes; not needed for token columns.
-        supervise_reasoning (`bool`, *optional*, defaults to `True`):
-            With `False`, what a turn says up to `reasoning_end` is context.
-        reasoning_end (`str`, *optional*, defaults to `"</think>"`):
-            Text that ends the reasoning of a turn.
-        features (`Mapping[str, Any]`, *optional*):
-            Schema of the dataset, if the rows come from one: keys that Arrow filled in with `None` are left out.
-    """
-
-    tokenizer: PreTrainedTokenizerBase | None = None
-    supervise_reasoning: bool = True
-    reasoning_end: str = "</think>"
-    features: Mapping[str, Any] = field(default_factory=dict)
-
-
-def documents_of(rows: Iterable[tuple[int, Mapping[str, Any]]], options: SampleOptions) -> list[Document]:
-    """
-    The documents of rows, given with their indices, without empty ones: one for each row, several where a prompt has
-    several completions, or none where a text has no supervised token. Losses are logged.
+    The documents of token rows, given with their indices, without empty ones.
 
     Raises:
         `ValueError`: If a row can't be read; its index is named.
     """
-    documents: list[Document] = []
-    counts: Counter[str] = Counter()
-    for index, row in rows:
-        counts["rows"] += 1
-        try:
-            if row.get("input_ids") is not None:
-                documents.append(as_document(read_sample(row)))
-                continue
-            kind = row_kind(name for name, value in row.items() if value is not None)
-            if kind not in MESSAGE_KINDS:
-                raise ValueError(f"{kind} rows are for trees; pass conversations, or `input_ids` with a `loss_mask`.")
-            documents += _texts(row, kind, options, counts)
-        except ValueError as error:
-            raise ValueError(f"row {index}: {error}") from error
-    log_losses(counts["rows"], counts)
+    documents = [as_document(read_sample(row, f"row {index}")) for index, row in rows]
     return [(ids, mask) for ids, mask in documents if len(ids)]
-
-
-def _texts(row: Mapping[str, Any], kind: str, options: SampleOptions, counts: Counter[str]) -> list[Document]:
-    if options.tokenizer is None:
-        raise ValueError("it is text, and there is no `tokenizer`; pass the model's.")
-    documents = []
-    for branch in row_branches(row, RowOptions(kind, options.tokenizer, options.features, "keep"), counts):
-        mask = branch.weights > 0
-        if not mask.any():  # nothing to train on; counted
-            continue
-        if not options.supervise_reasoning:
-            end = options.tokenizer(options.reasoning_end, add_special_tokens=False)["input_ids"]
-            has_end = _unsupervise_reasoning(branch.input_ids, mask, end)
-            if not has_end and _has_reasoning(row, kind):
-                raise ValueError(
-                    f"`supervise_reasoning=False`, but {options.reasoning_end!r} stands in no turn of a conversation "
-                    "with reasoning: set `reasoning_end` to the text that ends the reasoning in this chat template."
-                )
-        documents.append((branch.input_ids.tolist(), mask.astype(int).tolist()))
-    return documents
-
-
-def _unsupervise_reasoning(ids: np.ndarray, mask: np.ndarray, end: Sequence[int]) -> bool:
-    """Clears the mask of each supervised run up to the last place in it where the tokens `end` stand."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]])))
-    has_end = False
-    for start, stop in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-        for at in range(stop - len(end), start - 1, -1):
-            if ids[at : at + len(end)].tolist() == list(end):
-                mask[start : at + len(end)] = False
-                has_end = True
-                break
-    return has_end
-
-
-def _has_reasoning(row: Mapping[str, Any], kind: str) -> bool:
-    messages = [message for conversation, _ in row_conversations(row, kind) for message in conversation]
-    return any(isinstance(m, Mapping) and any(m.get(key) for key in REASONING_KEYS) for m in messages)
 
 
 _MAX_BATCH = 10_000  # documents of a dataset that are packed together
@@ -146,6 +60,7 @@ def pack_eagle3_dataset(
     tokenizer: PreTrainedTokenizerBase | None = None,
     supervise_reasoning: bool = True,
     reasoning_end: str = "</think>",
+    on_error: str = "raise",
     num_proc: int | None = None,
 ) -> Any:
     """
@@ -159,8 +74,9 @@ def pack_eagle3_dataset(
     Args:
         samples (iterable of `Mapping`, `Mapping` of lists, `Dataset` or `IterableDataset`):
             Token columns (`input_ids` with `loss_mask`, `labels`, `completion_mask` or `assistant_masks`, and maybe
-            `attention_mask`), or with a `tokenizer` conversations (`messages`, or `prompt` and `completion`). A
-            mapping of lists is a batch of rows, as `datasets.map` hands over.
+            `attention_mask`), or with a `tokenizer` conversations or texts in any format that [`prepare_trees`] reads:
+            each assistant turn is a document, with the context that it was sampled from. A mapping of lists is a
+            batch of rows, as `datasets.map` hands over.
         packed_sequence_size (`int`):
             Positions of a row.
         pad_token_id (`int`):
@@ -174,6 +90,8 @@ def pack_eagle3_dataset(
             Whether reasoning is supervised, in conversations.
         reasoning_end (`str`, *optional*, defaults to `"</think>"`):
             Text that ends the reasoning of a turn.
+        on_error (`str`, *optional*, defaults to `"raise"`):
+            Whether a row that can't be read is an error or is skipped (`"skip"`).
         num_proc (`int`, *optional*):
             Processes, for a `Dataset`.
 
@@ -194,18 +112,17 @@ def pack_eagle3_dataset(
 
     ```
     """
-    if not isinstance(packed_sequence_size, int) or packed_sequence_size < 1:
-        raise ValueError(f"`packed_sequence_size` must be a positive integer, got {packed_sequence_size!r}.")
-    if strategy not in STRATEGIES:
+    check_integer(packed_sequence_size, "packed_sequence_size", 1)
+    check_integer(pad_token_id, "pad_token_id")
+    if not isinstance(strategy, str) or strategy not in STRATEGIES:
         raise ValueError(f"`strategy` must be one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}.")
-    settings: dict[str, Any] = {
-        "length": packed_sequence_size,
-        "pad_token_id": pad_token_id,
-        "strategy": strategy,
-        "options": SampleOptions(tokenizer, supervise_reasoning, reasoning_end),
-    }
-    if isinstance(samples, Mapping):
-        return _pack_batch(samples, itertools.count(), **settings)  # one batch of many: it may be empty
+    settings: dict[str, Any] = {"length": packed_sequence_size, "pad_token_id": pad_token_id, "strategy": strategy}
+    options: Any = {"supervise_reasoning": supervise_reasoning, "reasoning_end": reasoning_end, "on_error": on_error}
+    if isinstance(samples, Mapping):  # one batch of many: it may be empty
+        rows = _packed(enumerate(read_samples(list(rows_of_batch(samples)), tokenizer, **options)), **settings)
+        return {name: [row[name] for row in rows] for name in PACKED_COLUMNS}
+    samples = samples if isinstance(samples, (Dataset, StreamedDataset, Sequence)) else list(samples)
+    samples = read_samples(samples, tokenizer, num_proc=num_proc, **options)
     if isinstance(samples, StreamedDataset):
         return _mapped(samples, _pack_batch, PACKED_COLUMNS, settings)
     if isinstance(samples, Dataset):
@@ -221,32 +138,27 @@ def pack_eagle3_dataset(
 
 
 def _packed(
-    samples: Iterable[tuple[int, Mapping[str, Any]]],
-    length: int,
-    pad_token_id: int,
-    strategy: str,
-    options: SampleOptions,
+    samples: Iterable[tuple[int, Mapping[str, Any]]], length: int, pad_token_id: int, strategy: str
 ) -> list[dict[str, list[int]]]:
-    documents = [(ids[:length], mask[:length]) for ids, mask in documents_of(samples, options)]
+    documents = [(ids[:length], mask[:length]) for ids, mask in documents_of(samples)]
     return [eagle3_row(row, length, pad_token_id) for row in STRATEGIES[strategy](documents, length)]
 
 
 def _pack_batch(batch: Mapping[str, Any], indices: Iterable[int], **settings: Any) -> dict[str, list[list[int]]]:
-    rows = _packed(zip(indices, rows_of_batch(batch), strict=False), **settings)
+    rows = _packed(zip(indices, rows_of_batch(batch), strict=True), **settings)
     return {name: [row[name] for row in rows] for name in PACKED_COLUMNS}
 
 
 def _mapped(dataset: Any, function: Any, columns: Sequence[str], settings: dict[str, Any], **kwargs: Any) -> Any:
     """A dataset or a stream after a function that makes documents of its rows."""
-    options = dataclasses.replace(settings["options"], features=dict(dataset.features or {}))
-    return (cached_map if isinstance(dataset, Dataset) else type(dataset).map)(
+    return cached_map(
         dataset,
         function,
         batched=True,
         with_indices=True,
         remove_columns=columns_of(dataset),
         features=Features({name: Value("int64") if name == TRUNCATION else List(Value("int64")) for name in columns}),
-        fn_kwargs={**settings, "options": options},
+        fn_kwargs=settings,
         **kwargs,
     )
 
@@ -265,7 +177,9 @@ def build_eagle3_dataloader(
     supervise_reasoning: bool = True,
     reasoning_end: str = "</think>",
     pad_token_id: int | None = None,
+    on_error: str = "raise",
     num_proc: int | None = None,
+    split: str = "train",
     dp_mesh: DeviceMesh | None = None,
 ) -> DataLoader:
     """
@@ -278,7 +192,8 @@ def build_eagle3_dataloader(
 
     Args:
         dataset (`Dataset`, `IterableDataset`, list of `dict`, or `str`):
-            Rows as [`pack_eagle3_dataset`] takes them, already packed rows, or the path of a JSON Lines file of rows.
+            Rows as [`pack_eagle3_dataset`] takes them, already packed rows, the path of a JSON Lines file of rows, or
+            the name of a dataset on the Hub.
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
             Renders conversations, and names the padding token.
         batch_size (`int`, *optional*, defaults to `1`):
@@ -302,8 +217,12 @@ def build_eagle3_dataloader(
             Text that ends the reasoning of a turn.
         pad_token_id (`int`, *optional*):
             Defaults to the tokenizer's padding token, or its end token.
+        on_error (`str`, *optional*, defaults to `"raise"`):
+            Whether a row that can't be read is an error, or skipped (`"skip"`) and counted.
         num_proc (`int`, *optional*):
             Processes that render and pack.
+        split (`str`, *optional*, defaults to `"train"`):
+            Split of a dataset on the Hub.
         dp_mesh (`DeviceMesh`, *optional*):
             One-dimensional mesh of the data-parallel ranks: ranks with the same place in it (those of a context-
             parallel group) get the same rows. Without one, the whole world is data-parallel.
@@ -314,17 +233,23 @@ def build_eagle3_dataloader(
     Raises:
         `ValueError`: If an argument is out of range, a row is malformed, or none is left.
     """
-    if batch_size < 1 or seq_length < 1 or packed_sequence_size < 0:
-        raise ValueError(
-            f"`batch_size={batch_size}` and `seq_length={seq_length}` must be at least 1, and "
-            f"`packed_sequence_size={packed_sequence_size}` at least 0 (0 pads)."
-        )
+    check_integer(batch_size, "batch_size", 1)
+    check_integer(seq_length, "seq_length", 1)
+    for name, value in (("packed_sequence_size", packed_sequence_size), ("seed", seed), ("num_workers", num_workers)):
+        check_integer(value, name)
     if isinstance(dataset, (str, os.PathLike)):
-        dataset = load_dataset("json", data_files=os.fspath(dataset), split="train")
+        is_file = os.path.isfile(dataset)
+        dataset = (
+            load_dataset("json", data_files=os.fspath(dataset), split="train")
+            if is_file
+            else load_dataset(os.fspath(dataset), split=split)
+        )
     pad = padding_token(tokenizer, pad_token_id)
+    options: dict[str, Any] = {"tokenizer": tokenizer, "on_error": on_error}
+    options |= {"supervise_reasoning": supervise_reasoning, "reasoning_end": reasoning_end}
     rows = prepare_eagle3_rows(
         dataset,
-        SampleOptions(tokenizer, supervise_reasoning, reasoning_end),
+        options,
         seq_length=seq_length,
         packed_sequence_size=packed_sequence_size,
         strategy=strategy,
@@ -352,13 +277,14 @@ def build_eagle3_dataloader(
 
 def prepare_eagle3_rows(
     dataset: Any,
-    options: SampleOptions,
+    options: Mapping[str, Any],
     *,
     seq_length: int,
     packed_sequence_size: int,
     strategy: str,
     pad_token_id: int,
     num_proc: int | None = None,
+    counts: MutableMapping[str, Any] | None = None,
 ) -> Any:
     """
     Rows for [`DataCollatorForEagle3`]: packed ones, or documents of at most `seq_length` tokens. Truncation is logged,
@@ -367,8 +293,9 @@ def prepare_eagle3_rows(
 
     Args:
         dataset: See [`build_eagle3_dataloader`].
-        options ([`SampleOptions`]): How rows become documents.
+        options (`Mapping[str, Any]`): `tokenizer`, and maybe others of `read_samples`: how text becomes documents.
         seq_length, packed_sequence_size, strategy, pad_token_id, num_proc: See [`build_eagle3_dataloader`].
+        counts (`MutableMapping[str, Any]`, *optional*): As for [`prepare_trees`], of rows of text.
 
     Returns:
         A dataset where `dataset` is one, otherwise a list.
@@ -377,13 +304,14 @@ def prepare_eagle3_rows(
     if set(columns).issuperset(PACKED_COLUMNS) or HIDDEN_STATES in columns:
         return dataset
     cap = ("packed_sequence_size", packed_sequence_size) if packed_sequence_size else ("seq_length", seq_length)
+    dataset = read_samples(dataset, **options, num_proc=num_proc, counts=counts)
     if isinstance(dataset, Dataset | StreamedDataset):
-        processes = {"num_proc": num_proc, "desc": "Rendering documents"} if isinstance(dataset, Dataset) else {}
-        settings = {"options": options, "length": cap[1]}
-        documents = _mapped(dataset, _columns_of_documents, (*DOCUMENT_KEYS, TRUNCATION), settings, **processes)
+        processes = {"num_proc": num_proc, "desc": "Truncating documents"} if isinstance(dataset, Dataset) else {}
+        columns_of_documents = (*DOCUMENT_KEYS, TRUNCATION)
+        documents = _mapped(dataset, _columns_of_documents, columns_of_documents, {"length": cap[1]}, **processes)
         rows = without_unsupervised(documents, cap)
     else:
-        truncated = _truncated_documents(enumerate(dataset), options, cap[1])
+        truncated = _truncated_documents(enumerate(dataset), cap[1])
         kept = kept_of([document[TRUNCATION] for document in truncated], cap)
         rows = [{name: truncated[index][name] for name in DOCUMENT_KEYS} for index in kept]
     if not isinstance(rows, StreamedDataset) and not len(rows):
@@ -420,19 +348,15 @@ class RankRows(IterableDataset):
         self.stream.set_epoch(epoch)
 
 
-def _truncated_documents(
-    rows: Iterable[tuple[int, Mapping[str, Any]]], options: SampleOptions, length: int
-) -> list[dict[str, Any]]:
+def _truncated_documents(rows: Iterable[tuple[int, Mapping[str, Any]]], length: int) -> list[dict[str, Any]]:
     return [  # `first=1`: no step of the draft predicts a document's first token
         {"input_ids": ids[:length], "loss_mask": mask[:length], TRUNCATION: truncation_of(mask, length, first=1)}
-        for ids, mask in documents_of(rows, options)
+        for ids, mask in documents_of(rows)
     ]
 
 
-def _columns_of_documents(
-    batch: Mapping[str, Any], indices: list[int], options: SampleOptions, length: int
-) -> dict[str, list[Any]]:
-    rows = _truncated_documents(zip(indices, rows_of_batch(batch), strict=True), options, length)
+def _columns_of_documents(batch: Mapping[str, Any], indices: list[int], length: int) -> dict[str, list[Any]]:
+    rows = _truncated_documents(zip(indices, rows_of_batch(batch), strict=True), length)
     return {name: [row[name] for row in rows] for name in (*DOCUMENT_KEYS, TRUNCATION)}
 
 

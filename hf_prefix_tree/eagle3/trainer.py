@@ -18,7 +18,7 @@ from transformers.trainer_utils import PredictionOutput
 from hf_prefix_tree.data.rows import columns_of
 from hf_prefix_tree.eagle3.collator import HIDDEN_STATES, PACKED_COLUMNS, DataCollatorForEagle3
 from hf_prefix_tree.eagle3.config import Eagle3Config, Eagle3DraftConfig
-from hf_prefix_tree.eagle3.data import SampleOptions, padding_token, prepare_eagle3_rows
+from hf_prefix_tree.eagle3.data import padding_token, prepare_eagle3_rows
 from hf_prefix_tree.eagle3.loss import StepSums, supervised_positions, weighted_steps
 from hf_prefix_tree.eagle3.model import Eagle3DraftModel
 from hf_prefix_tree.eagle3.target import STATES, TARGET_FILE, Eagle3Target
@@ -178,7 +178,12 @@ class Eagle3Trainer(StepMixin, Trainer):
                 BLOCK_SIZE,
             )
         self._preparation: dict[str, Any] = {
-            "options": SampleOptions(processing_class, args.supervise_reasoning, args.reasoning_end),
+            "options": {
+                "tokenizer": processing_class,
+                "supervise_reasoning": args.supervise_reasoning,
+                "reasoning_end": args.reasoning_end,
+                "on_error": args.on_error,
+            },
             "seq_length": args.seq_length,
             "packed_sequence_size": args.packed_sequence_size,
             "strategy": args.packing_strategy,

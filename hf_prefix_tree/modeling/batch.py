@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
+from hf_prefix_tree.tree.folding import check_integer
 
 if TYPE_CHECKING:
     from hf_prefix_tree.tree.prefix_tree import PrefixTree
@@ -120,7 +121,7 @@ def concatenate_trees(
 
     ```
     """
-    check_multiple(pad_to_multiple_of)
+    check_integer(pad_to_multiple_of, "pad_to_multiple_of", least=1)
     tokens = sum(len(tree) for tree in trees)
     length = max(1, -(-tokens // pad_to_multiple_of)) * pad_to_multiple_of
     input_ids = np.full(length, pad_token_id, dtype=np.int64)
@@ -153,14 +154,6 @@ def concatenate_trees(
         "tree_stats": torch.from_numpy(counts)[None],
         UNPREPARED_SENTINEL: torch.zeros((1, length), dtype=torch.int64),
     }
-
-
-def check_multiple(pad_to_multiple_of: Any) -> None:
-    """Raises `ValueError` where a length can't be rounded up to a multiple of this."""
-    if not isinstance(pad_to_multiple_of, (int, np.integer)) or pad_to_multiple_of < 1:
-        raise ValueError(
-            f"`pad_to_multiple_of` must be at least 1, got {pad_to_multiple_of!r}: pass an int, 1 for no padding."
-        )
 
 
 def check_batch(batch: Mapping[str, Any]) -> None:

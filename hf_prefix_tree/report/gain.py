@@ -82,7 +82,7 @@ def load_rows(path: Path) -> Dataset:
         raise ValueError(f"{path} has no rows; pass a file with at least one.")
     try:
         return load_dataset(_FORMATS.get(path.suffix, "json"), data_files=str(path), split="train")
-    except (DatasetsError, ValueError) as error:
+    except (DatasetsError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}{_broken_line(path) or f' could not be read: {error.__cause__ or error}'}") from error
 
 
@@ -96,7 +96,8 @@ def _broken_line(path: Path) -> str:
             empty = False
             try:
                 row = json.loads(line)
-            except ValueError as error:
+                json.dumps(row, ensure_ascii=False).encode()  # fails on half of a surrogate pair
+            except (ValueError, RecursionError) as error:
                 return f", line {number}: broken JSON: {error}."
             if not isinstance(row, dict):
                 return f", line {number}: a {type(row).__name__} instead of an object."
@@ -120,7 +121,7 @@ def read_tools(path: Path, option: str) -> list[Any] | dict[str, list[Any]]:
         raise ValueError(f"`{option}` is {path}, which is no file; pass a JSON file.")
     try:
         tools = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"`{option}` is {path}, which is broken JSON: {error}.") from error
     if not isinstance(tools, list | dict):
         raise ValueError(

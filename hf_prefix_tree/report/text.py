@@ -45,17 +45,22 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
 
 
+def printable(text: str) -> str:
+    """The text with control characters escaped: a terminal would obey those of a group's name."""
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+
+
 def counts_table(
     title: str, name: str, rows: Sequence[tuple[str, Mapping[str, Any]]], total: Mapping[str, Any] | None = None
 ) -> Table:
     """A table with a line for each mapping of counts, under its name, and one for the total."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=printable(title), title_justify="left")
     columns = [key for key in _COLUMNS if key in rows[0][1]]
     table.add_column(name, overflow="fold")
     for key in columns:
         table.add_column(_COLUMNS[key], justify="right")
     for label, counts in rows:
-        table.add_row(label, *(_cell(counts[key]) for key in columns))
+        table.add_row(printable(label), *(_cell(counts[key]) for key in columns))
     if total is not None:
         table.add_section()
         table.add_row("total", *(_cell(total[key]) for key in columns))

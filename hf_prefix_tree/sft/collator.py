@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from hf_prefix_tree.data.nodes import as_branch, rollout_branches
-from hf_prefix_tree.modeling.batch import BLOCK_SIZE, check_multiple, concatenate_trees
+from hf_prefix_tree.data.supervision import located
+from hf_prefix_tree.modeling.batch import BLOCK_SIZE, concatenate_trees
 from hf_prefix_tree.training.sampling import PADDING_FEATURE
-from hf_prefix_tree.tree.folding import as_list, check_weighting, integer_array
+from hf_prefix_tree.tree.folding import as_list, check_integer, check_weighting
 from hf_prefix_tree.tree.prefix_tree import PrefixTree, fold
 
 
@@ -90,9 +91,13 @@ class DataCollatorForPrefixTree:
     pad_to_multiple_of: int = BLOCK_SIZE
 
     def __post_init__(self) -> None:
-        integer_array([self.pad_token_id], "pad_token_id")
+        if self.pad_token_id is None:
+            raise ValueError(
+                "`pad_token_id` is None; pass `tokenizer.pad_token_id`, or `tokenizer.eos_token_id` without one."
+            )
+        check_integer(self.pad_token_id, "pad_token_id")
         check_weighting(self.weighting)
-        check_multiple(self.pad_to_multiple_of)
+        check_integer(self.pad_to_multiple_of, "pad_to_multiple_of", least=1)
 
     def __call__(self, features: Sequence[PrefixTree | Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         return concatenate_trees(self.trees(features), self.pad_token_id, self.pad_to_multiple_of)
@@ -104,8 +109,12 @@ class DataCollatorForPrefixTree:
         Args:
             features (`Sequence`): The features that the collator is called with.
         """
-        features = as_list(features, "features")
-        return [tree for feature in features if not _is_padding(feature) for tree in _trees(feature, self.weighting)]
+        trees: list[PrefixTree] = []
+        for index, feature in enumerate(as_list(features, "features")):
+            if not _is_padding(feature):
+                with located(f"`features[{index}]`"):
+                    trees += _trees(feature, self.weighting)
+        return trees
 
 
 def _is_padding(feature: object) -> bool:
@@ -120,7 +129,7 @@ def _trees(feature: object, weighting: str) -> list[PrefixTree]:
         feature = {name: value for name, value in feature.items() if value is not None}
         forms = [" and ".join(f"`{name}`" for name in form) for form in _FORMS if feature.keys() >= {*form}]
         if len(forms) > 1:
-            raise ValueError(f"A feature has {' as well as '.join(forms)}: keep one of them.")
+            raise ValueError(f"it has {' as well as '.join(forms)}: keep one of them.")
         if "trees" in feature:
             trees = as_list(feature["trees"], "trees")
             return [tree if isinstance(tree, PrefixTree) else PrefixTree.from_dict(tree) for tree in trees]
@@ -133,17 +142,21 @@ def _as_tree(feature: object, weighting: str) -> PrefixTree:
     if isinstance(feature, Mapping):
         if "node_parents" in feature:
             return PrefixTree.from_dict(feature)
+        if "node_lengths" in feature and "sample_paths" in feature:
+            raise ValueError(
+                "it holds `node_lengths` and `sample_paths`: convert it with `PrefixTree.from_node_paths` "
+                "first, or collate it with `prefix_tree_collate_fn`."
+            )
         if "branches" in feature:
             branches = as_list(feature["branches"], "branches")
             return fold([as_branch(branch, index) for index, branch in enumerate(branches)], weighting)
         if "prompt_ids" in feature and "completions" in feature:
             return fold(rollout_branches(feature["prompt_ids"], feature["completions"]), weighting)
-        given = f"the keys {sorted(feature)}"
+        given = f"the keys {list(feature)}"
     else:
         given = type(feature).__name__
     raise ValueError(
-        f"`features` must be trees, `branches`, or `prompt_ids` with `completions`, got {given}. Turn conversations "
-        "into trees with `hf_prefix_tree.prepare_trees`, `node_lengths` and `sample_paths` with "
-        "`PrefixTree.from_node_paths`, or let `TreeSFTTrainer` do it. If these were trees, Trainer "
+        f"it must be a tree, or have `branches`, or `prompt_ids` with `completions`, got {given}. Turn conversations "
+        "into trees with `hf_prefix_tree.prepare_trees`, or let `TreeSFTTrainer` do it. If these were trees, Trainer "
         "dropped their columns: set `remove_unused_columns=False`."
     )

@@ -63,8 +63,8 @@ class TreeSFTConfig(SFTConfig):
             Whether several trees share a packed sequence under `max_packed_tokens`. With `False` a dataset row is one
             tree, or one part of a split tree, and `per_device_train_batch_size` counts those.
         selection_metric (`str`, *optional*):
-            Ranks the trees that `max_examples` chooses from: `"branching_score"`, `"token_ratio"`,
-            `"pair_ratio"` or `"num_turns"`. See [`prepare_trees`].
+            Ranks the trees that `max_examples` chooses from: `"branching_score"`, `"forked_context"`,
+            `"token_ratio"`, `"pair_ratio"` or `"num_turns"`. See [`prepare_trees`].
         selection_num_proc (`int`, *optional*):
             Number of processes that compute `selection_metric`.
         max_examples (`int`, *optional*):

@@ -21,6 +21,7 @@ from trl import SFTTrainer
 
 from hf_prefix_tree.data.packed import check_weightings
 from hf_prefix_tree.data.prepare import prepare_trees
+from hf_prefix_tree.data.rows import columns_of
 from hf_prefix_tree.data.trees import write_files
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
 from hf_prefix_tree.sft.branchwise import BranchCollator, branch_batches
@@ -141,6 +142,11 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
             self.data_collator = DataCollatorForPrefixTree(pad_token_id, args.weighting, multiple)
 
     def prepared_rows(self, dataset: Any, args: TreeSFTConfig) -> Any:
+        if {"chosen", "rejected"} <= {*columns_of(dataset), *(args.column_names or ())}:
+            raise ValueError(
+                "the dataset has `chosen` and `rejected`, and SFT would imitate both; train with `TreeDPOTrainer`, or "
+                "rename `chosen` to `completion` and remove `rejected`."
+            )
         options = {name: getattr(args, name) for name in ("weighting", *PREPARATION) if name != "shuffle_dataset"}
         if dataset is self._to_select_from:
             self._to_select_from = None

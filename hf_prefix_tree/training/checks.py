@@ -20,6 +20,7 @@ from packaging.version import Version
 from transformers import PreTrainedModel
 
 from hf_prefix_tree.training.options import refuse_options
+from hf_prefix_tree.tree.folding import check_integer
 from hf_prefix_tree.version import TESTED
 
 
@@ -179,15 +180,15 @@ def check_config(
     refuse_options(config)
     for name in choices:
         allowed = config.__dataclass_fields__[name].metadata["choices"]
-        if getattr(config, name) not in allowed:
+        if not isinstance(getattr(config, name), str) or getattr(config, name) not in allowed:
             raise ValueError(f"`{name}` must be one of {allowed}, got {getattr(config, name)!r}.")
     for name, lowest in (at_least or {}).items():
-        if getattr(config, name) < lowest:
-            raise ValueError(f"`{name}` must be at least {lowest}, got {getattr(config, name)}.")
+        check_integer(getattr(config, name), name, lowest)
     for name, highest in (above_zero or {}).items():
-        if not 0 < getattr(config, name) <= highest:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= highest:
             limit = "" if math.isinf(highest) else f" and at most {highest}"
-            raise ValueError(f"`{name}` must be above 0{limit}, got {getattr(config, name)}.")
+            raise ValueError(f"`{name}` must be above 0{limit}, got {value!r}.")
     for name in dicts:
         if not isinstance(getattr(config, name), dict | None):
             raise ValueError(f"`{name}` must be a `dict` or a JSON object, got {getattr(config, name)!r}.")

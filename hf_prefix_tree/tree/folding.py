@@ -12,7 +12,8 @@ Python steps over branches and nodes, never over tokens.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,11 +65,18 @@ def weight_array(value: Any, name: str) -> npt.NDArray[np.float64]:
 
 
 def as_list(value: Any, name: str) -> list[Any]:
-    """`value` as a list; a `ValueError` that names `name` if it can't be iterated."""
+    """`value` as a list; a `ValueError` that names `name` if it is none."""
     try:
+        if isinstance(value, (str, bytes, Mapping)):
+            raise TypeError("its entries are no items")
         return list(value)
     except TypeError as error:
         raise ValueError(f"`{name}` is {_short(value)}; pass a list.") from error
+
+
+def parent_array(parents: Any) -> npt.NDArray[np.int64]:
+    """The parent of each node as int64 `[M]`, -1 for a root, which may be given as `None`."""
+    return integer_array([-1 if p is None else p for p in as_list(parents, "parents")], "parents", minimum=-1)
 
 
 def check_weighting(weighting: Any) -> str:
@@ -76,6 +84,13 @@ def check_weighting(weighting: Any) -> str:
     if not isinstance(weighting, str) or weighting not in WEIGHTINGS:
         raise ValueError(f"`weighting` is {_short(weighting)}; pass one of {', '.join(map(repr, WEIGHTINGS))}.")
     return weighting
+
+
+def check_integer(value: Any, name: str, least: int = 0) -> int:
+    """`value`, if it is an integer of at least `least`; a `ValueError` that names `name` otherwise."""
+    if type(value) is bool or not isinstance(value, (int, np.integer)) or not least <= value <= INT64_MAX:
+        raise ValueError(f"`{name}` is {_short(value)}; pass an integer of at least {least}.")
+    return int(value)
 
 
 def _flat_array(value: Any, name: str, kind: str) -> npt.NDArray[Any]:
@@ -90,9 +105,9 @@ def _flat_array(value: Any, name: str, kind: str) -> npt.NDArray[Any]:
     return array
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+_SHORT = reprlib.Repr()  # a few entries of a few levels
+_SHORT.maxstring = _SHORT.maxother = 80
+_short = _SHORT.repr
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -157,7 +172,7 @@ class Branch:
 
 def branches_of_nodes(parents: Any, input_ids: Any, weights: Any) -> list[Branch]:
     """The branches of explicit nodes. See `PrefixTree.from_nodes`."""
-    parents = integer_array([-1 if p is None else p for p in as_list(parents, "parents")], "parents", minimum=-1)
+    parents = parent_array(parents)
     ids = [integer_array(x, f"input_ids[{node}]") for node, x in enumerate(as_list(input_ids, "input_ids"))]
     node_weights = [np.ones(len(x)) for x in ids]
     if weights is not None:
@@ -259,7 +274,7 @@ def fold_branches(branches: Sequence[Branch], weighting: str) -> dict[str, Any]:
         "input_ids": tree_ids[tokens],
         "node_lengths": node_lengths[nodes],
         "node_parents": new_index[parents[nodes]],
-        "weights": _weighted(total, count, len(branches), weighting)[tokens],
+        "weights": weighted(total, count, len(branches), weighting)[tokens],
         "branch_count": count[tokens],
         "num_branches": len(branches),
         "weighting": weighting,
@@ -290,7 +305,7 @@ def common_prefixes(ids: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
     return np.array(shared)
 
 
-def _weighted(
+def weighted(
     total: npt.NDArray[np.float64], count: npt.NDArray[np.int64], num_branches: int, weighting: str
 ) -> npt.NDArray[np.float64]:
     """Turn the summed weights of the branches into the weights of the tree's tokens."""

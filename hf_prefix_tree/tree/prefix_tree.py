@@ -243,7 +243,8 @@ class PrefixTree:
         The tree of a dictionary from `to_dict`, also after a round trip through Arrow. Unknown keys are ignored.
 
         Raises:
-            `ValueError`: If a column is missing or the columns don't describe a tree. The message names the column.
+            `ValueError`: If a column is missing, the columns don't describe a tree, or its weights are not those of
+                its branches. The message names the column.
         """
         if not isinstance(mapping, Mapping):
             raise ValueError(
@@ -253,7 +254,23 @@ class PrefixTree:
         for name in names:
             if name not in mapping:
                 raise ValueError(f"`mapping` lacks the column `{name}`; pass all that `to_dict` returned.")
-        return cls(*(mapping[name] for name in names))
+        tree = cls(*(mapping[name] for name in names))
+        if tree.num_branches == len(tree.branch_nodes):  # a part of a split tree has the weights of the whole tree
+            for name, expected in tree._refolded().items():
+                if not np.allclose(getattr(tree, name), expected, rtol=1e-9, atol=1e-300):
+                    raise ValueError(f"`{name}` contradicts `run_values`; fold the tree's branches again.")
+        return tree
+
+    def _refolded(self) -> dict[str, npt.NDArray[Any]]:
+        """The weights and counts that the branches' weights give."""
+        positions, weights = np.concatenate(self.paths()), np.repeat(self.run_values, self.run_lengths)
+        count = np.bincount(positions[weights > 0], minlength=len(self))
+        if self.weighting == "branch_mean":
+            supervised = np.add.reduceat(weights > 0, layout.node_starts(self.branch_lengths), dtype=np.int64)
+            weights = weights / np.repeat(np.maximum(supervised, 1), self.branch_lengths)
+        total: Any = np.bincount(positions, weights, len(self))
+        weights = folding.weighted(total, count, self.num_branches, self.weighting)
+        return {"weights": weights, "branch_count": count}
 
     @classmethod
     def from_nodes(

@@ -241,7 +241,7 @@ def test_activation_memory_is_what_a_model_keeps():
             (),
             "no tree is left of 1 rows: 0 branches (1 branches without a supervised token",
         ),
-        ('{"text": "a"}\n', (), "`dataset` has the columns text, which are no known kind of rows"),
+        ('{"speech": "a"}\n', (), "`dataset` has the columns speech, which are no known kind of rows"),
         ('{"input_ids": [1, 2]}\n', ("--group-by", "task"), "`group_by` is 'task', which is no column"),
         (
             '{"input_ids": [1, 2], "task": 1}\n{"input_ids": [1, 2]}\n',

@@ -44,13 +44,13 @@ def selected(rows: list[dict], tokenizer=None, **options) -> list[int]:
 
 
 @pytest.mark.parametrize("mode", ["per_turn", "side_leaf"])
-def test_branching_scores_of_literal_conversations(tiny_tokenizer, mode):
+def test_forked_contexts_of_literal_conversations(tiny_tokenizer, mode):
     from hf_prefix_tree.data.rows import RowOptions
     from hf_prefix_tree.data.selection import _score_row
 
     def score(row: dict, kind: str = "conversation", reasoning: str = mode) -> dict:
-        options = RowOptions(kind, None, {}, reasoning, None, "group", {}, True, None, "truncate", "")
-        return _score_row(row, 0, "branching_score", options, "raise")
+        options = RowOptions(kind, reasoning=reasoning)
+        return _score_row(row, 0, "forked_context", options, "raise")
 
     for own_mode, expected in SCORES.items():
         assert [score({"messages": m}, reasoning=own_mode)["score"] for m in (LONG, REASONS, PLAIN)] == list(expected)
@@ -65,9 +65,42 @@ def test_branching_scores_of_literal_conversations(tiny_tokenizer, mode):
     }
 
 
+def raw(turns: int, thoughts: int, *, num_turns: int | None = None, usage: tuple[int, int] | None = None) -> dict:
+    """A raw trajectory: `prompt` and `completion`, and what the environment counted."""
+    says_all = [m for i in range(turns) for m in (says(f"a{i}", "hm" if i < thoughts else ""), user(f"u{i}"))]
+    tokens = dict(zip(("final_input_tokens", "final_output_tokens"), usage or (None, None), strict=True))
+    columns = {"num_turns": num_turns, "token_usage": tokens}
+    return {"prompt": [user("q")], "completion": says_all[:-1], **columns}
+
+
+def test_the_published_branching_score(tiny_tokenizer, caplog):
+    rows = [
+        raw(1, 1, num_turns=3),  # (1 + 1) * max(3, 1) = 6
+        raw(4, 0),  # (0 + 1) * 4 = 4
+        raw(3, 2, num_turns=1),  # (2 + 1) * max(1, 3) = 9
+        raw(6, 6, usage=(900, 101)),  # 42, but too long
+        raw(2, 0, usage=(900, 100)),  # 2
+    ]
+    counts: dict = {}
+    options = {"selection_metric": "branching_score", "max_examples": 9, "counts": counts}
+    prepare_trees(Dataset.from_list(rows), tiny_tokenizer, max_length=1000, **options)
+    assert counts["sources"].tolist() == [2, 0, 1, 4]
+    assert (counts["candidates"], counts["too_long"], counts["selected"]) == (4, 1, 4)
+    assert "(4 candidates, 1 more are too long by `token_usage`)" in caplog.text
+    prepare_trees(Dataset.from_list(rows), tiny_tokenizer, **options)  # no limit
+    assert counts["sources"].tolist() == [3, 2, 0, 1, 4] and counts["too_long"] == 0
+    with pytest.raises(ValueError, match=r"`token_usage`.*1 rows.*`max_length`"):
+        prepare_trees(Dataset.from_list(rows[3:4]), tiny_tokenizer, max_length=1000, **options)
+    # Its trees are rejected, not cut: a branch above `max_length`, or a tree above `max_packed_tokens`.
+    limits = {"max_length": 60, "overlong": "raise", "on_error": "skip", "max_packed_tokens": 70, "overflow": "drop"}
+    prepare_trees(Dataset.from_list(rows), tiny_tokenizer, reasoning="side_leaf", **limits, **options)
+    assert (counts["skipped"], counts["oversized"]) != (0, 0) and counts["truncated"] == counts["overlong"] == 0
+    assert 0 < counts["selected"] < 4 and counts["longest_path"] <= 60
+
+
 def test_the_highest_score_comes_first_ties_by_index(tiny_tokenizer):
     rows = [{"messages": m} for m in (PLAIN, LONG, REASONS)]
-    options = {"selection_metric": "branching_score", "selection_num_proc": 2}
+    options = {"selection_metric": "forked_context", "selection_num_proc": 2}
     assert selected(rows, tiny_tokenizer, max_examples=3, **options) == [2, 1, 0]
     assert selected(rows, tiny_tokenizer, max_examples=2, **options) == [2, 1]
     twice = [{"messages": [*m[:-1], says(f"{i}{i}{i}")]} for i, m in enumerate((PLAIN, LONG, PLAIN, LONG))]
@@ -77,9 +110,9 @@ def test_the_highest_score_comes_first_ties_by_index(tiny_tokenizer):
 
 def test_nothing_that_forks_is_said(tiny_tokenizer, caplog):
     rows = [{"messages": m} for m in (PLAIN, LONG)]
-    options = {"selection_metric": "branching_score", "reasoning": "keep", "max_examples": 1}
+    options = {"selection_metric": "forked_context", "reasoning": "keep", "max_examples": 1}
     assert selected(rows, tiny_tokenizer, **options) == [0]
-    assert "`selection_metric='branching_score'` is 0 for all of 2 rows or groups" in caplog.text
+    assert "`selection_metric='forked_context'` is 0 for all of 2 rows or groups" in caplog.text
 
 
 def test_groups_are_scored_and_taken_whole(tiny_tokenizer):

@@ -15,7 +15,7 @@ from hf_prefix_tree.data.rows import RowOptions
 from hf_prefix_tree.data.supervision import read_sample
 from hf_prefix_tree.data.trees import tree_of_rows
 from hf_prefix_tree.diffusion.data import prepare_diffusion_rows
-from hf_prefix_tree.eagle3.data import SampleOptions, prepare_eagle3_rows
+from hf_prefix_tree.eagle3.data import prepare_eagle3_rows
 
 Result = tuple[list[int], list[int]]  # token ids; 1 where supervised
 
@@ -165,7 +165,7 @@ def prepared(method: str, rows: list[dict[str, Any]], streams: bool) -> list[Res
             (b["input_ids"][0].tolist(), b["loss_mask"][0].int().tolist()) for b in ([collator([r]) for r in found])
         ]
     options = {"seq_length": 8, "packed_sequence_size": 0, "strategy": "next_fit", "pad_token_id": 0}
-    found = prepare_eagle3_rows(dataset, SampleOptions(), **options)
+    found = prepare_eagle3_rows(dataset, {"tokenizer": None}, **options)
     return [(list(row["input_ids"]), list(row["loss_mask"])) for row in found]
 
 

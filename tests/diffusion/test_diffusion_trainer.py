@@ -300,6 +300,18 @@ def test_texts_become_samples_that_end_with_the_response(tmp_path, tiny_tokenize
     assert logs_of(train(tmp_path, dataset, model=model, processing_class=tiny_tokenizer, max_steps=1))[0]["loss"] > 0
 
 
+def test_a_bad_row_stops_or_is_skipped(tmp_path, tiny_tokenizer, caplog):
+    user, answer = {"role": "user", "content": "A?"}, {"role": "assistant", "content": "B"}
+    dataset = Dataset.from_list([{"messages": [user]}, {"messages": [user, answer]}])
+    model = make_model("qwen3", dtype=torch.float32)
+    model.resize_token_embeddings(len(tiny_tokenizer))
+    options = {"model": model, "processing_class": tiny_tokenizer}
+    assert len(trainer_of(tmp_path, dataset, on_error="skip", **options).train_dataset) == 1
+    assert "1 rows skipped" in caplog.text and "row 0: `messages`" in caplog.text
+    with pytest.raises(ValueError, match="row 0: `messages`"):
+        trainer_of(tmp_path, dataset, **options)
+
+
 def test_the_columns_of_trl_say_what_is_supervised(tmp_path):
     rows = rows_of_ids(4)
     expected = logs_of(train(tmp_path, rows, max_steps=1))
@@ -311,7 +323,7 @@ def test_the_columns_of_trl_say_what_is_supervised(tmp_path):
         assert logs_of(train(tmp_path, Dataset.from_list(renamed), max_steps=1))[0]["loss"] == expected[0]["loss"]
     with pytest.raises(ValueError, match="`input_ids`"):
         trainer_of(tmp_path, Dataset.from_list([{"input_ids": [3, 4]}]))
-    with pytest.raises(ValueError, match=r"`messages`.*`prompt`"):
+    with pytest.raises(ValueError, match=r"rollouts rows.*`input_ids`"):
         trainer_of(tmp_path, Dataset.from_list([{"prompt_ids": [3], "completions": [[4]]}]))
 
 

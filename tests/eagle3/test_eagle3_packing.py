@@ -10,6 +10,7 @@ from datasets import Dataset
 
 from examples.demo.dialogues import generate_dialogues
 from hf_prefix_tree import DataCollatorForEagle3, build_eagle3_dataloader, pack_eagle3_dataset
+from hf_prefix_tree.data.turns import conversation_branches
 
 KEYS = ("input_ids", "loss_mask", "attention_mask", "position_ids", "doc_remaining", "seq_lens")
 
@@ -153,7 +154,8 @@ def test_columns_of_trl(columns, mask):
         ({"input_ids": [1, 2], "loss_mask": [1, 1], "attention_mask": [1]}, "`attention_mask`"),
         ({"input_ids": [1, 2], "loss_mask": [1, 1], "attention_mask": [0, 1]}, "at the end"),
         ({"messages": [{"role": "user", "content": "x"}]}, "`tokenizer`"),
-        ({"text": "x"}, "row 0.*text.*`messages`"),
+        ({"text": "x"}, "`tokenizer`"),
+        ({"branches": [{"input_ids": [1], "weights": [1.0]}]}, "branches rows.*`input_ids`"),
     ],
 )
 def test_malformed_samples_are_refused(sample, message):
@@ -223,17 +225,23 @@ def supervised_texts(batch, tokenizer):
     return found
 
 
-def test_conversations_supervise_every_assistant_turn(dialogues, tiny_tokenizer):
-    loader = build_eagle3_dataloader(dialogues, tiny_tokenizer, batch_size=6, seq_length=4096, shuffle=False)
-    (batch,) = loader
-    assert batch["input_ids"].shape == (6, 4096)
-    for turns, row in zip(supervised_texts(batch, tiny_tokenizer), dialogues, strict=True):
-        assistant = [message for message in row["messages"] if message["role"] == "assistant"]
-        assert len(turns) == len(assistant)
-        for text, message in zip(turns, assistant, strict=True):
-            assert text.endswith("<|im_end|>") and "<|im_start|>" not in text
-            for part in (message["content"], message.get("reasoning_content")):
-                assert part is None or part in text
+def test_every_assistant_turn_is_a_document_with_the_context_that_is_served(dialogues, tiny_tokenizer):
+    """Earlier reasoning, which the template drops, is in no context."""
+    options = {"batch_size": 99, "seq_length": 4096, "shuffle": False}
+    (batch,) = build_eagle3_dataloader(dialogues, tiny_tokenizer, **options)
+    expected = [
+        (branch.input_ids, branch.weights)
+        for row in dialogues
+        for branch in conversation_branches(row["messages"], tiny_tokenizer, tools=row["tools"]).branches
+    ]
+    assert batch["input_ids"].shape == (len(expected), 4096) and len(expected) > 3 * len(dialogues)
+    for ids, mask, (branch, weights) in zip(batch["input_ids"], batch["loss_mask"], expected, strict=True):
+        end = int(mask.nonzero().max()) + 1
+        assert ids[:end].tolist() == branch[:end].tolist() and not weights[end:].any()
+        assert mask[:end].tolist() == weights[:end].astype(int).tolist()
+    thoughts = [m["reasoning_content"] for m in dialogues[0]["messages"] if m.get("reasoning_content")]
+    last = tiny_tokenizer.decode(expected[sum(m["role"] == "assistant" for m in dialogues[0]["messages"]) - 1][0])
+    assert len(thoughts) > 1 and sum(thought in last for thought in thoughts) < len(thoughts)
 
 
 def test_losses_are_logged(tiny_tokenizer, caplog):
@@ -242,11 +250,12 @@ def test_losses_are_logged(tiny_tokenizer, caplog):
     for samples in (rows, Dataset.from_list(rows)):
         caplog.clear()
         pack_eagle3_dataset(samples, 64, 0, tokenizer=tiny_tokenizer)
-        assert "Of 2 rows: 1 turns" in caplog.text and "never closed" in caplog.text
+        assert "Prepared 2 rows: 2 branches. Some data" in caplog.text and "1 turns" in caplog.text
+        assert "never closed" in caplog.text
 
 
 def test_reasoning_can_be_left_unsupervised(dialogues, tiny_tokenizer):
-    options = {"batch_size": 6, "seq_length": 4096, "shuffle": False}
+    options = {"batch_size": 99, "seq_length": 4096, "shuffle": False}
     (whole,) = build_eagle3_dataloader(dialogues, tiny_tokenizer, **options)
     (visible,) = build_eagle3_dataloader(dialogues, tiny_tokenizer, supervise_reasoning=False, **options)
     assert torch.equal(whole["input_ids"], visible["input_ids"])
@@ -266,8 +275,9 @@ def test_reasoning_can_be_left_unsupervised(dialogues, tiny_tokenizer):
 def test_real_conversations_pack(shared_data, qwen3_tokenizer):
     rows = [json.loads(line) for line in shared_data("data/conversational_reasoning.jsonl").read_text().splitlines()]
     samples = [{"messages": row["messages"]} for row in rows]
+    turns = sum(message["role"] == "assistant" for row in rows for message in row["messages"])
     packed = pack_eagle3_dataset(samples, 4096, 0, "best_fit", tokenizer=qwen3_tokenizer)
-    assert len(documents(packed)) == len(samples)
+    assert len(documents(packed)) == turns
     assert sum(sum(row["loss_mask"]) for row in packed) > 1000
 
 
@@ -301,6 +311,18 @@ def test_shuffling_is_seeded_and_moves_no_global_generator():
     assert order(first) != epoch
     assert order(make(shuffle=False)) == list(range(20)) == sorted(order(make(num_workers=2)))
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_name_and_a_split_are_loaded_from_the_hub(monkeypatch):
+    asked = []
+
+    def load(*args, **kwargs):
+        asked.append((args, kwargs))
+        return Dataset.from_list([{"input_ids": [7, 8], "loss_mask": [0, 1]}])
+
+    monkeypatch.setattr("hf_prefix_tree.eagle3.data.load_dataset", load)
+    (batch,) = build_eagle3_dataloader("someone/dialogues", split="validation", seq_length=2, pad_token_id=0)
+    assert batch["input_ids"].tolist() == [[7, 8]] and asked == [(("someone/dialogues",), {"split": "validation"})]
 
 
 def test_a_path_and_packed_rows_are_loaded(tmp_path):

@@ -16,6 +16,7 @@ from hf_prefix_tree import (
     Eagle3Config,
     Eagle3DraftModel,
     Eagle3Trainer,
+    build_eagle3_dataloader,
     build_token_mapping,
     export_for_serving,
     load_token_mapping,
@@ -317,6 +318,20 @@ def test_evaluation_prepares_what_it_is_given(tmp_path, tiny_tokenizer):
             assert trainer.evaluate(raw)[f"{prefix}_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
         assert trainer.evaluate(trainer.eval_dataset)["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
         assert trainer.predict(rows).metrics["test_tau"] == expected["eval_tau"]
+
+
+def test_a_bad_row_stops_or_is_skipped(tmp_path, tiny_tokenizer, caplog):
+    user, answer = {"role": "user", "content": "A?"}, {"role": "assistant", "content": "B"}
+    rows = [{"messages": [user]}, {"messages": [user, answer]}]
+    for source in (rows, Dataset.from_list(rows)):
+        options = {"draft": small_draft(), "tokenizer": tiny_tokenizer, "seq_length": 64}
+        assert len(trainer_of(tmp_path, source, on_error="skip", **options).train_dataset) == 1
+        assert "1 rows skipped" in caplog.text and "row 0: `messages`" in caplog.text
+        caplog.clear()
+        with pytest.raises(ValueError, match="row 0: `messages`"):
+            trainer_of(tmp_path, source, **options)
+    (batch,) = build_eagle3_dataloader(rows, tiny_tokenizer, seq_length=64, on_error="skip")
+    assert len(batch["input_ids"]) == 1
 
 
 def test_evaluation_on_states_of_another_target_is_refused(tmp_path):

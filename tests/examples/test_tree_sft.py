@@ -140,7 +140,7 @@ def test_every_mode_has_the_loss_of_the_branches(mode, samples, dialogues, tiny_
 
 def table(text):
     """The lines of a printed table of counts."""
-    return dict(re.findall(r"│ ([a-zA-Z ]+?) +│ +([\d,.]+) │", text))
+    return dict(re.findall(r"│ ([a-zA-Z ]+?) +│ +([\d,.]+) │$", text, re.MULTILINE))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -160,7 +160,16 @@ def test_every_ablation_config_dry_runs_on_local_data(path, dialogues, tmp_path,
     counts = table(text)
     branches = int(counts["branches"])
     assert counts["trees"] == ("1" if single_turn else "2")
+    if config.get("reasoning") == "side_leaf":
+        turns = sum(line.count("reasoning_content") + 1 for line in rows.read_text().splitlines())
     assert branches == (2 if config.get("reasoning") == "think_split" else 1 if single_turn else turns)
+    selection = {name: (mean, most) for name, mean, most in re.findall(r"│ (.+?) +│ +([\d,.]+) │ +([\d,.]+) │", text)}
+    assert [*selection] == ["K", "packed tokens", "longest path", "token ratio", "pair ratio"]
+    assert float(selection["K"][0]) == branches / int(counts["trees"])
+    assert (selection["longest path"][1], selection["token ratio"][0]) == (
+        counts["longest path"],
+        counts["token ratio"],
+    )
     samples = re.findall(r"Without trees: (\d+) samples of ([\d,]+) tokens", text)
     if config.get("baseline") == "per_branch":
         assert samples == [(str(branches), counts["branch tokens"])]
@@ -171,8 +180,14 @@ def test_every_ablation_config_dry_runs_on_local_data(path, dialogues, tmp_path,
     if "intellect5" in path.stem:
         assert counts["selected"] == counts["candidates"] == "2"
         assert (config["max_length"], config["max_packed_tokens"], config["max_examples"]) == (8192, 32768, 64)
+        assert (config["selection_metric"], config["max_steps"]) == ("branching_score", 10)
+        assert config["reasoning"] == ("per_turn" if config.get("baseline") == "flat_steps" else "side_leaf")
     if single_turn:
         assert (config["max_length"], config["max_steps"]) == (4096, 200)
+    if "intellect" in path.stem:  # the published set-up
+        assert (config["dtype"], config["learning_rate"], config["lr_scheduler_type"]) == ("float32", 2e-5, "constant")
+        assert config["gradient_accumulation_steps"] == (16 if "baseline" in config else 4)
+        assert (config["overlong"], config["on_error"], config["overflow"]) == ("raise", "skip", "drop")
 
 
 def test_there_is_a_config_for_every_mode_layout_and_backend():

@@ -149,6 +149,8 @@ def test_a_group_in_the_form_of_nemo():
     assert row["position_ids"].tolist() == [[0, 1, 2, 3, 3, 2, 3, 4, 0]]
     assert decode_weights(row["loss_weights"]).tolist() == [[0, 0, 0, 1 / 3, 1 / 3, 0, 1 / 3, 1 / 3, 0]]
     assert equal(prefix_tree_collate_fn([fields], 1, pad_to_multiple_of=9), row)
+    rollouts = {"prompt_ids": [5, 6], "completions": [[10, 11], [20, 21, 22], [10, 12]]}
+    assert equal(prefix_tree_collate_fn([rollouts], 1, pad_to_multiple_of=9), row)
     assert equal(prefix_tree_collate_fn([group]), DataCollatorForPrefixTree(0)([group.to_tree()]))
     by_branch = prefix_tree_collate_fn([group], weighting="branch")
     assert decode_weights(by_branch["loss_weights"]).sum() == 4
@@ -167,6 +169,8 @@ def test_groups_that_are_refused():
         (group, "FoldedRollouts"),
         ([{"input_ids": [1]}], r"have its fields input_ids, labels, .*got \['input_ids'\]"),
         ([{**fields, "labels": [-100, 8]}], "`input_ids`.*2.*`labels`"),
+        ([{"prompt_ids": [5], "completions": []}], "`completions`"),
+        ([{"prompt_ids": [5]}], r"`completions`.*got \['prompt_ids'\]"),
         ([{**fields, "labels": [-100, 7, 8]}], "`labels`.*7.*1"),
         ([{**fields, "labels": [7, 8, -100]}], "`labels`.*7.*0"),  # a node's last token predicts nothing
         ([{**fields, "sample_paths": [[0, 2]]}], "`sample_paths"),
