@@ -60,9 +60,10 @@ class _TreeState(State):
     recurrent: set[str] = field(default_factory=set)
     image_refusal: str | None = None
     loss_refusal: str | None = None
+    refusals: dict[Any, tuple[str | None, str | None]] = field(default_factory=dict)  # both, by the code checked
 
     def __getstate__(self) -> dict[str, Any]:  # a copy has other functions and is checked again
-        unchecked: dict[str, Any] = {"verified": {}, "verified_on": set(), "watch": None, "kept": []}
+        unchecked: dict[str, Any] = {"verified": {}, "verified_on": set(), "watch": None, "kept": [], "refusals": {}}
         unchecked["inputs"] = call_checks.OverwrittenInputs()
         return {**self.__dict__, **unchecked}
 
@@ -238,6 +239,7 @@ def _is_verified(base: PreTrainedModel, state: _TreeState) -> bool:
         state.rope_limit = rope_limit_of(base)
         state.kept += state.watch.kept
         state.verified_on = state.verified.setdefault(state.watch.key, set())
+        state.image_refusal, state.loss_refusal = state.refusals.get(state.watch.key, (None, None))
     return state.watch.device_type in state.verified_on
 
 
@@ -248,6 +250,7 @@ def _has_changed(state: _TreeState) -> bool:
 
 def _forget_checks(state: _TreeState) -> None:
     state.verified.clear()
+    state.refusals.clear()
     state.watch = None
 
 
@@ -261,13 +264,19 @@ def _verify(base: PreTrainedModel, state: _TreeState, forward: Callable | None =
             verify_tree_forward(base, forward or base, state.watch.unknown)
             verify_training(base, forward or base, state.watch.unknown)
             verify_adapters(base, forward or base)
-            state.image_refusal = verify_images(base, forward or base)
-            state.loss_refusal = verify_loss(base, forward or base)
+            refusals = verify_images(base, forward or base), verify_loss(base, forward or base)
     finally:
         state.verifying = False
-    state.verified_on.add(state.watch.device_type)
+    _remember(state, refusals)
     _is_verified(base, state)  # the first calls may have added attributes, counters for example
+    _remember(state, refusals)
+
+
+def _remember(state: _TreeState, refusals: tuple[str | None, str | None]) -> None:
+    """Notes that the code that runs now was checked on its device, and what is refused with it."""
+    assert state.watch is not None
     state.verified_on.add(state.watch.device_type)
+    state.refusals[state.watch.key] = state.image_refusal, state.loss_refusal = refusals
 
 
 def check_call(module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: bool = False) -> None:

@@ -344,7 +344,7 @@ def test_what_a_template_loses_is_logged(tiny_tokenizer, caplog):
     rows = Dataset.from_list([{"messages": [{"role": "user", "content": "A?"}, answer]}])
     bare = "{% for m in messages %}{{ m.role + m.content }}<|im_end|>{% endfor %}"
     bare += "{% if add_generation_prompt %}assistant{% endif %}"
-    for template, message in ((bare, "1 turns whose reasoning the chat template leaves out"), (None, "")):
+    for template, message in ((bare, "1 turns whose reasoning the chat template has no place for"), (None, "")):
         caplog.clear()
         prepare_diffusion_rows(rows, tiny_tokenizer, chat_template_kwargs={"chat_template": template})
         assert message in caplog.text and bool(caplog.text) == bool(message)

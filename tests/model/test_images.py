@@ -150,8 +150,8 @@ def test_positions_that_depend_on_what_follows_are_refused(monkeypatch, qwen, fo
     part, row = image_model(qwen), row_of(forest)
     real = type(part).get_rope_index
 
-    def from_the_end(self, input_ids, mm_token_type_ids, image_grid_thw):
-        found, delta = real(self, input_ids, mm_token_type_ids, image_grid_thw)
+    def from_the_end(self, input_ids, mm_token_type_ids, image_grid_thw, **kwargs):
+        found, delta = real(self, input_ids, mm_token_type_ids, image_grid_thw, **kwargs)
         return found - input_ids.shape[1], delta
 
     monkeypatch.setattr(type(part), "get_rope_index", from_the_end)

@@ -263,7 +263,7 @@ def test_a_fused_loss_is_refused(tmp_path, trainer_class):
     [("train_sampling_strategy", "x"), ("per_device_train_batch_size", 0), ("per_device_eval_batch_size", -1)],
 )
 def test_impossible_options_are_refused(tmp_path, name, value):
-    with pytest.raises(ValueError, match=rf"`{name}` must be .*, got '?{value}"):
+    with pytest.raises(ValueError, match=rf"`{name}` .*{value}"):
         make_trainer(tmp_path, make_model(), make_trees(2), MixedTrainer, **{name: value})
 
 
