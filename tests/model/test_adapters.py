@@ -15,6 +15,7 @@ import hf_prefix_tree.modeling.prepare as model_module
 from conformance.double import keep_double
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.modeling.verify import ROUNDING
 from tests.support.models import branch_runs, gradients, make_model, random_forest, relative_error
 
 TARGETS = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
@@ -84,6 +85,14 @@ def test_adapters_that_look_at_the_call_are_refused(name, dtype):
     config, message = REFUSED[name]
     with pytest.raises(ValueError, match=f"PEFT adapter 'default' .*{message}"):
         prepare_model(adapted(config(), dtype))
+
+
+def test_rounding_of_the_model_itself_is_no_fault_of_an_adapter(monkeypatch):
+    monkeypatch.setitem(ROUNDING, torch.bfloat16, 2e-3)  # a deep model rounds by more than the tolerance
+    prepare_model(adapted(EXACT["lora"](), torch.bfloat16))
+    for name in ("lily", "velora"):
+        with pytest.raises(ValueError, match=REFUSED[name][1]):
+            prepare_model(adapted(REFUSED[name][0](), torch.bfloat16))
 
 
 @pytest.mark.parametrize("name", REFUSED)
