@@ -6,11 +6,11 @@ first use: neither TRL nor datasets is imported before a name that needs them.
 """
 
 import ast
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hf_prefix_tree.modeling.attention.interface import register
 from hf_prefix_tree.version import __version__ as __version__
 
 # Listed once, in the stub that type checkers read; `__getattr__` loads a name on first use.
@@ -23,7 +23,11 @@ _HOMES = {
 }
 __all__ = ["__version__", *sorted(_HOMES)]
 
-register()
+# The command answers `--help` without torch. A command of it that runs a model registers first.
+if Path(sys.argv[0]).stem != "hf-prefix-tree" and sys.orig_argv[1:3] != ["-m", "hf_prefix_tree.cli"]:
+    from hf_prefix_tree.modeling.attention.interface import register
+
+    register()
 
 
 def __getattr__(name: str) -> Any:

@@ -16,9 +16,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from hf_prefix_tree.data.messages import Message, normalize_messages, normalize_tools
 from hf_prefix_tree.data.nodes import as_branch, rollout_branches, search_tree_branches, text_tree_branches
 from hf_prefix_tree.data.supervision import read_sample
+from hf_prefix_tree.data.template import chat_template_of
 from hf_prefix_tree.data.tokenization import common_prefix
 from hf_prefix_tree.data.turns import conversation_branches
 from hf_prefix_tree.tree.folding import integer_array
@@ -251,20 +254,13 @@ def _conversation(
     messages: Any, num_prompt_messages: int, row: Mapping[str, Any], options: RowOptions, counts: Counter[str]
 ) -> list[Branch]:
     assert options.tokenizer is not None
-    tools = row.get("tools")
-    if not tools and options.tools is not None:
-        tools = options.tools
-        if isinstance(tools, Mapping):
-            group = row.get(options.group_column)
-            if group not in tools:
-                raise ValueError(f"`tools` has no entry for {options.group_column}={group!r}; add it, or pass a list.")
-            tools = tools[group]
+    tools, variables = _template_inputs(row, options)
     result = conversation_branches(
         messages,
         options.tokenizer,
         tools=tools,
         reasoning=options.reasoning,
-        chat_template_kwargs={**options.chat_template_kwargs, **(row.get("chat_template_kwargs") or {})},
+        chat_template_kwargs=variables,
         empty_thinking_in_prompt=options.empty_thinking_in_prompt,
         num_prompt_messages=num_prompt_messages,
     )
@@ -273,6 +269,47 @@ def _conversation(
     counts["unclosed_reasoning"] += result.unclosed_reasoning
     counts["unrendered_messages"] += result.unrendered_messages
     return result.branches
+
+
+def _template_inputs(row: Mapping[str, Any], options: RowOptions) -> tuple[Any, dict[str, Any]]:
+    """The tools of a row, and the further variables of its chat template."""
+    tools = row.get("tools")
+    if not tools and options.tools is not None:
+        tools = options.tools
+        if isinstance(tools, Mapping):
+            group = row.get(options.group_column)
+            if group not in tools:
+                raise ValueError(f"`tools` has no entry for {options.group_column}={group!r}; add it, or pass a list.")
+            tools = tools[group]
+    return tools, {**options.chat_template_kwargs, **(row.get("chat_template_kwargs") or {})}
+
+
+def whole_conversations(row: Mapping[str, Any], options: RowOptions) -> list[npt.NDArray[np.int64]]:
+    """
+    Each conversation of a row in one rendering, up to its last assistant message: what is tokenized without turns.
+
+    Args:
+        row (`Mapping[str, Any]`): One row of one of the `MESSAGE_KINDS`; its prompt is no string.
+        options ([`RowOptions`]): How to read it.
+
+    Raises:
+        `ValueError`: If the row is malformed, or the chat template can't render it.
+    """
+    assert options.tokenizer is not None
+    row = _without_fill(row, options.features, Counter())
+    tools, variables = _template_inputs(row, options)
+    schemas = normalize_tools(tools)
+    template = chat_template_of(options.tokenizer, schemas, variables)
+    parse = not template.writes_argument_strings
+    conversations = (normalize_messages(messages, parse) for messages, _ in row_conversations(row, options.kind))
+    texts = [template.render(_up_to_last_turn(messages), schemas, variables) for messages in conversations]
+    template.forget()
+    return template.segments.encode(texts)
+
+
+def _up_to_last_turn(messages: list[Message]) -> list[Message]:
+    last = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+    return messages[: last + 1]
 
 
 def _texts(prompt: str, completions: Sequence[str], options: RowOptions, counts: Counter[str]) -> list[Branch]:
