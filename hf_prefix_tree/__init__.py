@@ -24,7 +24,7 @@ _HOMES = {
 __all__ = ["__version__", *sorted(_HOMES)]
 
 # The command answers `--help` without torch. A command of it that runs a model registers first.
-if Path(sys.argv[0]).stem != "hf-prefix-tree" and sys.orig_argv[1:3] != ["-m", "hf_prefix_tree.cli"]:
+if Path(sys.argv[0]).stem != "hf-prefix-tree" and "hf_prefix_tree.cli" not in sys.orig_argv:
     from hf_prefix_tree.modeling.attention.interface import register
 
     register()

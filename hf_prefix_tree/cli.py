@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -92,6 +93,7 @@ def gain(
     from hf_prefix_tree.report import text
     from hf_prefix_tree.tree.html import page
 
+    logging.getLogger("datasets").setLevel(_LOG_LEVELS["datasets"])  # its import sets it
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     if plot is not None:
@@ -148,13 +150,15 @@ def gain(
 
 
 _TREES_OF_A_PAGE = 10
+_LOG_LEVELS = {"hf_prefix_tree": logging.ERROR, "datasets": logging.CRITICAL}  # reports and errors say the same
 
 
 def main() -> None:
     """Entry point of `hf-prefix-tree`."""
-    logger = logging.getLogger("hf_prefix_tree")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # the reports name the losses
+    loggers = {logging.getLogger(name): level for name, level in _LOG_LEVELS.items()}
+    before = {logger: logger.level for logger in loggers}
+    for logger, level in loggers.items():
+        logger.setLevel(level)
     try:
         code = app(args=sys.argv[1:] or ["--help"], standalone_mode=False)
     except typer.Abort:
@@ -168,7 +172,8 @@ def main() -> None:
         print(f"hf-prefix-tree: {' '.join(line.split())}", file=sys.stderr)
         code = 2
     finally:
-        logger.setLevel(level)
+        for logger, level in before.items():
+            logger.setLevel(level)
     sys.exit(code)
 
 
@@ -180,7 +185,8 @@ def _load(auto_class: str, name: str | None, option: str) -> Any:
     try:
         return getattr(transformers, auto_class).from_pretrained(name)
     except Exception as error:  # whatever a broken file makes a loader do
-        raise ValueError(f"`{option}` is {name!r}, which can't be loaded: {type(error).__name__}: {error}") from error
+        reason = re.split(r"(?<=[.:])\s", str(error))[0]
+        raise ValueError(f"`{option}` is {name!r}, which can't be loaded: {type(error).__name__}: {reason}") from error
 
 
 def _set_chat_template(tokenizer: Any, template: str) -> None:
@@ -192,7 +198,10 @@ def _set_chat_template(tokenizer: Any, template: str) -> None:
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in shipped.glob("*.jinja") if "_training" not in file.stem))
         raise ValueError(f"`--chat-template` is {template!r}, which is no file; pass one, or one of {known}.")
-    tokenizer.chat_template = path.read_text(encoding="utf-8")
+    try:
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"`--chat-template` is {template!r}, which is no text: {error}.") from error
 
 
 def _as_json(

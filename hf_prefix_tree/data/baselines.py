@@ -172,9 +172,12 @@ def sequences_of_rows(
         supervised = sum(int(np.count_nonzero(branch.weights)) for branch in branches)
         stock = best = turns
         if reading.kind in MESSAGE_KINDS and not isinstance((row := dataset[index]).get("prompt"), str):
-            stock = best = whole_conversations(row, reading)
-            if at_best is not None and at_best is not reading:
-                best = whole_conversations(row, at_best)
+            try:
+                stock = best = whole_conversations(row, reading)
+                if at_best is not None and at_best is not reading:
+                    best = whole_conversations(row, at_best)
+            except ValueError as error:
+                raise ValueError(f"row {index}, rendered at once as TRL does: {error}") from error
         for name, sequences, limit in (
             ("stock_defaults", stock, STOCK_MAX_LENGTH),
             ("stock_best", best, reading.max_length),

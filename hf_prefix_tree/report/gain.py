@@ -101,20 +101,20 @@ def load_rows(data: str | Path, split: str = "train", config: str | None = None)
     """
     path = Path(data)
     is_file = path.is_file()
+    suffix = path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix
+    builder = _BUILDERS.get(suffix, "json")
     if not is_file and not path.is_dir() and (path.suffix or path.is_absolute() or str(data).count("/") > 1):
         raise ValueError(f"{data} is no file or folder; pass one, or the name of a data set on the Hub.")
     if is_file and not path.stat().st_size:
         raise ValueError(f"{data} has no rows; pass a file with at least one.")
     try:
         if is_file:
-            suffix = path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix
             options = {"sep": "\t"} if suffix == ".tsv" else {}
-            builder = _BUILDERS.get(suffix, "json")
             rows = load_dataset(builder, data_files=str(path), split=split, **options)
         else:
             rows = load_dataset(str(data), config, split=split)
     except Exception as error:  # a builder, a codec or the Hub: each has errors of its own
-        reason = _broken_json(path) if is_file and path.suffix not in _COMPRESSED else ""
+        reason = _broken_json(path) if is_file and builder == "json" and suffix == path.suffix else ""
         causes = f"{error}; {error.__cause__}" if error.__cause__ else f"{type(error).__name__}: {error}"
         raise ValueError(f"{data}{reason or f' could not be read: {causes}'}") from error
     if not len(rows):
@@ -203,17 +203,20 @@ def fold_rows(
     check_preparation(reasoning=reasoning, max_length=max_length, max_packed_tokens=max_packed_tokens)
     options: dict[str, Any] = {"tools": tools, "max_length": max_length}
     try:
-        served, counts = _prepare(dataset, tokenizer, **options, **_tools_column(dataset, tools, group_by))
+        kind = row_kind(dataset.column_names)
+        as_served = "per_turn" if kind in MESSAGE_KINDS else reasoning
+        renamed = _tools_column(dataset, tools, group_by)
+        served, counts = _prepare(dataset, tokenizer, **options, **renamed, reasoning=as_served)
         trees = served
         branches = {row: tree.branches() for row, tree in served.items()}
         if group_by == "auto":
             group_by = find_group_column(dataset, branches)
             if isinstance(tools, Mapping) and group_by != "group":  # they are looked up by the column
                 group_by = None
-        if group_by is not None or reasoning != "per_turn":
+        if group_by is not None or reasoning != as_served:
             trees, counts = _prepare(dataset, tokenizer, **options, reasoning=reasoning, group_by=group_by)
         reading = RowOptions(
-            kind=row_kind(dataset.column_names),
+            kind=kind,
             tokenizer=tokenizer,
             features=dict(dataset.features),
             tools=tools,
@@ -229,7 +232,7 @@ def fold_rows(
             f"{name}: `max_packed_tokens` is {max_packed_tokens}, but a branch has {counts['longest_path']} tokens "
             "and can't be split; raise it, or cap branches with `max_length`."
         )
-    missing = 0 if reasoning == "per_turn" else None
+    missing = 0 if reasoning == as_served else None
     cut = {"truncated": counts["truncated"], "missing": missing}
     ways["tree"] = sequences_of_trees(list(trees.values()), max_packed_tokens, **cut)
     label = group_by or ("group" if "group" in dataset.column_names else None)
