@@ -38,52 +38,35 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+_Version = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+]
+
+
 @app.callback()
-def about(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
+def about(version: _Version = False) -> None:
     """Train on sequences that share prefixes, each shared token computed once."""
 
 
 @app.command()
 def gain(
-    data: Annotated[
-        str,
-        typer.Argument(help="A file, a folder or a name on the Hub: what `load_dataset` takes.", show_default=False),
-    ],
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Tokenizer, a folder or a name on the Hub. Text needs one.")
-    ] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(help="Another chat template: a file, or the name of one that TRL ships, e.g. qwen3_5_think."),
-    ] = None,
-    tools: Annotated[
-        Path | None, typer.Option(help="JSON file with tool schemas: a list, or an object of lists by group.")
-    ] = None,
-    group_by: Annotated[
-        str, typer.Option(help="Column whose equal values make one tree; 'auto' looks for one, 'none' is without.")
-    ] = "auto",
+    data: Annotated[str, typer.Argument(help="A file, a folder or a name on the Hub.", show_default=False)],
+    tokenizer: Annotated[str | None, typer.Option(help="A folder or a name on the Hub. Text needs one.")] = None,
+    chat_template: Annotated[str | None, typer.Option(help="A file, or one of TRL's names: qwen3_5_think.")] = None,
+    tools: Annotated[Path | None, typer.Option(help="JSON file of tools: a list, or lists by group.")] = None,
+    group_by: Annotated[str, typer.Option(help="Column whose equal values make a tree, auto or none.")] = "auto",
     reasoning: Annotated[str, typer.Option(help="per_turn, side_leaf, think_split or keep.")] = "per_turn",
-    max_length: Annotated[
-        int | None, typer.Option(help="Longest branch in tokens. Longer ones are truncated.")
-    ] = None,
-    max_packed_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of a packed sequence. Larger trees are split.")
-    ] = None,
+    max_length: Annotated[int | None, typer.Option(help="Longest branch. Longer ones are truncated.")] = None,
+    max_packed_tokens: Annotated[int | None, typer.Option(help="Larger trees are split.")] = None,
     split: Annotated[str, typer.Option(help="Split of the data set.")] = "train",
     config: Annotated[str | None, typer.Option(help="Configuration of a data set that has several.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Model config, a folder or a name on the Hub: predicts FLOPs and memory.")
-    ] = None,
-    gpu: Annotated[str | None, typer.Option(help="h100: predicts hours. Other GPUs were not measured.")] = None,
+    model: Annotated[str | None, typer.Option(help="Predict FLOPs and memory: a folder or a name.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Predict hours: h100, the one that was measured.")] = None,
     groups: Annotated[bool, typer.Option("--groups", help="Print a line for each group.")] = False,
     tree: Annotated[bool, typer.Option("--tree", help="Draw the tree that shares most.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Page with the tables and the trees that share most.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Image of the distribution and of a tree's mask.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Page to write, with the trees that share most.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Image to write: the distribution and a mask.")] = None,
 ) -> None:
     """What training on trees computes, against TRL's SFTTrainer and against flat steps."""
     import datasets
@@ -93,7 +76,7 @@ def gain(
     from hf_prefix_tree.report import text
     from hf_prefix_tree.tree.html import page
 
-    logging.getLogger("datasets").setLevel(_LOG_LEVELS["datasets"])  # its import sets it
+    datasets.logging.set_verbosity(logging.CRITICAL)  # it logs what it then raises
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     if plot is not None:
@@ -143,22 +126,20 @@ def gain(
     for note in notes:
         out.print(f"- {note}.")
     if groups:
-        out.print(text.table("Groups", per_group, has_total=True))
+        out.print(text.table("Groups", per_group))
     if tree:
         out.print(f"\nThe tree with the highest pair ratio, {shown[0].stats().pair_ratio:.2f}:")
         out.print(text.draw_tree(shown[0], loaded))
 
 
 _TREES_OF_A_PAGE = 10
-_LOG_LEVELS = {"hf_prefix_tree": logging.ERROR, "datasets": logging.CRITICAL}  # reports and errors say the same
 
 
 def main() -> None:
     """Entry point of `hf-prefix-tree`."""
-    loggers = {logging.getLogger(name): level for name, level in _LOG_LEVELS.items()}
-    before = {logger: logger.level for logger in loggers}
-    for logger, level in loggers.items():
-        logger.setLevel(level)
+    logger = logging.getLogger("hf_prefix_tree")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # the reports name the losses
     try:
         code = app(args=sys.argv[1:] or ["--help"], standalone_mode=False)
     except typer.Abort:
@@ -172,8 +153,7 @@ def main() -> None:
         print(f"hf-prefix-tree: {' '.join(line.split())}", file=sys.stderr)
         code = 2
     finally:
-        for logger, level in before.items():
-            logger.setLevel(level)
+        logger.setLevel(level)
     sys.exit(code)
 
 
@@ -207,21 +187,12 @@ def _set_chat_template(tokenizer: Any, template: str) -> None:
 def _as_json(
     folded: Folded, predicted: Estimate | None, gpu: str | None, total: dict[str, Any], groups: list[Any]
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "data": folded.name,
-        "group_by": folded.group_by,
-        "ungrouped_tokens": folded.ungrouped,
-        "contexts": folded.contexts,
-        "has_training_template": folded.has_training_template,
-        "ways": {name: dataclasses.asdict(way) for name, way in folded.ways.items()},
-        "total": total,
-        "groups": [{"name": name, **counts} for name, counts in groups],
-        "losses": folded.losses,
-    }
+    ways = {name: dataclasses.asdict(way) for name, way in folded.ways.items()}
+    per_group = [{"name": name, **counts} for name, counts in groups]
+    found = {**vars(folded), "ways": ways, "total": total, "groups": per_group}
     if predicted is not None:
-        found |= {"estimate": {**dataclasses.asdict(predicted), "verdict": predicted.verdict()}}
-        if gpu is not None:
-            found["estimate"]["hours"] = predicted.hours(gpu)
+        hours = {} if gpu is None else {"hours": predicted.hours(gpu)}
+        found["estimate"] = {**dataclasses.asdict(predicted), **hours, "verdict": predicted.verdict()}
     return found
 
 

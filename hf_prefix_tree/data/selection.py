@@ -191,7 +191,7 @@ def find_group_column(dataset: Dataset, branches: Mapping[int, list[Branch]]) ->
 
     Columns of strings and integers are tried whose values repeat. Rows of an equal value must save at least 1% of the
     tokens, and more than in each of 20 shufflings of the values: a shared system prompt alone marks no groups. Of
-    several such columns, it is `group`, or the one of most values that saves at least 0.9 of what the best one saves.
+    several such columns, it is `group`, or the one of most values that saves at least 0.8 of what the best one saves.
 
     Args:
         dataset ([`~datasets.Dataset`]): The rows.
@@ -216,7 +216,7 @@ def find_group_column(dataset: Dataset, branches: Mapping[int, list[Branch]]) ->
             saved[name] = alone - tokens
     if "group" in saved:
         return "group"
-    best = [name for name in saved if saved[name] >= 0.9 * max(saved.values())]
+    best = [name for name in saved if saved[name] >= 0.8 * max(saved.values())]
     return max(best, key=lambda name: distinct[name], default=None)
 
 

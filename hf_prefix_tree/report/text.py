@@ -47,14 +47,12 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
 
 
-def table(title: str, rows: Sequence[Sequence[str]], has_total: bool = False) -> Table:
+def table(title: str, rows: Sequence[Sequence[str]]) -> Table:
     """A table to print; the first of the rows is its head."""
     drawn = Table(title=title or None, title_justify="left")
     for index, name in enumerate(rows[0]):
         drawn.add_column(name, justify="right" if index else "left", overflow="fold")
-    for number, row in enumerate(rows[1:], 2):
-        if has_total and number == len(rows):
-            drawn.add_section()
+    for row in rows[1:]:
         drawn.add_row(*map(printable, row))
     return drawn
 

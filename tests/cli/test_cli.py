@@ -90,7 +90,7 @@ def test_counts_per_row_and_per_group_by_hand(run, tmp_path):
     grouped = gain(run, path, "--group_by", "group")
     # 5 6 (7 4 | 8 9): the branch 5 6 7 ends inside the third one
     assert (grouped["groups"][0]["trees"], grouped["groups"][0]["tree_tokens"]) == (1, 6)
-    assert grouped["losses"] == "" and grouped["ungrouped_tokens"] == 11
+    assert grouped["losses"] == "" and grouped["ungrouped"] == 11
 
 
 def test_folded_trees_are_read_back(run, tmp_path):
