@@ -266,8 +266,10 @@ def model_costs(config: PretrainedConfig) -> ModelCosts:
                 outputs += getattr(module, "out_features", len(weight))
             token += met * weight.numel() * (weight.ndim > 1)
     sizes = _read_sizes(config)
-    widths = [getattr(config, name, None) or 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
-    width = sum(widths) / 2 or sizes.queries / sizes.heads
+    rope, plain, value = (getattr(config, f"{name}_head_dim", None) or 0 for name in ("qk_rope", "qk_nope", "v"))
+    width = (rope + plain + value) / 2 or sizes.queries / sizes.heads
+    if rope:  # latent attention writes queries and keys anew, in float32 for the rotation
+        outputs += 6 * heads * sizes.heads * (rope + plain)
     flops = np.array([6 * token, 6 * hidden * sizes.vocab, heads * attention_flops(1, sizes.heads, 1) * width])
     kept = 4 * outputs + 12 * sizes.layers * hidden
     return ModelCosts(parameters, flops, kept, 2 * sizes.layers * hidden + kept / sizes.layers)
