@@ -252,7 +252,7 @@ RANKS = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope
     "config",
     [
         DeepseekV3Config(**WIDE, **RANKS, **ROUTED, first_k_dense_replace=2),
-        Llama4TextConfig(**WIDE, head_dim=8, intermediate_size_mlp=192, moe_layers=[]),
+        Llama4TextConfig(**WIDE, head_dim=8, intermediate_size_mlp=192, moe_layers=[], attention_chunk_size=16),
     ],
     ids=["deepseek_v3", "llama4"],
 )
