@@ -206,7 +206,8 @@ def find_group_column(dataset: Dataset, branches: Mapping[int, list[Branch]]) ->
             continue
         values = dataset[name]
         distinct[name] = len(set(values))
-        if not 1 < distinct[name] < len(values) or None in values:
+        least = 1 if name == "group" else 2
+        if not least <= distinct[name] < len(values) or None in values:
             continue
         tokens = _grouped_tokens(values, branches)
         if alone - tokens < 0.01 * alone:

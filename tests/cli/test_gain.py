@@ -111,6 +111,7 @@ TASKS = [n // 4 for n in range(24)]
         ("id", list(range(24)), "task"),
         ("score", [n / 4 for n in TASKS], "task"),  # no name
         ("group", [n // 12 for n in range(24)], "group"),
+        ("group", ["one"] * 24, "group"),
     ],
 )
 def test_the_column_of_groups_is_found(column, values, found):
