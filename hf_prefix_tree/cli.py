@@ -1,8 +1,8 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""The `hf-prefix-tree` command: does a data set fold, and what would that gain?
+"""The `hf-prefix-tree` command. `gain`: what folding a data set gains, against the ways to train without trees.
 
-`inspect` counts, compares files and draws a tree; `estimate` predicts speed-up and memory for a model. An error in the
-input is one line on standard error, with exit code 2.
+An error in the input is one line on standard error, with exit code 2. Everything that takes time to import is imported
+where a command needs it, so that `--help` and `--version` answer at once.
 """
 
 from __future__ import annotations
@@ -10,123 +10,129 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from datasets import disable_progress_bars
 
-from hf_prefix_tree.data.turns import REASONING_MODES
-from hf_prefix_tree.report.gain import ASSUMPTIONS, Estimate, counts_of, fold_file, read_tools, top_counts
-from hf_prefix_tree.report.gain import estimate as predict
-from hf_prefix_tree.report.plot import check_matplotlib, plot_trees
-from hf_prefix_tree.report.text import console, counts_table, draw_tree, printable
+from hf_prefix_tree.version import __version__
+
+if TYPE_CHECKING:
+    from hf_prefix_tree.report.gain import Estimate, Folded
 
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Does a data set fold into prefix trees, and what does that gain?",
+    # `--group_by` as in configuration files and TRL's scripts, or `--group-by`.
+    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
 )
 
-Tokenizer = Annotated[str | None, typer.Option(help="Tokenizer, a folder or a name on the Hub. Text needs one.")]
-Reasoning = Annotated[str, typer.Option(help=f"{', '.join(REASONING_MODES[:-1])} or {REASONING_MODES[-1]}.")]
-Tools = Annotated[
-    Path | None, typer.Option(help="JSON file with tool schemas: a list, or an object of lists by group.")
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"hf_prefix_tree {__version__}")
+        raise typer.Exit
+
+
+_Version = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
 ]
-GroupBy = Annotated[
-    str | None, typer.Option(help="Column whose equal values make one tree. Without it, each row is a tree.")
-]
-MaxLength = Annotated[int | None, typer.Option(help="Longest branch in tokens. Longer ones are truncated.")]
-MaxPackedTokens = Annotated[int | None, typer.Option(help="Tokens of a packed sequence. Larger trees count as split.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+@app.callback()
+def about(version: _Version = False) -> None:
+    """Train on sequences that share prefixes, each shared token computed once."""
 
 
 @app.command()
-def inspect(
-    data: Annotated[list[Path], typer.Argument(help="JSON Lines files. Several are compared.", show_default=False)],
-    tokenizer: Tokenizer = None,
-    reasoning: Reasoning = "per_turn",
-    tools: Tools = None,
-    group_by: GroupBy = None,
-    max_length: MaxLength = None,
-    max_packed_tokens: MaxPackedTokens = None,
-    top: Annotated[
-        int | None, typer.Option(min=1, help="Compare the trees of each file with the highest pair ratios.")
-    ] = None,
-    as_json: AsJson = False,
-    plot: Annotated[Path | None, typer.Option(help="Image of the distribution and of a tree's mask to write.")] = None,
+def gain(
+    data: Annotated[str, typer.Argument(help="A file, a folder or a name on the Hub.", show_default=False)],
+    tokenizer: Annotated[str | None, typer.Option(help="A folder or a name on the Hub. Text needs one.")] = None,
+    chat_template: Annotated[str | None, typer.Option(help="A file, or one of TRL's names: qwen3_5_think.")] = None,
+    tools: Annotated[Path | None, typer.Option(help="JSON file of tools: a list, or lists by group.")] = None,
+    group_by: Annotated[str, typer.Option(help="Column whose equal values make a tree, auto or none.")] = "auto",
+    reasoning: Annotated[str, typer.Option(help="per_turn, side_leaf, think_split or keep.")] = "per_turn",
+    max_length: Annotated[int | None, typer.Option(help="Longest branch. Longer ones are truncated.")] = None,
+    max_packed_tokens: Annotated[int | None, typer.Option(help="Larger trees are split.")] = None,
+    split: Annotated[str, typer.Option(help="Split of the data set.")] = "train",
+    config: Annotated[str | None, typer.Option(help="Configuration of a data set that has several.")] = None,
+    model: Annotated[str | None, typer.Option(help="Predict FLOPs and memory: a folder or a name.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Predict hours: h100, the one that was measured.")] = None,
+    groups: Annotated[bool, typer.Option("--groups", help="Print a line for each group.")] = False,
+    tree: Annotated[bool, typer.Option("--tree", help="Draw the tree that shares most.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Page to write, with the trees that share most.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Image to write: the distribution and a mask.")] = None,
 ) -> None:
-    """Count what folding shares, per group and in total, and draw the tree that shares most."""
-    if plot is not None:
-        check_matplotlib()
-    loaded = _load_tokenizer(tokenizer)
-    limits = {"max_length": max_length, "max_packed_tokens": max_packed_tokens}
-    options = {"reasoning": reasoning, "tools": _load_tools(tools), "group_by": group_by, **limits}
-    files = [fold_file(path, loaded, **options) for path in data]
-    reports: list[dict[str, Any]] = [
-        {
-            "file": file.name,
-            "total": counts_of(file.groups, max_packed_tokens),
-            "groups": [{"name": group.name, **counts_of([group], max_packed_tokens)} for group in file.groups],
-            "top": top_counts(file.trees, top, max_packed_tokens),
-            "losses": file.losses,
-        }
-        for file in files
-    ]
-    trees = [tree for file in files for tree in file.trees]
-    shown = max(trees, key=lambda tree: tree.stats().pair_ratio)
-    if plot is not None:
-        plot_trees(trees, shown, plot)
-    if as_json:
-        print(json.dumps({"files": reports}, indent=2))
-    else:
-        out = console()
-        for report in reports:
-            groups = [(group["name"], group) for group in report["groups"]]
-            out.print(counts_table(report["file"], "group", groups, report["total"]))
-            if report["losses"]:
-                out.print(f"Some data was dropped or modified: {report['losses']}.")
-        if len(reports) > 1 or top is not None:
-            title = f"The {top} trees with the highest pair ratio" if top is not None else "All trees"
-            title += ", after splitting" if max_packed_tokens is not None else ""
-            out.print(counts_table(title, "file", [(report["file"], report["top"]) for report in reports]))
-        out.print(f"\nThe tree with the highest pair ratio, {shown.stats().pair_ratio:.2f}:")
-        out.print(draw_tree(shown, loaded))
+    """What training on trees computes, against TRL's SFTTrainer and against flat steps."""
+    import datasets
 
+    from hf_prefix_tree.report import gain as report
+    from hf_prefix_tree.report import plot as pictures
+    from hf_prefix_tree.report import text
+    from hf_prefix_tree.tree.html import page
 
-@app.command()
-def estimate(
-    data: Annotated[Path, typer.Argument(help="A JSON Lines file.", show_default=False)],
-    model: Annotated[str, typer.Option(help="Model config, a folder or a name on the Hub.", show_default=False)],
-    tokenizer: Tokenizer = None,
-    reasoning: Reasoning = "per_turn",
-    tools: Tools = None,
-    group_by: GroupBy = None,
-    max_length: MaxLength = None,
-    max_packed_tokens: MaxPackedTokens = None,
-    as_json: AsJson = False,
-) -> None:
-    """Predict speed-up and activation memory of training a model on trees instead of on their branches."""
-    config = _load_config(model)
-    limits = {"max_length": max_length, "max_packed_tokens": max_packed_tokens}
-    options = {"reasoning": reasoning, "tools": _load_tools(tools), "group_by": group_by, **limits}
-    file = fold_file(data, _load_tokenizer(tokenizer), **options)
-    predicted = predict(file.trees, config, max_packed_tokens)
-    total = counts_of(file.groups, max_packed_tokens)
+    datasets.logging.set_verbosity(logging.CRITICAL)  # it logs what it then raises
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    if plot is not None:
+        pictures.check_matplotlib()
+    if gpu is not None and gpu not in report.MEASURED_TFLOPS:
+        raise ValueError(f"`--gpu` is {gpu!r}; pass one that was measured: {', '.join(report.MEASURED_TFLOPS)}.")
+    if gpu is not None and model is None:
+        raise ValueError(f"`--gpu` is {gpu!r}, but `--model` is missing; pass the model whose FLOPs to count.")
+    loaded = _load("AutoTokenizer", tokenizer, "--tokenizer")
+    if chat_template is not None:
+        _set_chat_template(loaded, chat_template)
+    loaded_config = _load("AutoConfig", model, "--model")
+    folded = report.fold_rows(
+        report.load_rows(data, split, config),
+        data,
+        loaded,
+        reasoning=reasoning,
+        tools=None if tools is None else report.read_tools(tools, "--tools"),
+        group_by=None if group_by == "none" else group_by,
+        max_length=max_length,
+        max_packed_tokens=max_packed_tokens,
+    )
+    predicted = None
+    if loaded_config is not None:
+        predicted = report.estimate(folded.trees, loaded_config, max_packed_tokens, folded.ways)
+    shown = sorted(folded.trees, key=lambda item: -item.stats().pair_ratio)
+    of_groups = [(group.name, report.counts_of([group], max_packed_tokens)) for group in folded.groups]
+    total = report.counts_of(folded.groups, max_packed_tokens)
+    lines, notes = text.gain_lines(folded, predicted), text.footnotes(folded)
+    table, per_group = text.gain_rows(folded, predicted, gpu), text.counts_rows(of_groups, total)
+    if predicted is not None:
+        notes += report.ASSUMPTIONS
+    if plot is not None:
+        pictures.plot_trees(shown, shown[0], plot)
+    if html is not None:
+        tables = [("", table), ("Groups", per_group)]
+        drawn, decode = shown[:_TREES_OF_A_PAGE], None if loaded is None else loaded.decode
+        content = page(f"Gain of {Path(data).name}", lines, tables, notes, drawn, decode)
+        html.write_text(content, encoding="utf-8", errors="replace")
     if as_json:
-        values = {**dataclasses.asdict(predicted), "verdict": predicted.verdict(), "assumptions": ASSUMPTIONS}
-        print(
-            json.dumps({"file": file.name, "model": model, **values, "total": total, "losses": file.losses}, indent=2)
-        )
+        print(json.dumps(_as_json(folded, predicted, gpu, total, of_groups), indent=2))
         return
-    out = console()
-    out.print(counts_table(file.name, "", [("all groups", total)]))
-    if file.losses:
-        out.print(f"Some data was dropped or modified: {file.losses}.")
-    print(_prediction(predicted))
+    out = text.console()
+    for line in lines:
+        out.print(text.printable(line))
+    out.print(text.table("", table))
+    for note in notes:
+        out.print(f"- {note}.")
+    if groups:
+        out.print(text.table("Groups", per_group))
+    if tree:
+        out.print(f"\nThe tree with the highest pair ratio, {shown[0].stats().pair_ratio:.2f}:")
+        out.print(text.draw_tree(shown[0], loaded))
+
+
+_TREES_OF_A_PAGE = 10
 
 
 def main() -> None:
@@ -134,61 +140,60 @@ def main() -> None:
     logger = logging.getLogger("hf_prefix_tree")
     level = logger.level
     logger.setLevel(logging.ERROR)  # the reports name the losses
-    if not sys.stderr.isatty():
-        disable_progress_bars()
     try:
-        app()
-    except (ValueError, OSError) as error:
-        print(f"hf-prefix-tree: {printable(' '.join(str(error).split()))}", file=sys.stderr)
-        sys.exit(2)
+        code = app(args=sys.argv[1:] or ["--help"], standalone_mode=False)
+    except typer.Abort:
+        code = 130
+    except Exception as error:
+        # `format_message` marks errors of usage: their class is Click's, which typer has under its own name since 0.2x
+        if not isinstance(error, ValueError | OSError) and not hasattr(error, "format_message"):
+            raise
+        text = error.format_message() if hasattr(error, "format_message") else str(error)
+        line = "".join(char if char.isprintable() else " " for char in text)
+        print(f"hf-prefix-tree: {' '.join(line.split())}", file=sys.stderr)
+        code = 2
     finally:
         logger.setLevel(level)
+    sys.exit(code)
 
 
-def _prediction(predicted: Estimate) -> str:
-    kept, recomputed = (
-        f"{branch:.2f} GiB for the longest branch, {tree:.2f} GiB for the largest row"
-        for branch, tree in (
-            (predicted.branch_gib, predicted.tree_gib),
-            (predicted.branch_gib_checkpointed, predicted.tree_gib_checkpointed),
-        )
-    )
-    lines = [
-        f"TFLOP of an epoch     {predicted.branch_tflop:,.4g} branch by branch, {predicted.tree_tflop:,.4g} folded",
-        f"predicted speed-up    {predicted.speedup:.2f}x",
-        f"activations           {kept}",
-        f"  with checkpointing  {recomputed}",
-        "",
-        predicted.verdict(),
-        "",
-        "Assumptions:",
-        *(f"- {assumption}." for assumption in ASSUMPTIONS),
-    ]
-    return "\n".join(lines)
-
-
-def _load_tokenizer(name: str | None) -> Any:
+def _load(auto_class: str, name: str | None, option: str) -> Any:
     if name is None:
         return None
-    from transformers import AutoTokenizer
+    import transformers
 
     try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"`--tokenizer` is {name!r}, which can't be loaded: {error}") from error
+        return getattr(transformers, auto_class).from_pretrained(name)
+    except Exception as error:  # whatever a broken file makes a loader do
+        reason = re.split(r"(?<=[.:])\s", str(error))[0]
+        raise ValueError(f"`{option}` is {name!r}, which can't be loaded: {type(error).__name__}: {reason}") from error
 
 
-def _load_tools(path: Path | None) -> Any:
-    return None if path is None else read_tools(path, "--tools")
-
-
-def _load_config(name: str) -> Any:
-    from transformers import AutoConfig
-
+def _set_chat_template(tokenizer: Any, template: str) -> None:
+    """Gives the tokenizer the chat template of a file, or TRL's of that name."""
+    if tokenizer is None:
+        raise ValueError(f"`--chat-template` is {template!r}, but `--tokenizer` is missing; pass both.")
+    shipped = Path(find_spec("trl").origin).parent / "chat_templates"  # type: ignore[union-attr, arg-type]
+    path = Path(template) if Path(template).is_file() else shipped / f"{template}.jinja"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in shipped.glob("*.jinja") if "_training" not in file.stem))
+        raise ValueError(f"`--chat-template` is {template!r}, which is no file; pass one, or one of {known}.")
     try:
-        return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"`--model` is {name!r}, whose config can't be loaded: {error}") from error
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"`--chat-template` is {template!r}, which is no text: {error}.") from error
+
+
+def _as_json(
+    folded: Folded, predicted: Estimate | None, gpu: str | None, total: dict[str, Any], groups: list[Any]
+) -> dict[str, Any]:
+    ways = {name: {key: n for key, n in vars(way).items() if key != "at_depth"} for name, way in folded.ways.items()}
+    per_group = [{"name": name, **counts} for name, counts in groups]
+    found = {**vars(folded), "ways": ways, "total": total, "groups": per_group}
+    if predicted is not None:
+        hours = {} if gpu is None else {"hours": predicted.hours(gpu)}
+        found["estimate"] = {**dataclasses.asdict(predicted), **hours, "verdict": predicted.verdict()}
+    return found
 
 
 if __name__ == "__main__":
