@@ -119,9 +119,6 @@ def load_rows(data: str | Path, split: str = "train", config: str | None = None)
         raise ValueError(f"{data}{reason or f' could not be read: {causes}'}") from error
     if not len(rows):
         raise ValueError(f"{data} has no rows; pass at least one.")
-    if {"prompt", "chosen", "rejected"} <= set(rows.column_names):
-        pairs = [list(pair) for pair in zip(rows["chosen"], rows["rejected"], strict=True)]
-        rows = rows.remove_columns(["chosen", "rejected"]).add_column("completions", pairs)
     return rows
 
 
@@ -200,6 +197,9 @@ def fold_rows(
     Raises:
         `ValueError`: If an option doesn't fit, a row is malformed (its index is named), or no tree is left.
     """
+    if {"prompt", "chosen", "rejected"} <= set(dataset.column_names):
+        pairs = [list(pair) for pair in zip(dataset["chosen"], dataset["rejected"], strict=True)]
+        dataset = dataset.remove_columns(["chosen", "rejected"]).add_column("completions", pairs)
     check_preparation(reasoning=reasoning, max_length=max_length, max_packed_tokens=max_packed_tokens)
     options: dict[str, Any] = {"tools": tools, "max_length": max_length}
     try:

@@ -147,6 +147,21 @@ def gain(
         out.print(text.draw_tree(shown[0], loaded))
 
 
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    options_metavar="METHOD [OPTIONS]...",
+)
+def train(context: typer.Context) -> None:
+    """Train: sft, dpo, kto, grpo, rloo, diffusion or eagle3. `train METHOD --help` lists the options of a method."""
+    from hf_prefix_tree.cli.train import METHODS, main
+
+    if not context.args or context.args[0].startswith("-"):
+        print(f"usage: hf-prefix-tree train METHOD [OPTIONS]...\nMETHOD is one of {', '.join(METHODS)}.")
+        return
+    main(context.args)
+
+
 _TREES_OF_A_PAGE = 10
 
 

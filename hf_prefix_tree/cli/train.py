@@ -1,0 +1,454 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""`hf-prefix-tree train METHOD`: the trainers of this package with TRL's command-line conventions.
+
+Options are those of TRL's scripts: the fields of a method's arguments, of its configuration and of TRL's
+`ModelConfig`, on the command line or in a YAML file (`--config`). The example scripts call [`run`] with data of their
+own.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from inspect import signature
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset, load_from_disk
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+
+from hf_prefix_tree.data.baselines import flat_steps, per_branch
+from hf_prefix_tree.data.prepare import prepare_trees
+from hf_prefix_tree.eagle3.data import SampleOptions, padding_token, prepare_eagle3_rows
+from hf_prefix_tree.eagle3.export import export_for_serving, validate_export
+from hf_prefix_tree.eagle3.model import Eagle3DraftModel
+from hf_prefix_tree.eagle3.target import TARGET_FILE, Eagle3Target, precompute_hidden_states
+from hf_prefix_tree.report.gain import load_rows, read_tools
+from hf_prefix_tree.report.text import console, counts_list
+from hf_prefix_tree.tree.prefix_tree import PrefixTree
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainArguments(ScriptArguments):
+    """
+    Arguments of every method, besides TRL's.
+
+    Args:
+        tools_file (`str`, *optional*):
+            JSON file with tool schemas: a list for all dataset rows, or an object that maps each group to its list.
+        tokenizer_name_or_path (`str`, *optional*):
+            Tokenizer, if it is not the model's.
+        gguf_file (`str`, *optional*):
+            Name of a GGUF file in the model's folder, from which weights (and tokenizer) are loaded.
+        random_weights (`bool`, *optional*, defaults to `False`):
+            Initialise the model from its config alone.
+        stock (`bool`, *optional*, defaults to `False`):
+            Train with TRL's trainer, which computes every sequence by itself.
+        dry_run (`bool`, *optional*, defaults to `False`):
+            Prepare the data, print the counts, and stop. No model is loaded.
+    """
+
+    tools_file: str | None = field(default=None, metadata={"help": "JSON file with tool schemas."})
+    tokenizer_name_or_path: str | None = field(default=None, metadata={"help": "Tokenizer, if not the model's."})
+    gguf_file: str | None = field(default=None, metadata={"help": "GGUF file in the model's folder."})
+    random_weights: bool = field(default=False, metadata={"help": "Initialise the model from its config alone."})
+    stock: bool = field(default=False, metadata={"help": "Train with TRL's trainer, without trees."})
+    dry_run: bool = field(default=False, metadata={"help": "Prepare the data, print the counts, and stop."})
+
+
+@dataclass
+class SFTArguments(TrainArguments):
+    """
+    Arguments of `sft`.
+
+    Args:
+        baseline (`str`, *optional*):
+            Train without trees, with TRL's `SFTTrainer`: `"per_branch"` makes a sample of each branch, `"flat_steps"`
+            one of consecutive turns of a conversation, as long as the next prompt extends the last sample.
+    """
+
+    baseline: str | None = field(
+        default=None,
+        metadata={"help": "Train without trees, with SFTTrainer.", "choices": ["per_branch", "flat_steps"]},
+    )
+
+
+@dataclass
+class PolicyArguments(TrainArguments):
+    """
+    Arguments of `grpo` and `rloo`.
+
+    Args:
+        reward_model_name_or_path (`str`, *optional*):
+            Reward model.
+        reward_funcs (`list[str]`, *optional*):
+            Names of reward functions of `trl.rewards`, or dotted import paths.
+    """
+
+    reward_model_name_or_path: str | None = field(default=None, metadata={"help": "Reward model."})
+    reward_funcs: list[str] | None = field(
+        default=None, metadata={"help": "Functions of `trl.rewards`, or dotted import paths."}
+    )
+
+
+@dataclass
+class Eagle3Arguments(TrainArguments):
+    """
+    Arguments of `eagle3`.
+
+    Args:
+        draft_name_or_path (`str`, *optional*):
+            Checkpoint of a draft to train further.
+        precompute_dir (`str`, *optional*):
+            Folder for the target's hidden states, which are written first and trained on. A folder that has them can
+            be `model_name_or_path`: then neither target nor dataset is needed.
+        export_engine (`str`, *optional*):
+            Serving engine to export the draft for, into the folder `serving` of the output.
+    """
+
+    draft_name_or_path: str | None = field(default=None, metadata={"help": "Draft to train further."})
+    precompute_dir: str | None = field(default=None, metadata={"help": "Folder for the target's hidden states."})
+    export_engine: str | None = field(
+        default=None,
+        metadata={"help": "Engine to export the draft for.", "choices": ["vllm", "sglang", "speculators"]},
+    )
+
+
+class Method(NamedTuple):
+    """A method of `train`, by the names of its classes, which are imported on use."""
+
+    trainer: str
+    config: str
+    stock: str | None  # TRL's trainer
+    arguments: type[TrainArguments]
+
+
+METHODS = {
+    "sft": Method("TreeSFTTrainer", "TreeSFTConfig", "SFTTrainer", SFTArguments),
+    "dpo": Method("TreeDPOTrainer", "TreeDPOConfig", "DPOTrainer", TrainArguments),
+    "kto": Method("TreeKTOTrainer", "TreeKTOConfig", "KTOTrainer", TrainArguments),
+    "grpo": Method("TreeGRPOTrainer", "TreeGRPOConfig", "GRPOTrainer", PolicyArguments),
+    "rloo": Method("TreeRLOOTrainer", "TreeRLOOConfig", "RLOOTrainer", PolicyArguments),
+    "diffusion": Method("DiffusionSFTTrainer", "DiffusionSFTConfig", None, TrainArguments),
+    "eagle3": Method("Eagle3Trainer", "Eagle3Config", None, Eagle3Arguments),
+}
+
+
+LOADING = ("dpo", "kto", "grpo", "rloo")  # their trainers load the model by its name, and the reference from it
+
+
+def parse(method: str, options: Sequence[str]) -> tuple[Any, Any, ModelConfig]:
+    """
+    The arguments, the configuration and TRL's `ModelConfig` of a method. Without an accelerator bf16 is off.
+
+    Args:
+        method (`str`): A key of [`METHODS`].
+        options (`Sequence[str]`): As on the command line.
+
+    Raises:
+        `ValueError`: If the method or an option is unknown.
+    """
+    if method not in METHODS:
+        raise ValueError(f"`METHOD` is {method!r}; pass one of {', '.join(METHODS)}.")
+    spec, options = METHODS[method], list(options)
+    config = getattr(importlib.import_module("hf_prefix_tree"), spec.config)
+    parser = TrlParser((spec.arguments, config, ModelConfig), prog=f"hf-prefix-tree train {method}")
+    if not torch.accelerator.is_available() and not any(option.split("=")[0] == "--bf16" for option in options):
+        logger.warning("bf16 is off, because there is no GPU. `--bf16 true` keeps it.")
+        options += ["--bf16", "false"]
+    return parser.parse_args_and_config(options)
+
+
+def run(
+    method: str,
+    arguments: TrainArguments,
+    args: Any,
+    model_args: ModelConfig,
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    datasets: Sequence[Dataset] | None = None,
+    **options: Any,
+) -> Any:
+    """
+    Train with a method, save the model, and push it to the Hub if the configuration says so.
+
+    Args:
+        method (`str`): A key of [`METHODS`].
+        arguments ([`TrainArguments`]), args (a configuration), model_args ([`~trl.ModelConfig`]): From [`parse`].
+        model, tokenizer, datasets (*optional*):
+            Take the place of those that the arguments name; `datasets` are the rows of the training split and, where
+            the configuration evaluates, of the test split.
+        **options: Further arguments of the trainer.
+
+    Returns:
+        The trainer; `None` after a dry run.
+
+    Raises:
+        `ValueError`: If an argument is missing or has no meaning for the method, or the data can't be read.
+    """
+    spec, splits = METHODS[method], [arguments.dataset_train_split]
+    if args.eval_strategy != "no":
+        splits.append(arguments.dataset_test_split)
+    tokenizer = tokenizer or _load_tokenizer(arguments, model_args)
+    is_precomputed = method == "eagle3" and Path(str(model_args.model_name_or_path), TARGET_FILE).is_file()
+    if datasets is None and is_precomputed:
+        datasets = [load_from_disk(str(Path(model_args.model_name_or_path, "rows", split))) for split in splits]
+    if datasets is None:
+        datasets = [load_split(arguments, split, args) for split in splits]
+    baseline = arguments.baseline if isinstance(arguments, SFTArguments) else None
+    if arguments.dry_run:
+        for split, rows in zip(splits, datasets, strict=True):
+            console().print(counts_list(split, count(method, rows, tokenizer, args, baseline)))
+        return None
+    if baseline is not None:
+        datasets = [baseline_rows(rows, tokenizer, args, baseline) for rows in datasets]
+    is_stock = arguments.stock or baseline is not None
+    if is_stock and spec.stock is None:
+        raise ValueError(f"`stock` is set, but TRL has no trainer for {method!r}; leave it out.")
+    attention = "prefix_tree" if method == "sft" and not is_stock else model_args.attn_implementation
+    if method in LOADING:
+        if model is None and (arguments.random_weights or arguments.gguf_file is not None):
+            raise ValueError(f"`random_weights` and `gguf_file` have no meaning for {method!r}; leave them out.")
+        if model is None:
+            args.model_init_kwargs = model_settings(args, model_args, attention) | (args.model_init_kwargs or {})
+        model = model or model_args.model_name_or_path
+    elif not is_precomputed:
+        model = model or load_model(arguments, args, model_args, attention)
+    if isinstance(arguments, Eagle3Arguments):
+        target = model_args.model_name_or_path if is_precomputed else model
+        if arguments.precompute_dir is not None and not is_precomputed:
+            datasets = _precomputed(target, datasets, splits, tokenizer, args, arguments.precompute_dir)
+            target = arguments.precompute_dir
+        options |= {"model": arguments.draft_name_or_path, "target_model": target}
+    else:
+        options |= {"model": model, "peft_config": get_peft_config(model_args)}
+    if isinstance(arguments, PolicyArguments) and "reward_funcs" not in options:
+        options["reward_funcs"] = reward_functions(arguments)
+    if is_stock:
+        trainer_class = getattr(importlib.import_module("trl"), str(spec.stock))
+    else:
+        trainer_class = getattr(importlib.import_module("hf_prefix_tree"), spec.trainer)
+    trainer = trainer_class(
+        args=args,
+        train_dataset=datasets[0],
+        eval_dataset=datasets[1] if len(datasets) > 1 else None,
+        processing_class=tokenizer,
+        **options,
+    )
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model(args.output_dir)
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=os.path.basename(arguments.dataset_name or "data"))
+    is_exported = isinstance(arguments, Eagle3Arguments) and arguments.export_engine is not None
+    if is_exported and trainer.is_world_process_zero():
+        _export(args.output_dir, arguments.export_engine, model_args.model_name_or_path)
+    return trainer
+
+
+def main(options: Sequence[str]) -> None:
+    """`hf-prefix-tree train`: the method, then its options."""
+    run(options[0], *parse(options[0], options[1:]))
+    leave()
+
+
+def leave() -> None:
+    """Ends all ranks together: a thread of gloo could abort the process at exit, and no DDP model keeps the group."""
+    PartialState().wait_for_everyone()
+    gc.collect()
+    PartialState().destroy_process_group()
+
+
+# ---- data ----
+
+
+def load_split(arguments: TrainArguments, split: str, args: Any) -> Dataset:
+    """
+    The dataset rows of a split of a Hub dataset, or of a file, whose only split is every split; with their tools.
+
+    Args:
+        arguments ([`TrainArguments`]): `dataset_name`, `dataset_config` and `tools_file` are read.
+        split (`str`): Name of the split.
+        args: The configuration, whose `group_by` and `column_names` say how tools belong to rows.
+
+    Raises:
+        `ValueError`: If `dataset_name` is missing, or `tools_file` does not fit the rows.
+    """
+    if arguments.dataset_name is None:
+        raise ValueError("`dataset_name` is missing: pass a Hub dataset or a file.")
+    is_file = Path(arguments.dataset_name).is_file()
+    rows = load_rows(arguments.dataset_name, "train" if is_file else split, arguments.dataset_config)
+    if arguments.tools_file is None:
+        return rows
+    tools = read_tools(Path(arguments.tools_file), "tools_file")
+    names = getattr(args, "column_names", None) or {}
+    if "tools" in rows.column_names or "tools" in names:
+        raise ValueError("`tools_file` is given, but the rows have tools of their own; leave it out.")
+    if isinstance(tools, list):
+        return rows.add_column("tools", [json.dumps(tools)] * len(rows))
+    group_by = getattr(args, "group_by", None) or "group"
+    column = names.get(group_by, group_by)
+    if column not in rows.column_names:
+        raise ValueError(f"`tools_file` has tools by group, but the rows have no column {column!r}; pass `group_by`.")
+    if missing := {str(group) for group in rows.unique(column)} - tools.keys():
+        raise ValueError(f"`tools_file` has no tools for {column}={min(missing)!r}; add them, if only an empty list.")
+    return rows.add_column("tools", [json.dumps(tools[str(group)]) for group in rows[column]])
+
+
+def baseline_rows(
+    rows: Dataset, tokenizer: Any, args: Any, baseline: str, counts: dict[str, Any] | None = None
+) -> Dataset:
+    """
+    The same data for `SFTTrainer`, selected and truncated as for [`TreeSFTTrainer`].
+
+    Args:
+        rows (`Dataset`), tokenizer, args ([`TreeSFTConfig`]): As for the trainer.
+        baseline (`str`): `"per_branch"` or `"flat_steps"`.
+        counts (`dict`, *optional*): Gets the counts of the preparation.
+
+    Raises:
+        `ValueError`: If turns of several conversations, or no turns, would be joined.
+    """
+    if baseline == "flat_steps" and (args.reasoning != "per_turn" or args.group_by is not None):
+        raise ValueError(
+            "`baseline='flat_steps'` joins the turns of one conversation: leave out `reasoning`, `group_by`."
+        )
+    trees = _prepare(rows, tokenizer, args, {} if counts is None else counts, max_packed_tokens=None)
+    folded = (PrefixTree.from_dict(row) for row in trees)
+    if baseline == "per_branch":
+        return Dataset.from_list(per_branch(folded))
+    return Dataset.from_list([row for tree in folded for row in flat_steps(tree.branches())])
+
+
+def count(method: str, rows: Dataset, tokenizer: Any, args: Any, baseline: str | None) -> dict[str, Any]:
+    """What a dry run prints: the counts of the preparation, and of the samples of a baseline."""
+    counts: dict[str, Any] = {}
+    if method == "sft" and baseline is None:
+        _prepare(rows, tokenizer, args, counts)
+    elif method == "sft":
+        samples = baseline_rows(rows, tokenizer, args, baseline or "", counts)
+        lengths = [len(ids) for ids in samples["input_ids"]]
+        counts |= {"samples": len(lengths), "sample_tokens": sum(lengths), "longest_sample": max(lengths)}
+        counts["supervised_sample_tokens"] = sum(x != -100 for labels in samples["labels"] for x in labels)
+    elif method == "eagle3":
+        documents = _documents(rows, tokenizer, args)
+        masks = documents["loss_mask"]
+        counts |= {"sequences": len(documents), "positions": sum(map(len, masks)), "supervised": sum(map(sum, masks))}
+    else:
+        counts |= {"rows": len(rows), "columns": ", ".join(rows.column_names)}
+    if "tree_tokens" in counts:
+        counts |= {f"{name}_ratio": counts[f"branch_{name}s"] / counts[f"tree_{name}s"] for name in ("token", "pair")}
+        counts["mean_branches"] = counts["branches"] / counts["trees"]
+    return counts
+
+
+def _prepare(rows: Dataset, tokenizer: Any, args: Any, counts: dict[str, Any], **changes: Any) -> Dataset:
+    """The trees that `TreeSFTTrainer` makes of the rows: its options have the names of `prepare_trees`."""
+    options = {name: getattr(args, name) for name in signature(prepare_trees).parameters if hasattr(args, name)}
+    return prepare_trees(rows, tokenizer, num_proc=args.dataset_num_proc, counts=counts, **{**options, **changes})
+
+
+def _documents(rows: Dataset, tokenizer: Any, args: Any) -> Dataset:
+    """The packed or padded documents that `Eagle3Trainer` makes of the rows."""
+    return prepare_eagle3_rows(
+        rows,
+        SampleOptions(tokenizer, args.supervise_reasoning, args.reasoning_end),
+        seq_length=args.seq_length,
+        packed_sequence_size=args.packed_sequence_size,
+        strategy=args.packing_strategy,
+        pad_token_id=padding_token(tokenizer),
+        num_proc=args.dataset_num_proc,
+    )
+
+
+def _precomputed(
+    target: Any, datasets: Sequence[Dataset], splits: Sequence[str], tokenizer: Any, args: Any, folder: str
+) -> list[Dataset]:
+    frozen = Eagle3Target(target, args.aux_layer_ids, args.attn_backend).to(args.device)
+    return [
+        precompute_hidden_states(frozen, _documents(rows, tokenizer, args), folder, split=split)
+        for rows, split in zip(datasets, splits, strict=True)
+    ]
+
+
+# ---- models ----
+
+
+def load_model(arguments: TrainArguments, args: Any, model_args: ModelConfig, attention: str | None) -> Any:
+    """
+    The model that the arguments name.
+
+    Args:
+        arguments ([`TrainArguments`]), args (a configuration), model_args ([`~trl.ModelConfig`]): From [`parse`].
+        attention (`str`, *optional*): `attn_implementation`.
+    """
+    name, settings = model_args.model_name_or_path, model_settings(args, model_args, attention)
+    if arguments.random_weights:
+        config = AutoConfig.from_pretrained(name, revision=settings.pop("revision"))
+        dtype = torch.float32 if settings["dtype"] == "auto" else settings["dtype"]
+        return AutoModelForCausalLM.from_config(config, **settings | {"dtype": dtype})
+    model = AutoModelForCausalLM.from_pretrained(name, gguf_file=arguments.gguf_file, **settings)
+    if arguments.gguf_file is None:
+        return model
+    # Transformers marks weights that it expanded from a GGUF file as quantized, and would not train or save them.
+    del model.config.quantization_config
+    whole = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype, attn_implementation=attention)
+    whole.load_state_dict(model.state_dict())
+    return whole
+
+
+def model_settings(args: Any, model_args: ModelConfig, attention: str | None) -> dict[str, Any]:
+    """The keyword arguments of `from_pretrained` that the options stand for."""
+    dtype = model_args.dtype if model_args.dtype in ("auto", None) else getattr(torch, model_args.dtype)
+    settings = {"revision": model_args.model_revision, "dtype": dtype, "trust_remote_code": args.trust_remote_code}
+    quantization = get_quantization_config(model_args)
+    settings |= {} if quantization is None else {"quantization_config": quantization}
+    return settings | ({} if attention is None else {"attn_implementation": attention})
+
+
+def _load_tokenizer(arguments: TrainArguments, model_args: ModelConfig) -> Any:
+    if arguments.tokenizer_name_or_path is not None:
+        return AutoTokenizer.from_pretrained(arguments.tokenizer_name_or_path)
+    if model_args.model_name_or_path is None:
+        raise ValueError("`model_name_or_path` is missing: pass a model's name or folder.")
+    return AutoTokenizer.from_pretrained(model_args.model_name_or_path, gguf_file=arguments.gguf_file)
+
+
+def reward_functions(arguments: PolicyArguments) -> list[Any]:
+    """
+    The reward model and functions that the arguments name.
+
+    Raises:
+        `ValueError`: If there is none, or a function can't be found.
+    """
+    rewards: list[Any] = [name for name in [arguments.reward_model_name_or_path] if name is not None]
+    for name in arguments.reward_funcs or []:
+        module, _, function = name.rpartition(".")
+        if module and os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        try:
+            rewards.append(getattr(importlib.import_module(module or "trl.rewards"), function))
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"`reward_funcs` has {name!r}, which can't be imported: {error}.") from error
+    if not rewards:
+        raise ValueError("`reward_funcs` is missing: pass names of `trl.rewards` or import paths of functions.")
+    return rewards
+
+
+def _export(output_dir: str, engine: str, target: str | None) -> None:
+    folder = str(Path(output_dir, "serving"))
+    draft = Eagle3DraftModel.from_pretrained(output_dir)  # whole, even if training sharded it
+    export_for_serving(draft, folder, engine, dtype=torch.bfloat16, target_name_or_path=target)
+    for problem in validate_export(folder):
+        logger.error("The exported draft is not what %s expects: %s", engine, problem)
