@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
@@ -28,6 +28,8 @@ from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_qu
 
 from hf_prefix_tree.data.baselines import flat_steps, per_branch
 from hf_prefix_tree.data.prepare import prepare_trees
+from hf_prefix_tree.data.supervision import IGNORE_INDEX
+from hf_prefix_tree.eagle3.config import Eagle3Config
 from hf_prefix_tree.eagle3.data import SampleOptions, padding_token, prepare_eagle3_rows
 from hf_prefix_tree.eagle3.export import export_for_serving, validate_export
 from hf_prefix_tree.eagle3.model import Eagle3DraftModel
@@ -37,6 +39,8 @@ from hf_prefix_tree.report.text import console, counts_list
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 logger = logging.getLogger(__name__)
+
+MASK_TOKEN = "<|mask|>"  # of a tokenizer that has none
 
 
 @dataclass
@@ -49,26 +53,33 @@ class TrainArguments(ScriptArguments):
             JSON file with tool schemas: a list for all dataset rows, or an object that maps each group to its list.
         tokenizer_name_or_path (`str`, *optional*):
             Tokenizer, if it is not the model's.
-        gguf_file (`str`, *optional*):
-            Name of a GGUF file in the model's folder, from which weights (and tokenizer) are loaded.
-        random_weights (`bool`, *optional*, defaults to `False`):
-            Initialise the model from its config alone.
-        stock (`bool`, *optional*, defaults to `False`):
-            Train with TRL's trainer, which computes every sequence by itself.
         dry_run (`bool`, *optional*, defaults to `False`):
             Prepare the data, print the counts, and stop. No model is loaded.
     """
 
     tools_file: str | None = field(default=None, metadata={"help": "JSON file with tool schemas."})
     tokenizer_name_or_path: str | None = field(default=None, metadata={"help": "Tokenizer, if not the model's."})
-    gguf_file: str | None = field(default=None, metadata={"help": "GGUF file in the model's folder."})
-    random_weights: bool = field(default=False, metadata={"help": "Initialise the model from its config alone."})
-    stock: bool = field(default=False, metadata={"help": "Train with TRL's trainer, without trees."})
     dry_run: bool = field(default=False, metadata={"help": "Prepare the data, print the counts, and stop."})
 
 
 @dataclass
-class SFTArguments(TrainArguments):
+class WeightsArguments(TrainArguments):
+    """
+    Arguments of the methods that load the model themselves: `diffusion`, and with more, `sft` and `eagle3`.
+
+    Args:
+        gguf_file (`str`, *optional*):
+            Name of a GGUF file in the model's folder to load weights and tokenizer from.
+        random_weights (`bool`, *optional*, defaults to `False`):
+            Initialise the model from its config alone.
+    """
+
+    gguf_file: str | None = field(default=None, metadata={"help": "GGUF file in the model's folder."})
+    random_weights: bool = field(default=False, metadata={"help": "Initialise the model from its config alone."})
+
+
+@dataclass
+class SFTArguments(WeightsArguments):
     """
     Arguments of `sft`.
 
@@ -85,7 +96,20 @@ class SFTArguments(TrainArguments):
 
 
 @dataclass
-class PolicyArguments(TrainArguments):
+class PreferenceArguments(TrainArguments):
+    """
+    Arguments of `dpo` and `kto`.
+
+    Args:
+        stock (`bool`, *optional*, defaults to `False`):
+            Train with TRL's trainer, which computes every sequence by itself.
+    """
+
+    stock: bool = field(default=False, metadata={"help": "Train with TRL's trainer, without trees."})
+
+
+@dataclass
+class PolicyArguments(PreferenceArguments):
     """
     Arguments of `grpo` and `rloo`.
 
@@ -103,7 +127,7 @@ class PolicyArguments(TrainArguments):
 
 
 @dataclass
-class Eagle3Arguments(TrainArguments):
+class Eagle3Arguments(WeightsArguments):
     """
     Arguments of `eagle3`.
 
@@ -126,35 +150,39 @@ class Eagle3Arguments(TrainArguments):
 
 
 class Method(NamedTuple):
-    """A method of `train`, by the names of its classes, which are imported on use."""
+    """A method: its arguments, and the names of its classes here and of TRL's trainer, which are imported on use."""
 
-    trainer: str
-    config: str
-    stock: str | None  # TRL's trainer
     arguments: type[TrainArguments]
+    config: str
+    trainer: str
+    stock: str = ""
 
 
 METHODS = {
-    "sft": Method("TreeSFTTrainer", "TreeSFTConfig", "SFTTrainer", SFTArguments),
-    "dpo": Method("TreeDPOTrainer", "TreeDPOConfig", "DPOTrainer", TrainArguments),
-    "kto": Method("TreeKTOTrainer", "TreeKTOConfig", "KTOTrainer", TrainArguments),
-    "grpo": Method("TreeGRPOTrainer", "TreeGRPOConfig", "GRPOTrainer", PolicyArguments),
-    "rloo": Method("TreeRLOOTrainer", "TreeRLOOConfig", "RLOOTrainer", PolicyArguments),
-    "diffusion": Method("DiffusionSFTTrainer", "DiffusionSFTConfig", None, TrainArguments),
-    "eagle3": Method("Eagle3Trainer", "Eagle3Config", None, Eagle3Arguments),
+    "sft": Method(SFTArguments, "TreeSFTConfig", "TreeSFTTrainer", "SFTTrainer"),
+    "dpo": Method(PreferenceArguments, "TreeDPOConfig", "TreeDPOTrainer", "DPOTrainer"),
+    "kto": Method(PreferenceArguments, "TreeKTOConfig", "TreeKTOTrainer", "KTOTrainer"),
+    "grpo": Method(PolicyArguments, "TreeGRPOConfig", "TreeGRPOTrainer", "GRPOTrainer"),
+    "rloo": Method(PolicyArguments, "TreeRLOOConfig", "TreeRLOOTrainer", "RLOOTrainer"),
+    "diffusion": Method(WeightsArguments, "DiffusionSFTConfig", "DiffusionSFTTrainer"),
+    "eagle3": Method(Eagle3Arguments, "Eagle3Config", "Eagle3Trainer"),
 }
 
 
-LOADING = ("dpo", "kto", "grpo", "rloo")  # their trainers load the model by its name, and the reference from it
-
-
-def parse(method: str, options: Sequence[str]) -> tuple[Any, Any, ModelConfig]:
+def parse(
+    method: str,
+    options: Sequence[str],
+    arguments: type[TrainArguments] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> tuple[Any, Any, ModelConfig]:
     """
     The arguments, the configuration and TRL's `ModelConfig` of a method. Without an accelerator bf16 is off.
 
     Args:
         method (`str`): A key of [`METHODS`].
         options (`Sequence[str]`): As on the command line.
+        arguments (`type`, *optional*): A class derived from that of the method.
+        defaults (`Mapping[str, Any]`, *optional*): Other defaults of options.
 
     Raises:
         `ValueError`: If the method or an option is unknown.
@@ -163,7 +191,8 @@ def parse(method: str, options: Sequence[str]) -> tuple[Any, Any, ModelConfig]:
         raise ValueError(f"`METHOD` is {method!r}; pass one of {', '.join(METHODS)}.")
     spec, options = METHODS[method], list(options)
     config = getattr(importlib.import_module("hf_prefix_tree"), spec.config)
-    parser = TrlParser((spec.arguments, config, ModelConfig), prog=f"hf-prefix-tree train {method}")
+    parser = TrlParser((arguments or spec.arguments, config, ModelConfig), prog=f"hf-prefix-tree train {method}")
+    parser.set_defaults(**defaults or {})
     if not torch.accelerator.is_available() and not any(option.split("=")[0] == "--bf16" for option in options):
         logger.warning("bf16 is off, because there is no GPU. `--bf16 true` keeps it.")
         options += ["--bf16", "false"]
@@ -210,24 +239,26 @@ def run(
     baseline = arguments.baseline if isinstance(arguments, SFTArguments) else None
     if arguments.dry_run:
         for split, rows in zip(splits, datasets, strict=True):
-            console().print(counts_list(split, count(method, rows, tokenizer, args, baseline)))
+            print_preparation(method, split, rows, tokenizer, args, baseline)
         return None
     if baseline is not None:
         datasets = [baseline_rows(rows, tokenizer, args, baseline) for rows in datasets]
-    is_stock = arguments.stock or baseline is not None
-    if is_stock and spec.stock is None:
-        raise ValueError(f"`stock` is set, but TRL has no trainer for {method!r}; leave it out.")
+    is_stock = baseline is not None or (isinstance(arguments, PreferenceArguments) and arguments.stock)
     attention = "prefix_tree" if method == "sft" and not is_stock else model_args.attn_implementation
-    if method in LOADING:
-        if model is None and (arguments.random_weights or arguments.gguf_file is not None):
-            raise ValueError(f"`random_weights` and `gguf_file` have no meaning for {method!r}; leave them out.")
-        if model is None:
-            args.model_init_kwargs = model_settings(args, model_args, attention) | (args.model_init_kwargs or {})
-        model = model or model_args.model_name_or_path
-    elif not is_precomputed:
-        model = model or load_model(arguments, args, model_args, attention)
+    name = model_args.model_name_or_path
+    if model is None and isinstance(arguments, PreferenceArguments):  # the trainer loads the reference from it, too
+        model = name
+        args.model_init_kwargs = model_settings(args, model_args, attention) | (args.model_init_kwargs or {})
+    elif model is None and not is_precomputed:
+        model = load_model(arguments, args, model_args, attention)
+    if method == "diffusion" and args.mask_token_id is None and tokenizer.mask_token_id is None:
+        tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})
+        if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+            model.resize_token_embeddings(len(tokenizer))
     if isinstance(arguments, Eagle3Arguments):
-        target = model_args.model_name_or_path if is_precomputed else model
+        if model_args.use_peft:
+            raise ValueError("`use_peft` has no meaning here: the target is frozen, and the draft is trained whole.")
+        target = name if is_precomputed else model
         if arguments.precompute_dir is not None and not is_precomputed:
             datasets = _precomputed(target, datasets, splits, tokenizer, args, arguments.precompute_dir)
             target = arguments.precompute_dir
@@ -236,10 +267,8 @@ def run(
         options |= {"model": model, "peft_config": get_peft_config(model_args)}
     if isinstance(arguments, PolicyArguments) and "reward_funcs" not in options:
         options["reward_funcs"] = reward_functions(arguments)
-    if is_stock:
-        trainer_class = getattr(importlib.import_module("trl"), str(spec.stock))
-    else:
-        trainer_class = getattr(importlib.import_module("hf_prefix_tree"), spec.trainer)
+    module, name_of_trainer = ("trl", spec.stock) if is_stock else ("hf_prefix_tree", spec.trainer)
+    trainer_class = getattr(importlib.import_module(module), name_of_trainer)
     trainer = trainer_class(
         args=args,
         train_dataset=datasets[0],
@@ -331,26 +360,30 @@ def baseline_rows(
     return Dataset.from_list([row for tree in folded for row in flat_steps(tree.branches())])
 
 
-def count(method: str, rows: Dataset, tokenizer: Any, args: Any, baseline: str | None) -> dict[str, Any]:
-    """What a dry run prints: the counts of the preparation, and of the samples of a baseline."""
+def print_preparation(
+    method: str, split: str, rows: Dataset, tokenizer: Any, args: Any, baseline: str | None = None
+) -> None:
+    """Prints the counts of the preparation of a split, and the samples of a baseline."""
     counts: dict[str, Any] = {}
-    if method == "sft" and baseline is None:
-        _prepare(rows, tokenizer, args, counts)
-    elif method == "sft":
-        samples = baseline_rows(rows, tokenizer, args, baseline or "", counts)
+    line = f"{split}: {len(rows):,} rows with the columns {', '.join(rows.column_names)}."
+    if method == "sft":
+        samples = baseline_rows(rows, tokenizer, args, baseline, counts) if baseline else None
+        if samples is None:
+            _prepare(rows, tokenizer, args, counts)
+        ratios = {f"{name}_ratio": counts[f"branch_{name}s"] / counts[f"tree_{name}s"] for name in ("token", "pair")}
+        mean = {"mean_branches": counts["branches"] / counts["trees"]}
+        console().print(counts_list(split, {**counts, **ratios, **mean}))
+        if samples is None:
+            return
         lengths = [len(ids) for ids in samples["input_ids"]]
-        counts |= {"samples": len(lengths), "sample_tokens": sum(lengths), "longest_sample": max(lengths)}
-        counts["supervised_sample_tokens"] = sum(x != -100 for labels in samples["labels"] for x in labels)
+        supervised = sum(label != IGNORE_INDEX for labels in samples["labels"] for label in labels)
+        line = f"Without trees: {len(lengths):,} samples of {sum(lengths):,} tokens, {supervised:,} supervised, "
+        line += f"the longest {max(lengths):,}."
     elif method == "eagle3":
-        documents = _documents(rows, tokenizer, args)
-        masks = documents["loss_mask"]
-        counts |= {"sequences": len(documents), "positions": sum(map(len, masks)), "supervised": sum(map(sum, masks))}
-    else:
-        counts |= {"rows": len(rows), "columns": ", ".join(rows.column_names)}
-    if "tree_tokens" in counts:
-        counts |= {f"{name}_ratio": counts[f"branch_{name}s"] / counts[f"tree_{name}s"] for name in ("token", "pair")}
-        counts["mean_branches"] = counts["branches"] / counts["trees"]
-    return counts
+        masks = _documents(rows, tokenizer, args)["loss_mask"]
+        positions, supervised = sum(map(len, masks)), sum(map(sum, masks))
+        line = f"{split}: {len(masks):,} sequences of {positions:,} positions, {supervised:,} supervised."
+    console().print(line)
 
 
 def _prepare(rows: Dataset, tokenizer: Any, args: Any, counts: dict[str, Any], **changes: Any) -> Dataset:
@@ -411,7 +444,11 @@ def load_model(arguments: TrainArguments, args: Any, model_args: ModelConfig, at
 def model_settings(args: Any, model_args: ModelConfig, attention: str | None) -> dict[str, Any]:
     """The keyword arguments of `from_pretrained` that the options stand for."""
     dtype = model_args.dtype if model_args.dtype in ("auto", None) else getattr(torch, model_args.dtype)
-    settings = {"revision": model_args.model_revision, "dtype": dtype, "trust_remote_code": args.trust_remote_code}
+    settings = {"revision": model_args.model_revision, "dtype": dtype}
+    if isinstance(args, Eagle3Config):
+        settings |= args.target_model_init_kwargs or {}
+    else:
+        settings["trust_remote_code"] = args.trust_remote_code
     quantization = get_quantization_config(model_args)
     settings |= {} if quantization is None else {"quantization_config": quantization}
     return settings | ({} if attention is None else {"attn_implementation": attention})
@@ -422,7 +459,8 @@ def _load_tokenizer(arguments: TrainArguments, model_args: ModelConfig) -> Any:
         return AutoTokenizer.from_pretrained(arguments.tokenizer_name_or_path)
     if model_args.model_name_or_path is None:
         raise ValueError("`model_name_or_path` is missing: pass a model's name or folder.")
-    return AutoTokenizer.from_pretrained(model_args.model_name_or_path, gguf_file=arguments.gguf_file)
+    gguf_file = arguments.gguf_file if isinstance(arguments, WeightsArguments) else None
+    return AutoTokenizer.from_pretrained(model_args.model_name_or_path, gguf_file=gguf_file)
 
 
 def reward_functions(arguments: PolicyArguments) -> list[Any]:

@@ -324,7 +324,8 @@ class FoldedForwardMixin(_Trainer):
         """Folds the models that the trainer has so far; called early where `__init__` already scores rows."""
         for kind in type(self.args).__mro__:
             if issubclass(kind, FoldingOptions) and not issubclass(kind, TrainingArguments):
-                vars(self).update({field.name: getattr(self.args, field.name) for field in dataclasses.fields(kind)})
+                for option in dataclasses.fields(kind):
+                    setattr(self, option.name, getattr(self.args, option.name))
         if self.args.torch_compile:
             self.min_reuse = math.inf
         for model in (self.model, getattr(self, "ref_model", None)):
