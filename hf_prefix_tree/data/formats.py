@@ -19,6 +19,7 @@ from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
+from datasets import Dataset
 
 from hf_prefix_tree.data.messages import REASONING_KEYS, Message
 from hf_prefix_tree.tree.prefix_tree import Branch
@@ -90,6 +91,30 @@ def openai_tools(tools: Any, counts: Counter[str]) -> Any:
     """
     tools = _parsed(tools, "tools") if not isinstance(tools, str) or tools.strip() else None
     return [_openai_tool(tool, f"tools[{i}]", counts) for i, tool in enumerate(tools)] if _is_list(tools) else tools
+
+
+def with_tools(rows: Dataset, tools: Any, columns: Mapping[str, str], group_by: str) -> Dataset:
+    """
+    The rows with a column of the tools of a file, which is called `tools_file` in errors.
+
+    Args:
+        rows ([`~datasets.Dataset`]): Rows without tools.
+        tools (`list` or `dict[str, list]`): Those of every row, or those of each value of the column `group_by`.
+        columns (`Mapping[str, str]`), group_by (`str`): Columns of other names; the column of the groups.
+
+    Raises:
+        `ValueError`: If the rows have tools or no such column, or a group has no tools.
+    """
+    if "tools" in rows.column_names or "tools" in columns:
+        raise ValueError("`tools_file` is given, but the rows have tools of their own; leave it out.")
+    if isinstance(tools, list):
+        return rows.add_column("tools", [json.dumps(tools)] * len(rows))
+    column = columns.get(group_by, group_by)
+    if column not in rows.column_names:
+        raise ValueError(f"`tools_file` has tools by group, but the rows have no column {column!r}; pass `group_by`.")
+    if missing := {str(group) for group in rows.unique(column)} - tools.keys():
+        raise ValueError(f"`tools_file` has no tools for {column}={min(missing)!r}; add them, if only an empty list.")
+    return rows.add_column("tools", [json.dumps(tools[str(group)]) for group in rows[column]])
 
 
 def alpaca_conversations(row: Mapping[str, Any]) -> list[tuple[Any, int]]:

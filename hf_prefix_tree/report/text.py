@@ -62,14 +62,27 @@ def counts_rows(groups: Sequence[tuple[str, Mapping[str, Any]]], total: Mapping[
     ]
 
 
-def counts_list(title: str, counts: Mapping[str, Any]) -> Table:
-    """The counts of one set, one below the other."""
-    table = Table("", title, title_justify="left")
-    table.columns[1].justify = "right"
-    for key, name in {**_COLUMNS, "max_branches": "most branches of a tree"}.items():
-        if key in counts:
-            table.add_row(name, _cell(counts[key]))
-    return table
+def preparation_tables(title: str, counts: Mapping[str, Any], trees: Sequence[PrefixTree]) -> tuple[Table, Table]:
+    """
+    The counts of a preparation, and the table by which prime-rl describes its selection: means and maxima over the
+    trees, and the ratios, whose mean is that of all trees together.
+    """
+    stats = [tree.stats() for tree in trees]
+    ratios = {f"{name}_ratio": counts[f"branch_{name}s"] / counts[f"tree_{name}s"] for name in ("token", "pair")}
+    numbers = {name: count for name, count in {**counts, **ratios}.items() if isinstance(count, int | float)}
+    selection = [["", "mean", "max"]]
+    for name, label in (("branches", "K"), ("tree_tokens", "packed tokens"), ("longest_path", "longest path")):
+        values = [getattr(of_tree, name) for of_tree in stats]
+        selection.append([label, f"{sum(values) / len(values):,.1f}", f"{max(values):,}"])
+    for name in ("token_ratio", "pair_ratio"):
+        values = [getattr(of_tree, name) for of_tree in stats]
+        selection.append(
+            [name.replace("_", " "), f"{getattr(sum(stats[1:], stats[0]), name):.2f}", f"{max(values):.2f}"]
+        )
+    return (
+        table("", [[title, ""], *([name.replace("_", " "), _cell(count)] for name, count in numbers.items())]),
+        table(f"{len(stats)} trees", selection),
+    )
 
 
 def printable(text: str) -> str:

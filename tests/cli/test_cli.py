@@ -330,7 +330,8 @@ def test_help_is_fast_and_has_no_torch(arguments, tmp_path):
 
 @pytest.mark.slow
 def test_the_command_fails_without_a_traceback(tmp_path):
-    command = [sys.executable, "-m", "hf_prefix_tree.cli", "gain", str(tmp_path / "missing.jsonl")]
+    call = "from hf_prefix_tree.cli import main; main()"
+    command = [sys.executable, "-c", call, "gain", str(tmp_path / "missing.jsonl")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("hf-prefix-tree: ") and done.stderr.count("\n") == 1

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""The `hf-prefix-tree` command. `gain`: what folding a data set gains, against the ways to train without trees.
+"""The `hf-prefix-tree` command: `gain` compares trees with the ways to train without them, `train` trains on them.
 
 An error in the input is one line on standard error, with exit code 2. Everything that takes time to import is imported
 where a command needs it, so that `--help` and `--version` answer at once.
@@ -77,6 +77,7 @@ def gain(
     from hf_prefix_tree.tree.html import page
 
     datasets.logging.set_verbosity(logging.CRITICAL)  # it logs what it then raises
+    logging.getLogger("hf_prefix_tree").setLevel(logging.ERROR)  # the report names the losses
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     if plot is not None:
@@ -132,6 +133,21 @@ def gain(
         out.print(text.draw_tree(shown[0], loaded))
 
 
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    options_metavar="METHOD [OPTIONS]...",
+)
+def train(context: typer.Context) -> None:
+    """Train: sft, dpo, kto, grpo, rloo, diffusion or eagle3. `train METHOD --help` lists the options of a method."""
+    from hf_prefix_tree.cli.train import METHODS, main
+
+    if not context.args or context.args[0].startswith("-"):
+        print(f"usage: hf-prefix-tree train METHOD [OPTIONS]...\nMETHOD is one of {', '.join(METHODS)}.")
+        return
+    main(context.args)
+
+
 _TREES_OF_A_PAGE = 10
 
 
@@ -139,7 +155,6 @@ def main() -> None:
     """Entry point of `hf-prefix-tree`."""
     logger = logging.getLogger("hf_prefix_tree")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # the reports name the losses
     try:
         code = app(args=sys.argv[1:] or ["--help"], standalone_mode=False)
     except typer.Abort:
@@ -194,7 +209,3 @@ def _as_json(
         hours = {} if gpu is None else {"hours": predicted.hours(gpu)}
         found["estimate"] = {**dataclasses.asdict(predicted), **hours, "verdict": predicted.verdict()}
     return found
-
-
-if __name__ == "__main__":
-    main()
