@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Trainer against trainer: TRL's `SFTTrainer` at its best on flat steps, `TreeSFTTrainer` on the tree of the same rows.
+"""Trainer against trainer: TRL's `SFTTrainer` at its best on flat steps, `TreeSFTTrainer` on the tree of the same.
 
     python -m benchmarks.trainers --output trainers.csv
     python -m benchmarks.trainers --models lora-8b --only completions --sides trl tree-compiled
