@@ -171,7 +171,6 @@ def make_trainer(
         trainer = tree_trainer(1)
         sequences = len(trainer.train_dataset)
         trainer.args.gradient_accumulation_steps = sequences
-        trainer.accelerator.gradient_accumulation_steps = sequences
         return trainer, sequences
     flat = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in per_branch(trees)]
     sequences = len(pack_dataset(Dataset.from_list(flat), args.max_length, "bfd"))
@@ -242,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     args = parser.parse_args(argv)
     device = default_device(args.quick)
     if args.quick:
-        args.step_tokens, args.max_length, args.steps = 128, 128, 1
+        args.step_tokens, args.max_length, args.steps = 256, 128, 1
         args.sides = [side for side in args.sides if not side.endswith("compiled")]
     args.attention = args.attention or ("sdpa" if args.quick else best_attention())
     rows: list[Row] = []

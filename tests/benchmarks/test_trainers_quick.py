@@ -27,9 +27,10 @@ def test_both_sides_take_the_same_step(rows):
 
 
 def test_tokens_of_a_step(rows):
-    assert rows["completions", "trl"]["tokens"] == 2 * 4 * (32 + 8)
-    assert rows["completions", "tree"]["tokens"] == 2 * (32 + 4 * 8)
-    assert rows["single", "trl"]["tokens"] == rows["single", "tree"]["tokens"] == 4 * 32
+    assert rows["completions", "tree"]["sequences"] == 2  # accumulates
+    assert rows["completions", "trl"]["tokens"] == 4 * 4 * (32 + 8)
+    assert rows["completions", "tree"]["tokens"] == 4 * (32 + 4 * 8)
+    assert rows["single", "trl"]["tokens"] == rows["single", "tree"]["tokens"] == 8 * 32
 
 
 def test_another_step_is_an_error(rows):
