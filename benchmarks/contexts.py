@@ -176,9 +176,16 @@ def load_model(args: argparse.Namespace, attention: str) -> PreTrainedModel:
         torch.manual_seed(0)
         config = shape_config("quick")
         return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    return AutoModelForCausalLM.from_pretrained(
-        args.model, gguf_file=args.gguf, dtype=torch.float32, attn_implementation=attention
-    )
+    loaded = AutoModelForCausalLM.from_pretrained(args.model, gguf_file=args.gguf, dtype=torch.float32)
+    if args.gguf is None:
+        loaded.set_attn_implementation(attention)
+        return loaded
+    # weights that came from a GGUF file count as quantized, although they were expanded
+    config = loaded.config
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    model.load_state_dict(loaded.state_dict())
+    return model
 
 
 def held_out_loss(model: PreTrainedModel, data: dict[str, Any], args: argparse.Namespace, folder: str) -> float:

@@ -67,9 +67,12 @@ def test_a_file_without_rows_of_its_split_is_named(tmp_path):
         load_rows(write_as("jsonl", tmp_path), split="test")
 
 
-def test_preference_pairs_share_their_prompt(tmp_path, tokenizer):
-    pairs = [{"prompt": "What is 1 + 1?", "chosen": "It is 2.", "rejected": "It is 3."}]
-    (tmp_path / "pairs.jsonl").write_text(json.dumps(pairs[0]) + "\n")
+@pytest.mark.parametrize("prompt", ["explicit", "implicit"])
+def test_preference_pairs_share_their_prompt(prompt, tmp_path, tokenizer):
+    pair = {"prompt": "What is 1 + 1?", "chosen": "It is 2.", "rejected": "It is 3."}
+    if prompt == "implicit":
+        pair = {name: pair["prompt"] + pair[name] for name in ("chosen", "rejected")}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
     folded = fold_rows(load_rows(tmp_path / "pairs.jsonl"), "pairs", tokenizer)
     ids = [tokenizer(f"What is 1 + 1?{answer}<|im_end|>")["input_ids"] for answer in ("It is 2.", "It is 3.")]
     shared = next(i for i, (a, b) in enumerate(zip(*ids, strict=True)) if a != b)
