@@ -25,31 +25,27 @@ Training and evaluation use the same rows of a JSON Lines file. Options can come
 options.yaml`). Use `accelerate launch` for several GPUs, `--use_peft` for LoRA, and `--use_cpu` without a GPU.
 """
 
-import argparse
-import gc
 import itertools
 import random
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log
-from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from demo.tokenizer import train_tokenizer
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
 
-from hf_prefix_tree import DiffusionSFTConfig, DiffusionSFTTrainer, diffusion_generate
+from hf_prefix_tree import DiffusionSFTTrainer, diffusion_generate
+from hf_prefix_tree.cli.train import MASK_TOKEN, WeightsArguments, leave, parse, run
 from hf_prefix_tree.report.text import console
 
 NAMES = ("Anna", "Ben", "Carl", "Dora", "Emma", "Finn", "Gina", "Hugo", "Iris", "Jack", "Kate", "Leo")
 VERBS = {"calls": "called", "helps": "helped", "thanks": "thanked", "asks": "asked", "visits": "visited"}
-MASK_TOKEN = "<|mask|>"
 # Defaults for the tiny model; options on the command line take precedence.
 DEMO: dict[str, Any] = {
     "objective": "block",
@@ -74,9 +70,9 @@ DEMO: dict[str, Any] = {
 
 
 @dataclass
-class DiffusionScriptArguments(ScriptArguments):
+class DiffusionScriptArguments(WeightsArguments):
     """
-    Arguments of this script, besides TRL's.
+    Arguments of this script, besides those of `hf-prefix-tree train diffusion`.
 
     Args:
         num_prompts (`int`, *optional*, defaults to `8`):
@@ -124,24 +120,6 @@ def demo_model(tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> PreTrainedM
     return AutoModelForCausalLM.from_config(config)
 
 
-def load_rows(arguments: DiffusionScriptArguments, split: str) -> Dataset:
-    """The dataset rows of a split of a Hub dataset, or of a local JSON Lines file."""
-    if arguments.dataset_name is None:
-        raise ValueError("`dataset_name` is missing: pass a Hub dataset or a JSON Lines file.")
-    if Path(arguments.dataset_name).is_file():
-        return load_dataset("json", data_files={split: arguments.dataset_name}, split=split)
-    return load_dataset(arguments.dataset_name, arguments.dataset_config, split=split)
-
-
-def load_model(model_args: ModelConfig, training_args: DiffusionSFTConfig) -> PreTrainedModel:
-    dtype = model_args.dtype if model_args.dtype in ("auto", None) else getattr(torch, model_args.dtype)
-    kwargs = {"trust_remote_code": training_args.trust_remote_code, "revision": model_args.model_revision}
-    quantization = get_quantization_config(model_args)
-    if quantization is not None:
-        kwargs["quantization_config"] = quantization
-    return AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, dtype=dtype, **kwargs)
-
-
 def unigram_entropy(trainer: DiffusionSFTTrainer) -> float:
     """Entropy in nats of the evaluation set's supervised tokens: the NLL of knowing only their frequencies."""
     counts: Counter[int] = Counter()
@@ -175,34 +153,17 @@ def complete(trainer: DiffusionSFTTrainer, num_prompts: int, max_new_tokens: int
     return texts
 
 
-def main(
-    arguments: DiffusionScriptArguments, training_args: DiffusionSFTConfig, model_args: ModelConfig
-) -> DiffusionSFTTrainer:
+def main(options: Sequence[str]) -> DiffusionSFTTrainer:
+    is_demo = not any(option.split("=")[0] in ("--model_name_or_path", "--config") for option in options)
+    arguments, args, model_args = parse("diffusion", options, DiffusionScriptArguments, DEMO if is_demo else {})
+    parts: dict[str, Any] = {}
     if model_args.model_name_or_path is None:
-        train_rows, test_rows = demo_rows()
-        tokenizer = demo_tokenizer(train_rows)
-        model = demo_model(tokenizer)
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
-        model = load_model(model_args, training_args)
-        train_rows = load_rows(arguments, arguments.dataset_train_split)
-        evaluates = training_args.eval_strategy != "no"
-        test_rows = load_rows(arguments, arguments.dataset_test_split) if evaluates else None
-    if training_args.mask_token_id is None and tokenizer.mask_token_id is None:
-        tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})
-        if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-            model.resize_token_embeddings(len(tokenizer))
-    trainer = DiffusionSFTTrainer(
-        model=model,
-        args=training_args,
-        train_dataset=train_rows,
-        eval_dataset=test_rows,
-        processing_class=tokenizer,
-        peft_config=get_peft_config(model_args),
-    )
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-    trainer.save_model(training_args.output_dir)
-    if test_rows is not None and trainer.is_world_process_zero():
+        rows = demo_rows()
+        tokenizer = demo_tokenizer(rows[0])
+        evaluates = args.eval_strategy != "no"
+        parts = {"datasets": rows if evaluates else rows[:1], "tokenizer": tokenizer, "model": demo_model(tokenizer)}
+    trainer = run("diffusion", arguments, args, model_args, **parts)
+    if trainer is not None and trainer.eval_dataset is not None and trainer.is_world_process_zero():
         report(trainer, arguments)
     return trainer
 
@@ -220,23 +181,6 @@ def report(trainer: DiffusionSFTTrainer, arguments: DiffusionScriptArguments) ->
     console().print(table)
 
 
-def make_parser(subparsers: argparse._SubParsersAction | None = None) -> argparse.ArgumentParser:
-    dataclass_types = (DiffusionScriptArguments, DiffusionSFTConfig, ModelConfig)
-    if subparsers is not None:
-        return subparsers.add_parser("diffusion-sft", help="Run diffusion SFT", dataclass_types=dataclass_types)
-    return TrlParser(dataclass_types)
-
-
-def parse(options: list[str]) -> tuple[Any, ...]:
-    parser = make_parser()
-    if not any(option.split("=")[0] in ("--model_name_or_path", "--config") for option in options):
-        parser.set_defaults(**DEMO)
-    return parser.parse_args_and_config(options)
-
-
 if __name__ == "__main__":
-    main(*parse(sys.argv[1:]))
-    # A thread of gloo could abort the process at exit, so all ranks leave together, and no DDP model keeps the group.
-    PartialState().wait_for_everyone()
-    gc.collect()
-    PartialState().destroy_process_group()
+    main(sys.argv[1:])
+    leave()

@@ -30,6 +30,10 @@ from hf_prefix_tree.nemo import DLLMCollator as DLLMCollator
 from hf_prefix_tree.nemo import FoldedRollouts as FoldedRollouts
 from hf_prefix_tree.nemo import fold_shared_prefix_rollouts as fold_shared_prefix_rollouts
 from hf_prefix_tree.nemo import prefix_tree_collate_fn as prefix_tree_collate_fn
+from hf_prefix_tree.rl.config import TreeDPOConfig as TreeDPOConfig
+from hf_prefix_tree.rl.config import TreeGRPOConfig as TreeGRPOConfig
+from hf_prefix_tree.rl.config import TreeKTOConfig as TreeKTOConfig
+from hf_prefix_tree.rl.config import TreeRLOOConfig as TreeRLOOConfig
 from hf_prefix_tree.rl.folded_forward import fold_shared_prefixes as fold_shared_prefixes
 from hf_prefix_tree.rl.log_probs import tree_log_probs as tree_log_probs
 from hf_prefix_tree.rl.policy import TreeGRPOTrainer as TreeGRPOTrainer

@@ -14,8 +14,8 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/hf-prefix-tree/hf_prefix_tree/blob/main/notebooks/worth_folding.ipynb)
 #
 # Folding pays where sequences share long prefixes. This notebook counts the shared tokens of four kinds of data, and predicts the
-# speed-up for a model. It needs no GPU and no model weights. On the command line, `hf-prefix-tree inspect` and
-# `hf-prefix-tree estimate` do the same for a file.
+# speed-up for a model. It needs no GPU and no model weights. On the command line, `hf-prefix-tree gain`
+# does the same for a file.
 
 # %%
 # The package and the demo's data come from the repository: cloned on Colab, elsewhere the folder above this one.

@@ -356,7 +356,7 @@ def data_collators() -> Values:
 
 
 def report() -> Values:
-    """`hf-prefix-tree inspect` and `estimate`: counts, ratios, FLOPs and bytes."""
+    """`hf-prefix-tree gain`: counts, ratios, FLOPs and bytes."""
     rows, tokenizer = dialogues()
     recorded: Values = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -365,15 +365,14 @@ def report() -> Values:
         tokenizer.save_pretrained(f"{folder}/tokenizer")
         for name in ("qwen3", "qwen3_moe", "qwen3_next"):
             CONFIGS[name]().save_pretrained(f"{folder}/{name}")
-        common = [str(file), "--tokenizer", f"{folder}/tokenizer", "--json"]
+        common = ["gain", str(file), "--tokenizer", f"{folder}/tokenizer", "--json", "--group-by"]
         runs = {
-            "inspect": ["inspect", *common],
-            "inspect_grouped": ["inspect", *common, "--group-by", "group", "--max-packed-tokens", "1500"],
+            "gain": [*common, "none"],
+            "gain_grouped": [*common, "group", "--max-packed-tokens", "1500"],
             **{
-                name: ["estimate", *common, "--model", f"{folder}/{name}"]
-                for name in ("qwen3", "qwen3_moe", "qwen3_next")
+                name: [*common, "none", "--model", f"{folder}/{name}"] for name in ("qwen3", "qwen3_moe", "qwen3_next")
             },
-            "estimate_split": ["estimate", *common, "--model", f"{folder}/qwen3", "--max-packed-tokens", "1500"],
+            "gain_split": [*common, "none", "--model", f"{folder}/qwen3", "--max-packed-tokens", "1500"],
         }
         for name, arguments in runs.items():
             output = io.StringIO()

@@ -9,14 +9,24 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 from datasets import Dataset, Features, IterableDataset, List, Value
 
 from hf_prefix_tree.data.counts import Report
 from hf_prefix_tree.data.prepare import Plan, check_preparation, prepare_dataset, prepare_stream
-from hf_prefix_tree.data.rows import SAMPLE_KINDS, RowOptions, columns_of, row_kind, rows_of_batch
+from hf_prefix_tree.data.rows import (
+    MESSAGE_KINDS,
+    SAMPLE_KINDS,
+    RowOptions,
+    columns_of,
+    row_kind,
+    rows_of_batch,
+    whole_conversations,
+)
 from hf_prefix_tree.data.supervision import IGNORE_INDEX, SUPERVISION, read_sample
 from hf_prefix_tree.data.trees import REPORT, TREE_FEATURES, cached_map, tree_of_rows
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree
@@ -27,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Row = dict[str, list[int]]
+STOCK_MAX_LENGTH = 1024  # the default of TRL's `SFTConfig`
 _SAMPLE_FEATURES = Features({name: List(Value("int64")) for name in ("input_ids", "loss_mask")})
 
 
@@ -192,16 +203,130 @@ def flat_steps(branches: Sequence[Branch]) -> list[Row]:
     ```
     """
     rows: list[Row] = []
+    for turns in merged_turns(branches):
+        labels: list[int] = []
+        for turn in map(_row, turns):
+            labels = [*labels, *turn["labels"][len(labels) :]]
+        rows.append({"input_ids": turn["input_ids"], "labels": labels})
+    return rows
+
+
+def merged_turns(branches: Iterable[Branch]) -> list[list[Branch]]:
+    """
+    The turns that each sample of [`flat_steps`] holds, the last of which has all its tokens.
+
+    Args:
+        branches (iterable of [`Branch`]): As for [`flat_steps`], with any weights.
+    """
+    samples: list[list[Branch]] = []
     for branch in branches:
         if not branch.weights.any():  # such a branch would end the sample before it
             continue
-        row = _row(branch)
-        start = int(branch.weights.argmax())  # the prompt ends where supervision starts
-        last = rows[-1]["input_ids"] if rows else None
-        if last is not None and len(last) <= start and row["input_ids"][: len(last)] == last:
-            row["labels"][: len(last)] = rows.pop()["labels"]
-        rows.append(row)
-    return rows
+        last = samples[-1][-1].input_ids if samples else None
+        if last is not None and len(last) <= prompt_length(branch) and starts_with(branch.input_ids, last):
+            samples[-1].append(branch)
+        else:
+            samples.append([branch])
+    return samples
+
+
+def prompt_length(branch: Branch) -> int:
+    """Where supervision starts: the tokens before are what the turn was sampled from. Of a supervised branch."""
+    return int((branch.weights > 0).argmax())
+
+
+def starts_with(input_ids: npt.NDArray[np.int64], prefix: npt.NDArray[np.int64]) -> bool:
+    """Whether the tokens begin with `prefix`."""
+    return len(prefix) <= len(input_ids) and bool((input_ids[: len(prefix)] == prefix).all())
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """
+    What one way of training computes in an epoch.
+
+    Args:
+        sequences (`int`), tokens (`int`), pairs (`int`): Sequences, their tokens, and their visible pairs of tokens.
+        supervised (`int`): Tokens that pass the head.
+        longest (`int`): Tokens of the longest sequence.
+        at_depth (`np.ndarray`, int64): How many of the tokens have so many tokens before them in their branch.
+        truncated (`int`): Sequences that were truncated.
+        missing (`int`, *optional*):
+            Served contexts that no sequence starts with: what was read when a turn was sampled, and is not trained on.
+    """
+
+    sequences: int
+    tokens: int
+    pairs: int
+    supervised: int
+    longest: int
+    at_depth: npt.NDArray[np.int64] = field(repr=False, compare=False)
+    truncated: int = 0
+    missing: int | None = 0
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], supervised: int, **counts: Any) -> Sequences:
+        """Those of sequences without trees, by their lengths."""
+        pairs = sum(n * (n + 1) // 2 for n in lengths)
+        at_depth = np.bincount(lengths, minlength=1)[:0:-1].cumsum()[::-1]
+        return cls(len(lengths), sum(lengths), pairs, supervised, max(lengths, default=0), at_depth, **counts)
+
+
+def sequences_of_rows(
+    rows: Mapping[int, Sequence[Branch]], dataset: Dataset, reading: RowOptions, at_best: RowOptions | None
+) -> dict[str, Sequences]:
+    """
+    The sequences of the ways to train without trees, by name: `"stock_defaults"` (TRL's `SFTTrainer` as it is),
+    `"stock_best"` (only the assistant's tokens, nothing truncated), `"flat_steps"` and `"per_turn"`.
+
+    Args:
+        rows (`Mapping[int, Sequence[Branch]]`):
+            The turns of each row of the dataset that has any, each with its context.
+        dataset ([`~datasets.Dataset`]):
+            The rows.
+        reading ([`RowOptions`]):
+            How a conversation becomes one rendering.
+        at_best ([`RowOptions`], *optional*):
+            The same with the chat template for training. `None` if TRL has none: all tokens are trained on.
+    """
+    found: dict[str, list[tuple[list[int], int, int, int]]] = {}
+    for index, given in rows.items():
+        branches = [branch for branch in given if branch.weights.any()]
+        turns = [branch.input_ids for branch in branches]
+        contexts = [branch.input_ids[: prompt_length(branch)] for branch in branches]
+        supervised = sum(int(np.count_nonzero(branch.weights)) for branch in branches)
+        stock = best = turns
+        row, is_completed = dataset[index], reading.kind in ("completions", "completion", "preference")
+        is_text = is_completed and any(isinstance(row.get(name), str) for name in ("prompt", "chosen"))
+        if reading.kind in MESSAGE_KINDS and not is_text:
+            try:
+                stock = best = whole_conversations(row, reading)
+                if at_best is not None and at_best is not reading:
+                    best = whole_conversations(row, at_best)
+            except ValueError as error:
+                raise ValueError(f"row {index}, rendered at once as TRL does: {error}") from error
+        for name, sequences, limit in (
+            ("stock_defaults", stock, STOCK_MAX_LENGTH),
+            ("stock_best", best, reading.max_length),
+            ("flat_steps", [sample[-1].input_ids for sample in merged_turns(branches)], None),
+            ("per_turn", turns, None),
+        ):
+            kept = [ids[:limit] for ids in sequences]
+            is_whole = name == "stock_defaults" or (name == "stock_best" and at_best is None)
+            found.setdefault(name, []).append(
+                (
+                    list(map(len, kept)),
+                    sum(map(len, kept)) if is_whole else supervised,
+                    sum(len(after) < len(before) for after, before in zip(kept, sequences, strict=True)),
+                    sum(not any(starts_with(ids, context) for ids in kept) for context in contexts),
+                )
+            )
+    ways = {}
+    for name, of_rows in found.items():
+        lengths, trained, truncated, missing = zip(*of_rows, strict=True)
+        every = [length for row in lengths for length in row]
+        ways[name] = Sequences.of(every, sum(trained), truncated=sum(truncated), missing=sum(missing))
+    return ways
 
 
 def _row(branch: Branch) -> Row:

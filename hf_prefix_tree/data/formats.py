@@ -12,12 +12,20 @@ from __future__ import annotations
 import ast
 import json
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile
-from typing import Any, TypeGuard
+from itertools import count, takewhile
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from hf_prefix_tree.data.messages import Message
+import numpy as np
+from datasets import Dataset
+
+from hf_prefix_tree.data.messages import REASONING_KEYS, Message
+from hf_prefix_tree.tree.prefix_tree import Branch
+
+if TYPE_CHECKING:
+    from hf_prefix_tree.data.rows import RowOptions
 
 # Rows are counted under these names; "switched" are those with turns that are not to be trained on.
 FORMATS = ("sharegpt", "call_roles", "anthropic", "hermes", "bare_tools", "alpaca", "preference", "text", "switched")
@@ -85,6 +93,30 @@ def openai_tools(tools: Any, counts: Counter[str]) -> Any:
     return [_openai_tool(tool, f"tools[{i}]", counts) for i, tool in enumerate(tools)] if _is_list(tools) else tools
 
 
+def with_tools(rows: Dataset, tools: Any, columns: Mapping[str, str], group_by: str) -> Dataset:
+    """
+    The rows with a column of the tools of a file, which is called `tools_file` in errors.
+
+    Args:
+        rows ([`~datasets.Dataset`]): Rows without tools.
+        tools (`list` or `dict[str, list]`): Those of every row, or those of each value of the column `group_by`.
+        columns (`Mapping[str, str]`), group_by (`str`): Columns of other names; the column of the groups.
+
+    Raises:
+        `ValueError`: If the rows have tools or no such column, or a group has no tools.
+    """
+    if "tools" in rows.column_names or "tools" in columns:
+        raise ValueError("`tools_file` is given, but the rows have tools of their own; leave it out.")
+    if isinstance(tools, list):
+        return rows.add_column("tools", [json.dumps(tools)] * len(rows))
+    column = columns.get(group_by, group_by)
+    if column not in rows.column_names:
+        raise ValueError(f"`tools_file` has tools by group, but the rows have no column {column!r}; pass `group_by`.")
+    if missing := {str(group) for group in rows.unique(column)} - tools.keys():
+        raise ValueError(f"`tools_file` has no tools for {column}={min(missing)!r}; add them, if only an empty list.")
+    return rows.add_column("tools", [json.dumps(tools[str(group)]) for group in rows[column]])
+
+
 def alpaca_conversations(row: Mapping[str, Any]) -> list[tuple[Any, int]]:
     """The one conversation of a row with `instruction` and `output`, and maybe `input` and `history`; no prompt."""
     fields = {name: row.get(name) or "" for name in ("instruction", "input", "output")}
@@ -131,6 +163,56 @@ def training_switches(message: Mapping[str, Any], row: Mapping[str, Any]) -> tup
         raise ValueError(f"`weight` of a message is {weight!r}; pass 0 or 1.")
     reasoning, response = (bool(given.get(name, True)) for name in ("train_reasoning", "train_response"))
     return (reasoning, response) if weight != 0 else (False, False)
+
+
+def switched_off(
+    branches: list[Branch], turns: list[Mapping[str, Any]], switches: list[tuple[bool, bool]], options: RowOptions
+) -> list[Branch]:
+    """
+    The branches of a conversation, without the supervision of the reasoning or the response of some turns.
+
+    Args:
+        branches (`list[Branch]`): Those of `conversation_branches`.
+        turns (`list[Mapping[str, Any]]`): Its assistant messages to train on.
+        switches (`list[tuple[bool, bool]]`): What of each turn is trained on, see [`training_switches`].
+        options ([`RowOptions`]): How it was read.
+
+    Raises:
+        `ValueError`: If the turns or where their reasoning ends can't be found.
+    """
+    runs = [
+        np.flatnonzero(np.diff(np.concatenate([[0], branch.weights > 0, [0]]))).reshape(-1, 2) for branch in branches
+    ]
+    # Each run of supervised tokens is a turn; side leaves end with one of reasoning, and all others are responses.
+    is_split, numbers, changed = options.reasoning in ("side_leaf", "think_split"), count(), []
+    if len(switches) != (len(runs[-1]) if is_split else sum(map(len, runs))):
+        raise ValueError("`train_response` is off for a turn, but not every turn is supervised; drop the row.")
+    for branch, edges in zip(branches, runs, strict=True):
+        weights = branch.weights.copy()
+        for position, (start, stop) in enumerate(edges.tolist()):
+            number = position if is_split else next(numbers)
+            if not is_split:
+                end = start + _reasoning_length(branch.input_ids[start:stop], turns[number], switches[number], options)
+            else:
+                end = stop if branch is not branches[-1] and stop == edges[-1, 1] else start
+            weights[start:end] *= switches[number][0]
+            weights[end:stop] *= switches[number][1]
+        changed.append(Branch(branch.input_ids, weights))
+    return changed
+
+
+def _reasoning_length(ids: Any, turn: Mapping[str, Any], switches: tuple[bool, bool], options: RowOptions) -> int:
+    """Tokens of a turn up to the last place where `reasoning_end` ends; 0 if it is nowhere."""
+    assert options.tokenizer is not None
+    decode, mark = options.tokenizer.decode, options.reasoning_end
+    if ends := decode(ids).count(mark):
+        return bisect_left(range(len(ids)), ends, key=lambda length: decode(ids[:length]).count(mark))
+    if any(switches) and any(turn.get(key) for key in REASONING_KEYS):
+        raise ValueError(
+            f"`reasoning_end` is {mark!r}, which the rendering of a turn with reasoning lacks, so its response can't "
+            "be found; set it to the text that ends reasoning in this chat template."
+        )
+    return 0
 
 
 def _converted(messages: Sequence[Mapping[str, Any]], first: int, counts: Counter[str]) -> list[Any]:

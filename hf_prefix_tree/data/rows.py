@@ -10,14 +10,13 @@ Cost: that of rendering and tokenizing the row, see `hf_prefix_tree.data.turns`.
 from __future__ import annotations
 
 import dataclasses
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from hf_prefix_tree.data.counts import code_state
 from hf_prefix_tree.data.formats import (
@@ -27,11 +26,13 @@ from hf_prefix_tree.data.formats import (
     openai_conversation,
     openai_tools,
     preference_completions,
+    switched_off,
     training_switches,
 )
-from hf_prefix_tree.data.messages import REASONING_KEYS, check_text, plain_data
+from hf_prefix_tree.data.messages import check_text, normalize_messages, normalize_tools, plain_data
 from hf_prefix_tree.data.nodes import as_branch, rollout_branches, search_tree_branches, text_tree_branches
 from hf_prefix_tree.data.supervision import read_sample
+from hf_prefix_tree.data.template import chat_template_of
 from hf_prefix_tree.data.tokenization import common_prefix
 from hf_prefix_tree.data.turns import conversation_branches
 from hf_prefix_tree.tree.folding import integer_array
@@ -302,20 +303,13 @@ def _conversation(
     messages: Any, num_prompt_messages: int, row: Mapping[str, Any], options: RowOptions, counts: Counter[str]
 ) -> list[Branch]:
     assert options.tokenizer is not None
-    tools = next((row[name] for name in TOOL_COLUMNS if row.get(name)), None)
-    if not tools and options.tools is not None:
-        tools = options.tools
-        if isinstance(tools, Mapping):
-            group = row.get(options.group_column)
-            if not isinstance(group, Hashable) or group not in tools:
-                raise ValueError(f"`tools` has no entry for {options.group_column}={group!r}; add it, or pass a list.")
-            tools = tools[group]
+    tools, variables = _template_inputs(row, options, counts)
     result = conversation_branches(
         messages,
         options.tokenizer,
-        tools=openai_tools(tools, counts),
+        tools=tools,
         reasoning=options.reasoning,
-        chat_template_kwargs={**options.chat_template_kwargs, **(row.get("chat_template_kwargs") or {})},
+        chat_template_kwargs=variables,
         empty_thinking_in_prompt=options.empty_thinking_in_prompt,
         stop_token_ids=options.stop_token_ids,
         num_prompt_messages=num_prompt_messages,
@@ -328,46 +322,47 @@ def _conversation(
         switches = [(False, trains_response) for _, trains_response in switches]
     if all(map(all, switches)):
         return result.branches
-    return _switched_off(result.branches, turns, switches, options)
+    return switched_off(result.branches, turns, switches, options)
 
 
-def _switched_off(
-    branches: list[Branch], turns: list[Mapping[str, Any]], switches: list[tuple[bool, bool]], options: RowOptions
-) -> list[Branch]:
-    """The branches of a conversation, without the supervision of the reasoning or the response of some turns."""
-    runs = [
-        np.flatnonzero(np.diff(np.concatenate([[0], branch.weights > 0, [0]]))).reshape(-1, 2) for branch in branches
-    ]
-    # Each run of supervised tokens is a turn; side leaves end with one of reasoning, and all others are responses.
-    is_split, numbers, changed = options.reasoning in ("side_leaf", "think_split"), count(), []
-    if len(switches) != (len(runs[-1]) if is_split else sum(map(len, runs))):
-        raise ValueError("`train_response` is off for a turn, but not every turn is supervised; drop the row.")
-    for branch, edges in zip(branches, runs, strict=True):
-        weights = branch.weights.copy()
-        for position, (start, stop) in enumerate(edges.tolist()):
-            number = position if is_split else next(numbers)
-            if not is_split:
-                end = start + _reasoning_length(branch.input_ids[start:stop], turns[number], switches[number], options)
-            else:
-                end = stop if branch is not branches[-1] and stop == edges[-1, 1] else start
-            weights[start:end] *= switches[number][0]
-            weights[end:stop] *= switches[number][1]
-        changed.append(Branch(branch.input_ids, weights))
-    return changed
+def _template_inputs(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> tuple[Any, dict[str, Any]]:
+    """The tools of a row, and the further variables of its chat template."""
+    tools = next((row[name] for name in TOOL_COLUMNS if row.get(name)), None)
+    if not tools and options.tools is not None:
+        tools = options.tools
+        if isinstance(tools, Mapping):
+            group = row.get(options.group_column)
+            if not isinstance(group, Hashable) or group not in tools:
+                raise ValueError(f"`tools` has no entry for {options.group_column}={group!r}; add it, or pass a list.")
+            tools = tools[group]
+    variables = {**options.chat_template_kwargs, **(row.get("chat_template_kwargs") or {})}
+    return openai_tools(tools, counts), variables
 
 
-def _reasoning_length(ids: Any, turn: Mapping[str, Any], switches: tuple[bool, bool], options: RowOptions) -> int:
-    """Tokens of a turn up to the last place where `reasoning_end` ends; 0 if it is nowhere."""
+def whole_conversations(row: Mapping[str, Any], options: RowOptions) -> list[npt.NDArray[np.int64]]:
+    """
+    Each conversation of a row in one rendering, up to its last assistant message: what is tokenized without turns.
+
+    Args:
+        row (`Mapping[str, Any]`): One row of one of the `MESSAGE_KINDS`; its prompt is no string.
+        options ([`RowOptions`]): How to read it.
+
+    Raises:
+        `ValueError`: If the row is malformed, or the chat template can't render it.
+    """
     assert options.tokenizer is not None
-    decode, mark = options.tokenizer.decode, options.reasoning_end
-    if ends := decode(ids).count(mark):
-        return bisect_left(range(len(ids)), ends, key=lambda length: decode(ids[:length]).count(mark))
-    if any(switches) and any(turn.get(key) for key in REASONING_KEYS):
-        raise ValueError(
-            f"`reasoning_end` is {mark!r}, which the rendering of a turn with reasoning lacks, so its response can't "
-            "be found; set it to the text that ends reasoning in this chat template."
-        )
-    return 0
+    counts = Counter[str]()
+    row = checked_row(row, options, counts)
+    tools, variables = _template_inputs(row, options, counts)
+    schemas = normalize_tools(tools)
+    template = chat_template_of(options.tokenizer, schemas, variables)
+    template.forget()
+    dialect, texts = template.dialect(variables), []
+    for conversation, _ in row_conversations(row, options.kind, counts):
+        messages = normalize_messages(conversation)
+        end = max((index for index, message in enumerate(messages, 1) if message["role"] == "assistant"), default=0)
+        texts.append(template.render(list(map(dialect.adapt, messages[:end])), schemas, variables))
+    return template.segments.encode(texts)
 
 
 def _texts(prompt: str, completions: Sequence[str], options: RowOptions, counts: Counter[str]) -> list[Branch]:

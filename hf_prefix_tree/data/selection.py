@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from hf_prefix_tree.data.counts import Report, counts_at
 from hf_prefix_tree.data.messages import Message, normalize_messages, split_reasoning
 from hf_prefix_tree.data.rows import RowOptions, checked_row, row_conversations
 from hf_prefix_tree.data.trees import cached_map
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
 
 logger = logging.getLogger(__name__)
 
@@ -203,3 +205,47 @@ def _characters(message: Message) -> int:
         arguments = function.get("arguments", "")
         texts += [str(function.get("name", "")), arguments if isinstance(arguments, str) else json.dumps(arguments)]
     return sum(map(len, texts))
+
+
+def find_group_column(dataset: Dataset, branches: Mapping[int, list[Branch]]) -> str | None:
+    """
+    The column whose equal values mark rows that share prefixes, e.g. those of a task; `None` if there is none.
+
+    Columns of strings and integers are tried whose values repeat. Rows of an equal value must save at least 1% of the
+    tokens; if the column is not called `group`, they must save more than in each of 20 shufflings of the values: a
+    shared system prompt alone marks no groups. Of several such columns, it is `group`, or the one of most values that
+    saves at least 0.8 of what the best one saves.
+
+    Args:
+        dataset ([`~datasets.Dataset`]): The rows.
+        branches (`Mapping[int, list[Branch]]`): The branches of each row that has any.
+    """
+    alone = sum(len(fold(items)) for items in branches.values())
+    saved: dict[str, int] = {}
+    distinct: dict[str, int] = {}
+    for name, feature in dataset.features.items():
+        if not isinstance(feature, Value) or not ("string" in feature.dtype or "int" in feature.dtype):
+            continue
+        values = dataset[name]
+        distinct[name] = len(set(values))
+        least = 1 if name == "group" else 2
+        if not least <= distinct[name] < len(values) or None in values:
+            continue
+        tokens = _grouped_tokens(values, branches)
+        if alone - tokens < 0.01 * alone:
+            continue
+        if name == "group":
+            return name
+        draw = random.Random(0)
+        shuffled = (_grouped_tokens(draw.sample(list(values), len(values)), branches) for _ in range(20))
+        if all(tokens < by_chance for by_chance in shuffled):
+            saved[name] = alone - tokens
+    best = [name for name in saved if saved[name] >= 0.8 * max(saved.values())]
+    return max(best, key=lambda name: distinct[name], default=None)
+
+
+def _grouped_tokens(values: Sequence[Any], branches: Mapping[int, list[Branch]]) -> int:
+    groups: dict[Any, list[Branch]] = {}
+    for row, items in branches.items():
+        groups.setdefault(values[row], []).extend(items)
+    return sum(len(fold(items)) for items in groups.values())

@@ -210,20 +210,101 @@ def cost_per_count(config: PretrainedConfig) -> npt.NDArray[np.float64]:
     return np.array([6.0 * token, 6.0 * sizes.hidden * sizes.vocab, sizes.attention_layers * pair])
 
 
-def _sizes(config: PretrainedConfig) -> _Sizes:
+class ModelCosts(NamedTuple):
+    """
+    What a model costs, by counting.
+
+    Args:
+        parameters (`int`): Its parameters.
+        flops (`np.ndarray` of shape `[3]`, float64): See [`cost_per_count`].
+        activation_bytes (`float`), checkpointed_bytes (`float`): Of a token, see [`activation_bytes`].
+        attention_layers (`int`): Its layers with attention.
+    """
+
+    parameters: int
+    flops: npt.NDArray[np.float64]
+    activation_bytes: float
+    checkpointed_bytes: float
+    attention_layers: int
+
+
+def model_costs(config: PretrainedConfig) -> ModelCosts:
+    """
+    The costs of any causal LM. A config that [`step_flops`] refuses is counted on its modules, without weights: 6
+    FLOPs for each parameter that a token meets, all heads of every attention layer for a pair. Their activations are
+    an approximation: 4 bytes per output of a matrix product, 12 per layer and hidden unit.
+
+    Args:
+        config (`PretrainedConfig`):
+            The model's. Of a multimodal one, its text model is counted.
+
+    Raises:
+        `ValueError`: If Transformers has no causal LM for the config, or does not say how many experts a token meets.
+    """
+    import torch
+    from torch import nn
+    from transformers import AutoModelForCausalLM
+
     config = config.get_text_config()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError, RuntimeError) as error:
+        raise ValueError(f"`model` is a {config.model_type}, whose model can't be built: {error}") from error
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if not _uncounted(config):
+        return ModelCosts(
+            parameters,
+            cost_per_count(config),
+            float(activation_bytes(config, 1, checkpointing=False)),
+            float(activation_bytes(config, 1, checkpointing=True)),
+            _read_sizes(config).attention_layers,
+        )
+    hidden, head = config.hidden_size, model.get_output_embeddings()
+    token, outputs, heads = 0.0, 0.0, 0
+    for module in model.modules():
+        heads += hasattr(module, "is_causal")  # the attention layers: they go through Transformers' interface
+        if isinstance(module, nn.Embedding) or module is head:
+            continue
+        for name, weight in module.named_parameters(recurse=False):
+            met = 1.0
+            if weight.ndim == 3 and not isinstance(module, nn.Conv1d):
+                if not (experts := getattr(config, "num_experts_per_tok", None)):
+                    raise ValueError(f"`model` is a {config.model_type}, whose config lacks num_experts_per_tok.")
+                met = experts / len(weight)
+                outputs += met * weight.numel() / hidden
+            elif weight.ndim == 2 and name == "weight":
+                outputs += getattr(module, "out_features", len(weight))
+            token += met * weight.numel() * (weight.ndim > 1)
+    sizes = _read_sizes(config)
+    rope, plain, value = (getattr(config, f"{name}_head_dim", None) or 0 for name in ("qk_rope", "qk_nope", "v"))
+    width = (rope + plain + value) / 2 or sizes.queries / sizes.heads
+    if rope:  # latent attention writes queries and keys anew, in float32 for the rotation
+        outputs += 6 * heads * sizes.heads * (rope + plain)
+    flops = np.array([6 * token, 6 * hidden * sizes.vocab, heads * attention_flops(1, sizes.heads, 1) * width])
+    kept = 4 * outputs + 12 * sizes.layers * hidden
+    return ModelCosts(parameters, flops, kept, 2 * sizes.layers * hidden + kept / sizes.layers, heads)
+
+
+def _uncounted(config: Any) -> str:
+    """Why the FLOPs of a text model's config are not counted by its sizes; empty if they are."""
     uncounted = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if config.model_type in _GATED_DELTA_RULE:
         uncounted -= {"linear_attention"}
     if uncounted or getattr(config, "kv_lora_rank", None):
         reason = f"layers of type {', '.join(sorted(uncounted))}" if uncounted else "latent attention"
-        raise ValueError(f"`model` is a {config.model_type} with {reason}, whose FLOPs are not counted.")
+        return f"with {reason}, whose FLOPs are not counted"
     has_experts = all(getattr(config, name, None) for name in ("num_experts_per_tok", "moe_intermediate_size"))
     inner = "moe_intermediate_size" if has_experts else "intermediate_size"
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", inner, "vocab_size")
     missing = [name for name in names if getattr(config, name, None) is None]
-    if missing:
-        raise ValueError(f"`model` is a {config.model_type}, whose config lacks {', '.join(missing)}.")
+    return f"whose config lacks {', '.join(missing)}" if missing else ""
+
+
+def _sizes(config: PretrainedConfig) -> _Sizes:
+    config = config.get_text_config()
+    if reason := _uncounted(config):
+        raise ValueError(f"`model` is a {config.model_type} {reason}.")
     return _read_sizes(config)
 
 

@@ -1,27 +1,33 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""A file of dataset rows to trees, prepared as for training; how much they share, and what training would gain.
+"""What folding gains on a data set: its trees, prepared as for training, against the ways to train without trees.
 
-Cost: that of `prepare_trees`, which `datasets` caches; all trees are in memory together.
+Cost: that of `prepare_trees`, once per row and once per group, which `datasets` caches; all trees are in memory
+together.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from datasets import Dataset, load_dataset
-from datasets.exceptions import DatasetsError
 
+from hf_prefix_tree.data.baselines import Sequences, sequences_of_rows
 from hf_prefix_tree.data.counts import described
 from hf_prefix_tree.data.messages import Tools
 from hf_prefix_tree.data.prepare import check_preparation, prepare_trees
-from hf_prefix_tree.modeling.flops import activation_bytes, flop_counts
+from hf_prefix_tree.data.rows import MESSAGE_KINDS, RowOptions, row_kind
+from hf_prefix_tree.data.selection import find_group_column
+from hf_prefix_tree.modeling.attention.masks.causal import mean_keys_seen
+from hf_prefix_tree.modeling.flops import model_costs
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 from hf_prefix_tree.tree.splitting import split_tree
 
@@ -48,60 +54,91 @@ class Group:
 @dataclass(frozen=True)
 class Folded:
     """
-    A file's trees.
+    The trees of a data set, and what the other ways to train on it compute.
 
     Args:
-        name (`str`): The file.
+        name (`str`): The data set.
         groups (`list[Group]`): Its groups that have a tree, by first appearance.
         losses (`str`): Data that was dropped or modified, empty if none was.
+        group_by (`str`, *optional*): Column whose equal values make one tree.
+        ungrouped (`int`): Tokens of the trees if each row is one.
+        contexts (`int`): Served contexts: turns, or completions of a prompt.
+        ways (`dict[str, Sequences]`):
+            `"stock_defaults"` (TRL's `SFTTrainer` as it is), `"stock_best"`, `"flat_steps"` (consecutive turns are one
+            sequence as long as each extends the last), `"per_turn"` and `"tree"`.
+        has_training_template (`bool`): Whether TRL can train on the assistant's turns alone with this chat template.
     """
 
     name: str
     groups: list[Group]
     losses: str
+    group_by: str | None
+    ungrouped: int
+    contexts: int
+    ways: dict[str, Sequences]
+    has_training_template: bool
 
     @property
     def trees(self) -> list[PrefixTree]:
-        """All trees of the file."""
+        """All trees of the data set."""
         return [tree for group in self.groups for tree in group.trees]
 
 
-_FORMATS = {".csv": "csv", ".parquet": "parquet"}  # by suffix; other files are JSON Lines
+_BUILDERS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # other files are JSON (Lines)
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 
 
-def load_rows(path: Path) -> Dataset:
+def load_rows(data: str | Path, split: str = "train", config: str | None = None) -> Dataset:
     """
-    The rows of a JSON Lines, CSV or Parquet file, as training loads them.
+    One split of a file, a folder or a data set of the Hub, as `load_dataset` reads it.
+
+    Args:
+        data (`str` or `Path`): JSON, JSON Lines, CSV, Parquet or Arrow, compressed or not; a folder; or a name.
+        split (`str`, *optional*, defaults to `"train"`): Split of a folder or name; a file has the split `"train"`.
+        config (`str`, *optional*): Configuration of a data set that has several.
 
     Raises:
-        `ValueError`: If there is no such file, no row in it, or it can't be read; of JSON Lines, the line is named.
+        `ValueError`: If it can't be read or has no row; of JSON Lines, the line is named.
     """
-    if not path.is_file():
-        raise ValueError(f"{path} is no file; pass a JSON Lines file.")
-    if not path.stat().st_size:
-        raise ValueError(f"{path} has no rows; pass a file with at least one.")
+    path = Path(data)
+    is_file = path.is_file()
+    suffix = path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix
+    builder = _BUILDERS.get(suffix, "json")
+    if not is_file and not path.is_dir() and (path.suffix or path.is_absolute() or str(data).count("/") > 1):
+        raise ValueError(f"{data} is no file or folder; pass one, or the name of a data set on the Hub.")
+    if is_file and not path.stat().st_size:
+        raise ValueError(f"{data} has no rows; pass a file with at least one.")
     try:
-        return load_dataset(_FORMATS.get(path.suffix, "json"), data_files=str(path), split="train")
-    except (DatasetsError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}{_broken_line(path) or f' could not be read: {error.__cause__ or error}'}") from error
+        if is_file:
+            options = {"sep": "\t"} if suffix == ".tsv" else {}
+            rows = load_dataset(builder, data_files=str(path), split=split, **options)
+        else:
+            rows = load_dataset(str(data), config, split=split)
+    except Exception as error:  # a builder, a codec or the Hub: each has errors of its own
+        reason = _broken_json(path) if is_file and builder == "json" and suffix == path.suffix else ""
+        causes = f"{error}; {error.__cause__}" if error.__cause__ else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{data}{reason or f' could not be read: {causes}'}") from error
+    if not len(rows):
+        raise ValueError(f"{data} has no rows; pass at least one.")
+    return rows
 
 
-def _broken_line(path: Path) -> str:
-    """The first line that is no JSON object, and why; empty if there is none."""
-    empty = True
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            empty = False
-            try:
-                row = json.loads(line)
-                json.dumps(row, ensure_ascii=False).encode()  # fails on half of a surrogate pair
-            except (ValueError, RecursionError) as error:
-                return f", line {number}: broken JSON: {error}."
-            if not isinstance(row, dict):
-                return f", line {number}: a {type(row).__name__} instead of an object."
-    return " has no rows; pass a file with at least one." if empty else ""
+def _broken_json(path: Path) -> str:
+    """The first line that is no JSON object, or what is wrong with a JSON array; empty if nothing is."""
+    content = path.read_bytes()
+    if not content.strip():
+        return " has no rows; pass a file with at least one."
+    is_array = content.lstrip().startswith(b"[") and not content.lstrip().partition(b"\n")[0].rstrip().endswith(b"]")
+    for number, line in enumerate([content] if is_array else content.splitlines(), 1):
+        where = "" if is_array else f" line {number}:"
+        try:
+            row = json.loads(line) if line.strip() else {}
+            json.dumps(row, ensure_ascii=False).encode()  # fails on half of a surrogate pair
+        except (ValueError, RecursionError) as error:
+            return f",{where} broken JSON: {error}."
+        if not isinstance(row, list if is_array else dict):
+            return f",{where} a {type(row).__name__} instead of an object."
+    return ""
 
 
 def read_tools(path: Path, option: str) -> list[Any] | dict[str, list[Any]]:
@@ -130,65 +167,123 @@ def read_tools(path: Path, option: str) -> list[Any] | dict[str, list[Any]]:
     return tools
 
 
-def fold_file(
-    path: Path,
+def fold_rows(
+    dataset: Dataset,
+    name: str,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     reasoning: str = "per_turn",
     tools: Tools | Mapping[str, Tools] | None = None,
-    group_by: str | None = None,
+    group_by: str | None = "auto",
     max_length: int | None = None,
     max_packed_tokens: int | None = None,
 ) -> Folded:
     """
-    Fold the rows of a file with [`prepare_trees`].
+    Fold a data set with [`prepare_trees`], and count what training on it without trees would compute.
 
     Args:
-        path (`Path`):
-            The file, see [`load_rows`]. Which rows it may hold: see [`prepare_trees`].
+        dataset ([`~datasets.Dataset`]):
+            The rows, see [`prepare_trees`].
+        name (`str`):
+            How results and errors call it.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
             Needed for rows of text.
         reasoning (`str`, *optional*, defaults to `"per_turn"`), tools (*optional*), max_length (`int`, *optional*):
             See [`prepare_trees`]. Longer branches are truncated.
-        group_by (`str`, *optional*):
-            Column whose equal values make one tree. Without it each row is a tree, counted under its `group`, if there
-            is such a column.
+        group_by (`str`, *optional*, defaults to `"auto"`):
+            Column whose equal values make one tree. `"auto"` looks for one, `None` makes each row a tree, counted
+            under its `group`, if there is such a column.
         max_packed_tokens (`int`, *optional*):
-            Refuse a branch of more tokens. Trees stay whole.
+            Split larger trees. A longer branch is refused.
 
     Raises:
-        `ValueError`: If the file can't be read, an option doesn't fit, a row is malformed (its index is named), or no
-            tree is left.
+        `ValueError`: If an option doesn't fit, a row is malformed (its index is named), or no tree is left.
     """
     check_preparation(reasoning=reasoning, max_length=max_length, max_packed_tokens=max_packed_tokens)
-    dataset = load_rows(path)
-    counts: dict[str, Any] = {}
+    options: dict[str, Any] = {"tools": tools, "max_length": max_length}
     try:
-        prepared = prepare_trees(
-            dataset,
-            tokenizer,
-            reasoning=reasoning,
+        kind = row_kind(dataset.column_names)
+        as_served = "per_turn" if kind in MESSAGE_KINDS else reasoning
+        renamed = _tools_column(dataset, tools, group_by)
+        served, counts = _prepare(dataset, tokenizer, **options, **renamed, reasoning=as_served)
+        trees = served
+        branches = {row: tree.branches() for row, tree in served.items()}
+        if group_by == "auto":
+            group_by = find_group_column(dataset, branches)
+            if isinstance(tools, Mapping) and group_by != "group":  # they are looked up by the column
+                group_by = None
+        if group_by is not None or reasoning != as_served:
+            trees, counts = _prepare(dataset, tokenizer, **options, reasoning=reasoning, group_by=group_by)
+        reading = RowOptions(
+            kind=kind,
+            tokenizer=tokenizer,
+            features=dict(dataset.features),
             tools=tools,
-            group_by=group_by,
+            group_column=group_by or "group",
             max_length=max_length,
-            counts=counts,
         )
+        at_best = stock_at_best(reading)
+        ways = sequences_of_rows(branches, dataset, reading, at_best)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{name}: {error}") from error
     if max_packed_tokens is not None and counts["longest_path"] > max_packed_tokens:
         raise ValueError(
-            f"{path}: `max_packed_tokens` is {max_packed_tokens}, but a branch has {counts['longest_path']} tokens "
+            f"{name}: `max_packed_tokens` is {max_packed_tokens}, but a branch has {counts['longest_path']} tokens "
             "and can't be split; raise it, or cap branches with `max_length`."
         )
+    missing = 0 if reasoning == as_served else None
+    cut = {"truncated": counts["truncated"], "missing": missing}
+    ways["tree"] = sequences_of_trees(list(trees.values()), max_packed_tokens, **cut)
     label = group_by or ("group" if "group" in dataset.column_names else None)
     names = ["all"] * len(dataset) if label is None else list(map(str, dataset[label]))
     rows = Counter(names)
     of_tree = list(rows) if group_by is not None else names  # the group of each tree, before empty ones are left out
-    trees: dict[str, list[PrefixTree]] = {}
-    for source, row in zip(counts["sources"], prepared, strict=True):
-        trees.setdefault(of_tree[source], []).append(PrefixTree.from_dict(row))
-    groups = [Group(name, rows[name], trees[name]) for name in rows if name in trees]
-    return Folded(str(path), groups, "; ".join(described(counts)))
+    members: dict[str, list[PrefixTree]] = {}
+    for source, tree in trees.items():
+        members.setdefault(of_tree[source], []).append(tree)
+    return Folded(
+        name=name,
+        groups=[Group(group, rows[group], members[group]) for group in rows if group in members],
+        losses="; ".join(described(counts)),
+        group_by=group_by,
+        ungrouped=sum(map(len, served.values())),
+        contexts=sum(bool(branch.weights.any()) for items in branches.values() for branch in items),
+        ways=ways,
+        has_training_template=at_best is not None,
+    )
+
+
+def _tools_column(dataset: Dataset, tools: Any, group_by: str | None) -> dict[str, Any]:
+    """Lets rows that are not grouped find their tools by the column that they will be grouped by."""
+    is_other = isinstance(tools, Mapping) and group_by != "group" and group_by in dataset.column_names
+    return {"column_names": {"group": group_by}} if is_other else {}
+
+
+def _prepare(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase | None, **options: Any
+) -> tuple[dict[int, PrefixTree], dict[str, Any]]:
+    """The trees by the row or group that they are made of, and the counts."""
+    counts: dict[str, Any] = {}
+    prepared = prepare_trees(dataset, tokenizer, **options, counts=counts)
+    trees = map(PrefixTree.from_dict, prepared)
+    return dict(zip(counts["sources"].tolist(), trees, strict=True)), counts
+
+
+def stock_at_best(reading: RowOptions) -> RowOptions | None:
+    """How TRL reads rows for `assistant_only_loss=True`; `None` if it has no chat template for that."""
+    if reading.kind not in MESSAGE_KINDS:
+        return reading
+    from trl.chat_template_utils import get_training_chat_template
+
+    try:
+        template = get_training_chat_template(reading.tokenizer)
+    except ValueError:  # TRL knows no training template for the tokenizer's and refuses the option
+        return None
+    return dataclasses.replace(reading, chat_template_kwargs={"chat_template": template}) if template else reading
+
+
+def _summed(trees: Iterable[PrefixTree]) -> Any:
+    return functools.reduce(operator.add, (tree.stats() for tree in trees))
 
 
 def counts_of(groups: Sequence[Group], max_packed_tokens: int | None = None) -> dict[str, int | float]:
@@ -216,7 +311,7 @@ def counts_of(groups: Sequence[Group], max_packed_tokens: int | None = None) -> 
     ```
     """
     trees = [tree for group in groups for tree in group.trees]
-    stats = functools.reduce(operator.add, (tree.stats() for tree in trees))
+    stats = _summed(trees)
     counts: dict[str, int | float] = {
         "rows": sum(group.rows for group in groups),
         "trees": len(trees),
@@ -238,28 +333,12 @@ def counts_of(groups: Sequence[Group], max_packed_tokens: int | None = None) -> 
     return counts
 
 
-def top_counts(trees: Sequence[PrefixTree], top: int | None, max_packed_tokens: int | None) -> dict[str, int | float]:
-    """
-    Mean and maximum ratios of the trees with the highest pair ratio: how much a selection of a data set can gain.
-
-    Args:
-        trees (sequence of [`PrefixTree`]):
-            At least one.
-        top (`int`, *optional*):
-            How many of them; all, if not given or there are fewer.
-        max_packed_tokens (`int`, *optional*):
-            Counts trees as they are after splitting.
-    """
-    ratios = sorted((_ratios(tree, max_packed_tokens) for tree in trees), reverse=True)[:top]
-    pair_ratios, token_ratios, branches = zip(*ratios, strict=True)
-    return {
-        "trees": len(ratios),
-        "mean_branches": sum(branches) / len(ratios),
-        "mean_token_ratio": sum(token_ratios) / len(ratios),
-        "max_token_ratio": max(token_ratios),
-        "mean_pair_ratio": sum(pair_ratios) / len(ratios),
-        "max_pair_ratio": max(pair_ratios),
-    }
+def sequences_of_trees(trees: Sequence[PrefixTree], max_packed_tokens: int | None = None, **counts: Any) -> Sequences:
+    """The sequences of training on trees, larger ones split."""
+    parts = [part for tree in trees for part in parts_of(tree, max_packed_tokens)]
+    stats, at_depth = _summed(parts), np.bincount(np.concatenate([part.depth for part in parts]))
+    sizes = stats.tree_tokens, stats.tree_pairs, stats.supervised_tokens, max(map(len, parts)), at_depth
+    return Sequences(len(parts), *sizes, **counts)
 
 
 def parts_of(tree: PrefixTree, max_packed_tokens: int | None) -> list[PrefixTree]:
@@ -268,23 +347,20 @@ def parts_of(tree: PrefixTree, max_packed_tokens: int | None) -> list[PrefixTree
     return [part for part in parts if part.weights.any()] if len(parts) > 1 else parts
 
 
-def _ratios(tree: PrefixTree, max_packed_tokens: int | None) -> tuple[float, float, int]:
-    """Pair ratio, token ratio and number of branches, after splitting."""
-    whole = tree.stats()
-    parts = [part.stats() for part in parts_of(tree, max_packed_tokens)]
-    pairs, tokens = (sum(getattr(part, name) for part in parts) for name in ("tree_pairs", "tree_tokens"))
-    return whole.branch_pairs / pairs, whole.branch_tokens / tokens, whole.branches
-
-
 # Tree attention is slower per pair than a causal kernel, and a tree has to be built: a smaller gain can be eaten up.
 PAYS_FROM = 1.2
+STATE_BYTES = 16  # of a parameter: TRL's default of float32 weights, their gradients, and the two moments of AdamW
+# TFLOP/s of a whole optimizer step in full packed sequences, layers compiled: medians over trees and branches of the
+# files in `benchmarks/results`, which a test compares. Other GPUs were not measured so.
+MEASURED_TFLOPS = {"h100": 467.0}
 ASSUMPTIONS = (
-    "speed-up: FLOPs of matrix products, forward and backward, at the same throughput for both; branches are trained "
-    "one by one without padding. Not counted: optimizer, data loading, communication, and that a pair costs more in "
-    "tree attention than in a causal kernel",
-    "a layer with a sliding window counts the pairs inside it; the head runs on supervised tokens only",
-    "memory: activations in bfloat16 that a layer of Qwen3 or Qwen3.5 keeps in eager mode, one tree, part or branch "
-    "per micro-batch; weights, gradients, optimizer and the chunked head come on top and are the same for both",
+    "speed-up: FLOPs of matrix products, forward and backward, at the same throughput for flat steps and trees, both "
+    "packed without padding. Not counted: optimizer, data loading, communication, and that a pair costs more in tree "
+    "attention than in a causal kernel",
+    "a layer with a sliding window or chunks counts the pairs inside it; the head runs on supervised tokens only",
+    f"memory: {STATE_BYTES} bytes for each parameter (float32 weights and gradients, AdamW, nothing sharded, no "
+    "adapters), and the bfloat16 activations of one sequence, tree or part per micro-batch; the chunked head comes on "
+    "top. Packed sequences of equal length take the same",
 )
 
 
@@ -294,35 +370,44 @@ class Estimate:
     A prediction of [`estimate`].
 
     Args:
-        branch_tflop (`float`), tree_tflop (`float`): FLOPs of one epoch, in 10^12.
-        speedup (`float`): Their ratio.
+        tflop (`dict[str, float]`): FLOPs of one epoch, in 10^12, of every way to train.
+        speedup (`float`): Those of flat steps, or of the branches, over those of the trees.
         pays (`bool`): Whether that is at least `PAYS_FROM`.
-        branch_gib (`float`), tree_gib (`float`): Activations of the longest branch, and of the largest tree or part.
-        branch_gib_checkpointed (`float`), tree_gib_checkpointed (`float`): The same with gradient checkpointing.
+        parameters (`int`), state_gib (`float`): Parameters; their weights, gradients and optimizer state.
+        activations_gib (`dict[str, float]`), checkpointed_gib (`dict[str, float]`):
+            Activations of the longest sequence of every way to train, without and with gradient checkpointing.
     """
 
-    branch_tflop: float
-    tree_tflop: float
+    tflop: dict[str, float]
     speedup: float
     pays: bool
-    branch_gib: float
-    tree_gib: float
-    branch_gib_checkpointed: float
-    tree_gib_checkpointed: float
+    parameters: int
+    state_gib: float
+    activations_gib: dict[str, float]
+    checkpointed_gib: dict[str, float]
 
     def verdict(self) -> str:
         """One sentence: whether folding pays."""
         if self.pays:
-            return f"Folding pays: {self.speedup:.2f}x fewer FLOPs than branch by branch."
+            return f"Folding pays: {self.speedup:.2f}x fewer FLOPs than without trees."
         return (
             f"Folding does not pay here: {self.speedup:.2f}x fewer FLOPs, and below {PAYS_FROM}x tree attention can "
-            "cost more than it saves. Train the branches with SFTTrainer, packed."
+            "cost more than it saves. Train the sequences with SFTTrainer, packed."
         )
 
+    def hours(self, gpu: str) -> dict[str, float]:
+        """Hours of an epoch on one GPU of `MEASURED_TFLOPS`, for every way to train."""
+        return {name: tflop / MEASURED_TFLOPS[gpu] / 3600 for name, tflop in self.tflop.items()}
 
-def estimate(trees: Sequence[PrefixTree], config: PretrainedConfig, max_packed_tokens: int | None = None) -> Estimate:
+
+def estimate(
+    trees: Sequence[PrefixTree],
+    config: PretrainedConfig,
+    max_packed_tokens: int | None = None,
+    ways: Mapping[str, Sequences] | None = None,
+) -> Estimate:
     """
-    Predict from counts what training on the trees gains over training on their branches. See `ASSUMPTIONS`.
+    Predict from counts what training on the trees gains over training without. See `ASSUMPTIONS`.
 
     Args:
         trees (sequence of [`PrefixTree`]):
@@ -331,19 +416,29 @@ def estimate(trees: Sequence[PrefixTree], config: PretrainedConfig, max_packed_t
             The model's.
         max_packed_tokens (`int`, *optional*):
             Splits larger trees first, so that tokens which several parts compute count as often.
+        ways (`Mapping[str, Sequences]`, *optional*):
+            The other ways to train, see [`Folded`]; the branches one by one if not given.
 
     Raises:
         `ValueError`: If the FLOPs of the model are not counted, see [`step_flops`], or a branch is longer than
             `max_packed_tokens`.
     """
-    parts = [part for tree in trees for part in parts_of(tree, max_packed_tokens)]
-    branch_tflop = flop_counts(trees, config)["branches"]["tflop"]
-    tree_tflop = flop_counts(parts, config)["folded"]["tflop"]
-    sizes = {"branch": max(tree.stats().longest_path for tree in trees), "tree": max(map(len, parts))}
-    gib = {
-        f"{name}_gib{suffix}": activation_bytes(config, tokens, checkpointing) / 2**30
-        for name, tokens in sizes.items()
-        for suffix, checkpointing in (("", False), ("_checkpointed", True))
+    if ways is None:
+        lengths = [len(branch) for tree in trees for branch in tree.branches()]
+        ways = {"flat_steps": Sequences.of(lengths, sum(int(tree.branch_count.sum()) for tree in trees))}
+    ways = {**ways, "tree": sequences_of_trees(trees, max_packed_tokens)}
+    costs = model_costs(config)
+    longest = max(len(way.at_depth) for way in ways.values())
+    keys = mean_keys_seen(config.get_text_config(), costs.attention_layers, longest)
+    tflop = {
+        name: float(costs.flops @ np.array([way.tokens, way.supervised, way.at_depth @ keys[: len(way.at_depth)]]))
+        / 1e12
+        for name, way in ways.items()
     }
-    speedup = branch_tflop / tree_tflop
-    return Estimate(branch_tflop, tree_tflop, speedup, speedup >= PAYS_FROM, **gib)
+    activations, checkpointed = (
+        {name: num_bytes * way.longest / 2**30 for name, way in ways.items()}
+        for num_bytes in (costs.activation_bytes, costs.checkpointed_bytes)
+    )
+    speedup = tflop["flat_steps"] / tflop["tree"]
+    state_gib = STATE_BYTES * costs.parameters / 2**30
+    return Estimate(tflop, speedup, speedup >= PAYS_FROM, costs.parameters, state_gib, activations, checkpointed)

@@ -26,7 +26,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ValueError("a plot needs matplotlib; run `pip install 'hf_prefix_tree[viz]'`.") from None
+        raise ValueError("a plot needs matplotlib; run `pip install matplotlib`.") from None
 
 
 def plot_trees(trees: Sequence[PrefixTree], shown: PrefixTree, path: Path) -> None:
@@ -42,8 +42,12 @@ def plot_trees(trees: Sequence[PrefixTree], shown: PrefixTree, path: Path) -> No
         `ValueError`: If matplotlib is not installed, or does not know the format.
     """
     check_matplotlib()
+    from matplotlib.backend_bases import FigureCanvasBase
     from matplotlib.figure import Figure
 
+    if path.suffix.lstrip(".") not in FigureCanvasBase.filetypes:
+        known = ", ".join(f".{name}" for name in FigureCanvasBase.filetypes)
+        raise ValueError(f"the image is {str(path)!r}, whose suffix is no known format; pass one of {known}.")
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     _ratios(left, [tree.stats().token_ratio for tree in trees])

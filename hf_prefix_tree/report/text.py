@@ -19,6 +19,8 @@ from hf_prefix_tree.tree.prefix_tree import PrefixTree
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from hf_prefix_tree.report.gain import Estimate, Folded
+
 _COLUMNS = {
     "rows": "rows",
     "trees": "trees",
@@ -31,11 +33,6 @@ _COLUMNS = {
     "split_trees": "split trees",
     "parts": "parts",
     "duplicated_tokens": "duplicated",
-    "mean_branches": "mean branches",
-    "mean_token_ratio": "mean token ratio",
-    "max_token_ratio": "max",
-    "mean_pair_ratio": "mean pair ratio",
-    "max_pair_ratio": "max",
 }
 _DEEPEST_INDENT = 12  # levels; deeper nodes are drawn at this one
 
@@ -45,30 +42,123 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
 
 
+def table(title: str, rows: Sequence[Sequence[str]]) -> Table:
+    """A table to print; the first of the rows is its head."""
+    drawn = Table(title=printable(title) or None, title_justify="left")
+    for index, name in enumerate(rows[0]):
+        drawn.add_column(name, justify="right" if index else "left", overflow="fold")
+    for row in rows[1:]:
+        drawn.add_row(*map(printable, row))
+    return drawn
+
+
+def counts_rows(groups: Sequence[tuple[str, Mapping[str, Any]]], total: Mapping[str, Any]) -> list[list[str]]:
+    """A row for each mapping of counts, under its name, and one for the total; a head before them."""
+    columns = [key for key in _COLUMNS if key in total]
+    named = [*groups, ("total", total)]
+    return [
+        ["group", *(_COLUMNS[key] for key in columns)],
+        *([name, *(_cell(counts[key]) for key in columns)] for name, counts in named),
+    ]
+
+
+def preparation_tables(title: str, counts: Mapping[str, Any], trees: Sequence[PrefixTree]) -> tuple[Table, Table]:
+    """
+    The counts of a preparation, and the table by which prime-rl describes its selection: means and maxima over the
+    trees, and the ratios, whose mean is that of all trees together.
+    """
+    stats = [tree.stats() for tree in trees]
+    ratios = {f"{name}_ratio": counts[f"branch_{name}s"] / counts[f"tree_{name}s"] for name in ("token", "pair")}
+    numbers = {name: count for name, count in {**counts, **ratios}.items() if isinstance(count, int | float)}
+    selection = [["", "mean", "max"]]
+    for name, label in (("branches", "K"), ("tree_tokens", "packed tokens"), ("longest_path", "longest path")):
+        values = [getattr(of_tree, name) for of_tree in stats]
+        selection.append([label, f"{sum(values) / len(values):,.1f}", f"{max(values):,}"])
+    for name in ("token_ratio", "pair_ratio"):
+        values = [getattr(of_tree, name) for of_tree in stats]
+        selection.append(
+            [name.replace("_", " "), f"{getattr(sum(stats[1:], stats[0]), name):.2f}", f"{max(values):.2f}"]
+        )
+    return (
+        table("", [[title, ""], *([name.replace("_", " "), _cell(count)] for name, count in numbers.items())]),
+        table(f"{len(stats)} trees", selection),
+    )
+
+
 def printable(text: str) -> str:
-    """The text with control characters escaped: a terminal would obey those of a group's name."""
-    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
-
-
-def counts_table(
-    title: str, name: str, rows: Sequence[tuple[str, Mapping[str, Any]]], total: Mapping[str, Any] | None = None
-) -> Table:
-    """A table with a line for each mapping of counts, under its name, and one for the total."""
-    table = Table(title=printable(title), title_justify="left")
-    columns = [key for key in _COLUMNS if key in rows[0][1]]
-    table.add_column(name, overflow="fold")
-    for key in columns:
-        table.add_column(_COLUMNS[key], justify="right")
-    for label, counts in rows:
-        table.add_row(printable(label), *(_cell(counts[key]) for key in columns))
-    if total is not None:
-        table.add_section()
-        table.add_row("total", *(_cell(total[key]) for key in columns))
-    return table
+    """The text without characters that a terminal would obey."""
+    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def _cell(value: float) -> str:
     return f"{value:.2f}" if isinstance(value, float) else f"{value:,}"
+
+
+# The ways to train, in the order of the table. A footnote has `per_turn`.
+_WAYS = {"stock_defaults": "stock defaults", "stock_best": "stock at its best", "flat_steps": "flat steps"}
+_WAYS["tree"] = "tree"
+
+
+def gain_lines(folded: Folded, predicted: Estimate | None) -> list[str]:
+    """The sentences around the table of [`gain_rows`]."""
+    flat, tree, per_turn = (folded.ways[name] for name in ("flat_steps", "tree", "per_turn"))
+    rows, trees = sum(group.rows for group in folded.groups), len(folded.trees)
+    lines = [f"{folded.name}: {_number(rows, 'row')}, {_number(folded.contexts, 'turn')}, {_number(trees, 'tree')}."]
+    grouped = f"{per_turn.tokens / tree.tokens:.2f}x fewer tokens than turn by turn"
+    alone = f"{per_turn.tokens / folded.ungrouped:.2f}x"
+    if folded.group_by is None:
+        lines.append(f"Each row is a tree: {grouped}. No column marks rows that share more (`--group-by`).")
+    else:
+        lines.append(
+            f"Rows with an equal `{folded.group_by}` are one tree: {grouped}, {alone} without. Train with "
+            f"`group_by={folded.group_by!r}`."
+        )
+    if folded.losses:
+        lines.append(f"Some data was dropped or modified: {folded.losses}.")
+    lines.append(f"Trees compute {flat.tokens / tree.tokens:.2f}x fewer tokens than flat steps.")
+    if predicted is not None:
+        lines.append(predicted.verdict())
+    return lines
+
+
+def footnotes(folded: Folded) -> list[str]:
+    """What the table of [`gain_rows`] means."""
+    best = "assistant_only_loss=True, max_length=None, packed"
+    if not folded.has_training_template:
+        best += "; TRL refuses the first with this chat template, so all tokens are trained on"
+    return [
+        "stock defaults: TRL's SFTTrainer, a conversation per sequence, all tokens trained on, cut at 1,024",
+        f"stock at its best: {best}",
+        "flat steps: consecutive turns are one sequence as long as each extends the last; one sequence per turn has "
+        f"{folded.ways['per_turn'].tokens:,} tokens",
+        "missing contexts: what a turn was sampled from, but no sequence starts with",
+    ]
+
+
+def gain_rows(folded: Folded, predicted: Estimate | None = None, gpu: str | None = None) -> list[list[str]]:
+    """A row for each figure, with a column for every way to train; a head before them."""
+    ways = [folded.ways[name] for name in _WAYS]
+    missing = ["not counted" if way.missing is None else f"{way.missing:,}" for way in ways]
+    rows = [
+        ["", *_WAYS.values()],
+        ["sequences", *(f"{way.sequences:,}" for way in ways)],
+        ["tokens", *(f"{way.tokens:,}" for way in ways)],
+        ["tokens / tree tokens", *(f"{way.tokens / folded.ways['tree'].tokens:.2f}" for way in ways)],
+        ["longest sequence", *(f"{way.longest:,}" for way in ways)],
+        ["truncated sequences", *(f"{way.truncated:,}" for way in ways)],
+        [f"missing contexts, of {folded.contexts:,}", *missing],
+    ]
+    if predicted is not None:
+        figures = {
+            "TFLOP of an epoch": predicted.tflop,
+            "GiB: weights, gradients, optimizer": dict.fromkeys(_WAYS, predicted.state_gib),
+            "GiB: activations, longest sequence": predicted.activations_gib,
+            "  with checkpointing": predicted.checkpointed_gib,
+        }
+        if gpu is not None:
+            figures[f"hours of an epoch, one {gpu.upper()}"] = predicted.hours(gpu)
+        rows += [[label, *(f"{values[name]:,.4g}" for name in _WAYS)] for label, values in figures.items()]
+    return rows
 
 
 def draw_tree(tree: PrefixTree, tokenizer: PreTrainedTokenizerBase | None = None, max_nodes: int = 40) -> Tree:

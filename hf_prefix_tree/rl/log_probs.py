@@ -22,7 +22,8 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
 from hf_prefix_tree.modeling.checks import base_causal_lm
-from hf_prefix_tree.rl.folded_forward import MIN_REUSE, fold_shared_prefixes
+from hf_prefix_tree.rl.config import MIN_REUSE
+from hf_prefix_tree.rl.folded_forward import fold_shared_prefixes
 
 Sequences = TypeVar("Sequences", torch.Tensor, Sequence[torch.Tensor])
 

@@ -70,7 +70,7 @@ class TreePolicyMixin(FoldedForwardMixin):
     """
     Put it before `GRPOTrainer` or `RLOOTrainer`.
 
-    Class attribute: `max_row_tokens`, the tokens that one forward may hold. The tokens of TRL's own micro-batch,
+    `max_row_tokens` is the option of [`~hf_prefix_tree.rl.config.PolicyOptions`]. The tokens of TRL's own micro-batch,
     padding included, are always allowed, since there is memory for them anyway.
     """
 
@@ -232,8 +232,8 @@ class TreeGRPOTrainer(TreePolicyMixin, GRPOTrainer):
     `gradient_accumulation_steps`) before it splits the generation into steps, so each step holds and shares only a
     part of a group.
 
-    Class attributes: `max_row_tokens` (tokens that one forward may hold, where memory allows more than TRL's
-    micro-batch has), `min_reuse` and `attn_backend` (as for [`fold_shared_prefixes`]).
+    A [`TreeGRPOConfig`] also says `max_row_tokens` (tokens that one forward may hold, where memory allows more than
+    TRL's micro-batch has), `min_reuse` and `attn_backend` (as for [`fold_shared_prefixes`]).
 
     Args:
         model, reward_funcs, args, train_dataset, ...:
@@ -281,7 +281,7 @@ class TreeRLOOTrainer(TreePolicyMixin, RLOOTrainer):
     Takes the same arguments and an [`~trl.RLOOConfig`], takes the same optimizer steps and logs the same numbers. As
     for [`TreeGRPOTrainer`], groups are kept together inside an optimizer step.
 
-    Class attributes: those of [`TreeGRPOTrainer`].
+    A [`TreeRLOOConfig`] has the options of a [`TreeGRPOConfig`].
 
     Args:
         model, reward_funcs, args, train_dataset, ...:

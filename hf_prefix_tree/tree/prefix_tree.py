@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from hf_prefix_tree.tree import folding, layout
 from hf_prefix_tree.tree.folding import INT32_MAX, Branch, check_weighting, integer_array
+from hf_prefix_tree.tree.html import tree_html
 from hf_prefix_tree.tree.layout import TreeStats
 
 __all__ = ["Branch", "PrefixTree", "TreeStats", "fold"]
@@ -179,6 +180,9 @@ class PrefixTree:
             f"PrefixTree(tokens={len(self)}, nodes={len(self.node_lengths)}, branches={len(self.branch_nodes)}, "
             f"weighting={self.weighting!r})"
         )
+
+    def _repr_html_(self) -> str:
+        return tree_html(self)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PrefixTree):

@@ -13,7 +13,7 @@ from datasets import Dataset
 from hf_prefix_tree import DataCollatorForPrefixTree, prepare_trees
 from hf_prefix_tree.data.baselines import flat_steps, per_branch
 from hf_prefix_tree.nemo import fold_shared_prefix_rollouts, prefix_tree_collate_fn
-from hf_prefix_tree.report.gain import counts_of, fold_file
+from hf_prefix_tree.report.gain import counts_of, fold_rows, load_rows
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
 from hf_prefix_tree.tree.splitting import split_tree
 
@@ -106,9 +106,9 @@ def test_the_report_counts_as_the_preparation(tmp_path):
     unsupervised = row_of([BRANCHES[1]], group="b")
     rows = [row_of(BRANCHES[:2], group="a"), row_of(BRANCHES[2:], group="a"), unsupervised]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for options in ({}, {"group_by": "group"}):
+    for options in ({"group_by": None}, {"group_by": "group"}):
         prepared = trees_of(prepare_trees(Dataset.from_list(rows), **options))
-        folded = fold_file(tmp_path / "rows.jsonl", **options)
+        folded = fold_rows(load_rows(tmp_path / "rows.jsonl"), "rows", **options)
         assert folded.trees == prepared
         assert counts_of(folded.groups)["branches"] == sum(tree.num_branches for tree in prepared) == 5
 

@@ -28,7 +28,7 @@ diffusion_sft = load_script()
 
 def start(*options):
     """What `python examples/diffusion_sft.py options` does."""
-    return diffusion_sft.main(*diffusion_sft.parse([str(option) for option in (*options, "--use_cpu")]))
+    return diffusion_sft.main([str(option) for option in (*options, "--use_cpu")])
 
 
 @pytest.mark.slow

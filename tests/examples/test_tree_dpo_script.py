@@ -47,7 +47,7 @@ OPTIONS = [
 def start(folder, *arguments):
     """What `python examples/tree_dpo.py arguments` does; the trainer and the losses that it logged."""
     arguments = [*OPTIONS, "--output_dir", folder, *arguments]
-    trainer = tree_dpo.main(*tree_dpo.make_parser().parse_args_and_config([str(argument) for argument in arguments]))
+    trainer = tree_dpo.main([str(argument) for argument in arguments])
     return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 

@@ -31,7 +31,7 @@ def start(folder, *arguments):
     sizes = "--num_generations 4 --per_device_train_batch_size 2 --gradient_accumulation_steps 4 --max_steps 2"
     rest = "--max_completion_length 8 --use_cpu --bf16 False --logging_steps 1 --report_to none --learning_rate 1e-3"
     options = ["--output_dir", str(folder), *sizes.split(), *rest.split(), *map(str, arguments)]
-    return tree_grpo.main(*tree_grpo.make_parser().parse_args_and_config(options))
+    return tree_grpo.main(options)
 
 
 def test_offline_run_equals_stock(tmp_path):

@@ -35,7 +35,7 @@ tree_sft = load_script()
 def start(*arguments, config=None):
     """What `python examples/tree_sft.py --config ... arguments` does."""
     arguments = ["--config", config, *arguments] if config is not None else arguments
-    return tree_sft.main(*tree_sft.make_parser().parse_args_and_config([str(argument) for argument in arguments]))
+    return tree_sft.main([str(argument) for argument in arguments])
 
 
 @pytest.fixture
@@ -269,8 +269,7 @@ def test_flat_steps_refuses_other_branches(dialogues, tmp_path):
             start(*options, *wrong)
 
 
-def test_a_missing_dataset_is_named(tmp_path):
-    words = ["--model_name_or_path", "nowhere", "--output_dir", str(tmp_path), "--use_cpu", "--dry_run"]
-    arguments, training_args, _ = tree_sft.make_parser().parse_args_and_config(words)
+def test_a_missing_dataset_is_named(dialogues, tmp_path):
+    _, tokenizer = dialogues
     with pytest.raises(ValueError, match="`dataset_name`"):
-        tree_sft.load_rows(arguments, training_args, "train")
+        start("--tokenizer_name_or_path", tokenizer, "--output_dir", tmp_path, "--dry_run")

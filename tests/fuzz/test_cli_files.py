@@ -125,8 +125,7 @@ def test_files(folder):
             expected = totals_of(rows, group_by if rows and group_by in rows[0] else None)
         except (Refused, ValueError):
             expected = None
-        grouped = ["--group-by", "group"] if group_by else []
-        code, out, err = run("inspect", path, *grouped, *["--json"] * as_json)
+        code, out, err = run("gain", path, "--group-by", group_by or "none", *["--json"] * as_json)
         if code:
             check_failure(code, out, err, path.name)
             assert expected is None or (group_by and group_by not in rows[0]), err
@@ -134,7 +133,7 @@ def test_files(folder):
         assert_harmless(out)
         assert expected is not None, out
         if as_json:
-            total = json.loads(out)["files"][0]["total"]
+            total = json.loads(out)["total"]
             assert {name: total[name] for name in expected} == expected
 
     check_one()
@@ -162,7 +161,7 @@ def test_files_of_tools(folder):
     @given(TOOLS)
     def check_one(content: bytes) -> None:
         tools.write_bytes(content)
-        code, out, err = run("inspect", data, "--tokenizer", folder / "tokenizer", "--tools", tools)
+        code, out, err = run("gain", data, "--tokenizer", folder / "tokenizer", "--tools", tools)
         if code:
             check_failure(code, out, err, "tools")
         else:
@@ -171,7 +170,7 @@ def test_files_of_tools(folder):
     check_one()
 
 
-@pytest.mark.parametrize("option", ["--max-length", "--max-packed-tokens", "--top", "--reasoning", "--group-by"])
+@pytest.mark.parametrize("option", ["--max-length", "--max-packed-tokens", "--reasoning", "--group-by"])
 def test_options(folder, option):
     path = folder / "few.jsonl"
     path.write_text(json.dumps({"prompt_ids": [1, 2], "completions": [[3], [4, 5]]}))
@@ -179,7 +178,7 @@ def test_options(folder, option):
     @inputs(6)
     @given(st.sampled_from(["0", "-1", "3.9", "1", "2", "99", "x", "", "9" * 30, "\x1b[2J", "None", "per_turn"]))
     def check_one(value: str) -> None:
-        code, out, err = run("inspect", path, option, value)
+        code, out, err = run("gain", path, option, value)
         assert code in (0, 2)
         if code:
             name = option.removeprefix("--")

@@ -1,0 +1,449 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""`hf-prefix-tree train METHOD`: the trainers of this package with TRL's command-line conventions.
+
+Options are those of TRL's scripts: the fields of a method's arguments, of its configuration and of TRL's
+`ModelConfig`, on the command line or in a YAML file (`--config`). The example scripts call [`run`] with data of their
+own.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset, load_from_disk
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+
+from hf_prefix_tree.data.baselines import flat_steps, per_branch
+from hf_prefix_tree.data.formats import with_tools
+from hf_prefix_tree.data.prepare import prepare_trees
+from hf_prefix_tree.data.supervision import IGNORE_INDEX
+from hf_prefix_tree.eagle3.data import padding_token, prepare_eagle3_rows
+from hf_prefix_tree.eagle3.export import export_for_serving, validate_export
+from hf_prefix_tree.eagle3.model import Eagle3DraftModel
+from hf_prefix_tree.eagle3.target import TARGET_FILE, Eagle3Target, precompute_hidden_states
+from hf_prefix_tree.report.gain import load_rows, read_tools
+from hf_prefix_tree.report.text import console, preparation_tables
+from hf_prefix_tree.training.options import option_field
+from hf_prefix_tree.tree.prefix_tree import PrefixTree
+
+logger = logging.getLogger(__name__)
+
+MASK_TOKEN = "<|mask|>"  # of a tokenizer that has none
+
+
+@dataclass
+class TrainArguments(ScriptArguments):
+    """
+    Arguments of every method, besides TRL's.
+
+    Args:
+        tools_file (`str`, *optional*):
+            JSON file with tool schemas: a list for all dataset rows, or an object that maps each group to its list.
+        tokenizer_name_or_path (`str`, *optional*):
+            Tokenizer, if it is not the model's.
+        dry_run (`bool`, *optional*, defaults to `False`):
+            Prepare the data, print the counts, and stop. No model is loaded.
+    """
+
+    tools_file: str | None = option_field(None, "JSON file with tool schemas.")
+    tokenizer_name_or_path: str | None = option_field(None, "Tokenizer, if not the model's.")
+    dry_run: bool = option_field(False, "Prepare the data, print the counts, and stop.")
+
+
+@dataclass
+class WeightsArguments(TrainArguments):
+    """
+    Arguments of the methods that load the model themselves: `diffusion`, and with more, `sft` and `eagle3`.
+
+    Args:
+        gguf_file (`str`, *optional*):
+            Name of a GGUF file in the model's folder to load weights and tokenizer from.
+        random_weights (`bool`, *optional*, defaults to `False`):
+            Initialise the model from its config alone.
+    """
+
+    gguf_file: str | None = option_field(None, "GGUF file in the model's folder.")
+    random_weights: bool = option_field(False, "Initialise the model from its config alone.")
+
+
+@dataclass
+class SFTArguments(WeightsArguments):
+    """
+    Arguments of `sft`.
+
+    Args:
+        baseline (`str`, *optional*):
+            Train without trees, with TRL's `SFTTrainer`: `"per_branch"` makes a sample of each branch, `"flat_steps"`
+            one of consecutive turns of a conversation, as long as the next prompt extends the last sample.
+    """
+
+    baseline: str | None = option_field(None, "Train without trees, with SFTTrainer.", ["per_branch", "flat_steps"])
+
+
+@dataclass
+class PreferenceArguments(TrainArguments):
+    """
+    Arguments of `dpo` and `kto`.
+
+    Args:
+        stock (`bool`, *optional*, defaults to `False`):
+            Train with TRL's trainer, which computes every sequence by itself.
+    """
+
+    stock: bool = option_field(False, "Train with TRL's trainer, without trees.")
+
+
+@dataclass
+class PolicyArguments(PreferenceArguments):
+    """
+    Arguments of `grpo` and `rloo`.
+
+    Args:
+        reward_model_name_or_path (`str`, *optional*):
+            Reward model.
+        reward_funcs (`list[str]`, *optional*):
+            Names of reward functions of `trl.rewards`, or dotted import paths.
+    """
+
+    reward_model_name_or_path: str | None = option_field(None, "Reward model.")
+    reward_funcs: list[str] | None = option_field(None, "Functions of `trl.rewards`, or dotted import paths.")
+
+
+@dataclass
+class Eagle3Arguments(WeightsArguments):
+    """
+    Arguments of `eagle3`.
+
+    Args:
+        draft_name_or_path (`str`, *optional*):
+            Checkpoint of a draft to train further.
+        precompute_dir (`str`, *optional*):
+            Folder for the target's hidden states, which are written first and trained on. A folder that has them can
+            be `model_name_or_path`: then neither target nor dataset is needed.
+        export_engine (`str`, *optional*):
+            Serving engine to export the draft for, into the folder `serving` of the output.
+    """
+
+    draft_name_or_path: str | None = option_field(None, "Draft to train further.")
+    precompute_dir: str | None = option_field(None, "Folder for the target's hidden states.")
+    export_engine: str | None = option_field(
+        None, "Engine to export the draft for.", ["vllm", "sglang", "speculators"]
+    )
+
+
+class Method(NamedTuple):
+    """A method: its arguments, and the names of its classes here and of TRL's trainer, which are imported on use."""
+
+    arguments: type[TrainArguments]
+    config: str
+    trainer: str
+    stock: str = ""
+
+
+METHODS = {
+    "sft": Method(SFTArguments, "TreeSFTConfig", "TreeSFTTrainer", "SFTTrainer"),
+    "dpo": Method(PreferenceArguments, "TreeDPOConfig", "TreeDPOTrainer", "DPOTrainer"),
+    "kto": Method(PreferenceArguments, "TreeKTOConfig", "TreeKTOTrainer", "KTOTrainer"),
+    "grpo": Method(PolicyArguments, "TreeGRPOConfig", "TreeGRPOTrainer", "GRPOTrainer"),
+    "rloo": Method(PolicyArguments, "TreeRLOOConfig", "TreeRLOOTrainer", "RLOOTrainer"),
+    "diffusion": Method(WeightsArguments, "DiffusionSFTConfig", "DiffusionSFTTrainer"),
+    "eagle3": Method(Eagle3Arguments, "Eagle3Config", "Eagle3Trainer"),
+}
+
+
+def parse(
+    method: str,
+    options: Sequence[str],
+    arguments: type[TrainArguments] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> tuple[Any, Any, ModelConfig]:
+    """
+    The arguments, the configuration and TRL's `ModelConfig` of a method. Without an accelerator bf16 is off.
+
+    Args:
+        method (`str`): A key of [`METHODS`].
+        options (`Sequence[str]`): As on the command line.
+        arguments (`type`, *optional*): A class derived from that of the method.
+        defaults (`Mapping[str, Any]`, *optional*): Other defaults of options.
+
+    Raises:
+        `ValueError`: If the method or an option is unknown.
+    """
+    if method not in METHODS:
+        raise ValueError(f"`METHOD` is {method!r}; pass one of {', '.join(METHODS)}.")
+    spec, options = METHODS[method], list(options)
+    config = getattr(importlib.import_module("hf_prefix_tree"), spec.config)
+    parser = TrlParser((arguments or spec.arguments, config, ModelConfig), prog=f"hf-prefix-tree train {method}")
+    parser.set_defaults(**defaults or {})
+    if not torch.accelerator.is_available() and not any(option.split("=")[0] == "--bf16" for option in options):
+        logger.warning("bf16 is off, because there is no GPU. `--bf16 true` keeps it.")
+        options += ["--bf16", "false"]
+    return parser.parse_args_and_config(options)
+
+
+def run(
+    method: str,
+    arguments: TrainArguments,
+    args: Any,
+    model_args: ModelConfig,
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    datasets: Sequence[Dataset] | None = None,
+    **options: Any,
+) -> Any:
+    """
+    Train with a method, save the model, and push it to the Hub if the configuration says so.
+
+    Args:
+        method (`str`): A key of [`METHODS`].
+        arguments ([`TrainArguments`]), args (a configuration), model_args ([`~trl.ModelConfig`]): From [`parse`].
+        model, tokenizer, datasets (*optional*):
+            Take the place of those that the arguments name; `datasets` are the rows of the training split and, where
+            the configuration evaluates, of the test split.
+        **options: Further arguments of the trainer.
+
+    Returns:
+        The trainer; `None` after a dry run.
+
+    Raises:
+        `ValueError`: If an argument is missing or has no meaning for the method, or the data can't be read.
+    """
+    spec, splits = METHODS[method], [arguments.dataset_train_split]
+    if args.eval_strategy != "no":
+        splits.append(arguments.dataset_test_split)
+    tokenizer = tokenizer or _load_tokenizer(arguments, model_args)
+    is_precomputed = method == "eagle3" and Path(str(model_args.model_name_or_path), TARGET_FILE).is_file()
+    if datasets is None and is_precomputed:
+        datasets = [load_from_disk(str(Path(model_args.model_name_or_path, "rows", split))) for split in splits]
+    if datasets is None:
+        datasets = [load_split(arguments, split, args) for split in splits]
+    baseline = arguments.baseline if isinstance(arguments, SFTArguments) else None
+    if arguments.dry_run:
+        for split, rows in zip(splits, datasets, strict=True):
+            _print_preparation(method, split, rows, tokenizer, args, baseline)
+        return None
+    if baseline is not None:
+        datasets = [_baseline_rows(rows, tokenizer, args, baseline, {})[0] for rows in datasets]
+    is_stock = baseline is not None or (isinstance(arguments, PreferenceArguments) and arguments.stock)
+    attention = "prefix_tree" if method == "sft" and not is_stock else model_args.attn_implementation
+    name = model_args.model_name_or_path
+    if model is None and isinstance(arguments, PreferenceArguments):  # the trainer loads the reference from it, too
+        model = name
+        args.model_init_kwargs = _model_settings(args, model_args, attention) | (args.model_init_kwargs or {})
+    elif model is None and not is_precomputed:
+        model = _load_model(arguments, args, model_args, attention)
+    if method == "diffusion" and args.mask_token_id is None and tokenizer.mask_token_id is None:
+        tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})
+        if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+            model.resize_token_embeddings(len(tokenizer))
+    if isinstance(arguments, Eagle3Arguments):
+        if model_args.use_peft:
+            raise ValueError("`use_peft` has no meaning here: the target is frozen, and the draft is trained whole.")
+        target = name if is_precomputed else model
+        if arguments.precompute_dir is not None and not is_precomputed:
+            frozen = Eagle3Target(target, args.aux_layer_ids, args.attn_backend).to(args.device)
+            target = arguments.precompute_dir
+            datasets = [
+                precompute_hidden_states(frozen, _documents(rows, tokenizer, args), target, split=split)
+                for rows, split in zip(datasets, splits, strict=True)
+            ]
+        options |= {"model": arguments.draft_name_or_path, "target_model": target}
+    else:
+        options |= {"model": model, "peft_config": get_peft_config(model_args)}
+    if isinstance(arguments, PolicyArguments) and "reward_funcs" not in options:
+        options["reward_funcs"] = _reward_functions(arguments)
+    module, name_of_trainer = ("trl", spec.stock) if is_stock else ("hf_prefix_tree", spec.trainer)
+    trainer_class = getattr(importlib.import_module(module), name_of_trainer)
+    trainer = trainer_class(
+        args=args,
+        train_dataset=datasets[0],
+        eval_dataset=datasets[1] if len(datasets) > 1 else None,
+        processing_class=tokenizer,
+        **options,
+    )
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model(args.output_dir)
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=os.path.basename(arguments.dataset_name or "data"))
+    is_exported = isinstance(arguments, Eagle3Arguments) and arguments.export_engine is not None
+    if is_exported and trainer.is_world_process_zero():
+        _export(args.output_dir, arguments.export_engine, model_args.model_name_or_path)
+    return trainer
+
+
+def main(options: Sequence[str]) -> None:
+    """`hf-prefix-tree train`: the method, then its options."""
+    run(options[0], *parse(options[0], options[1:]))
+    leave()
+
+
+def leave() -> None:
+    """Ends all ranks together: a thread of gloo could abort the process at exit, and no DDP model keeps the group."""
+    PartialState().wait_for_everyone()
+    gc.collect()
+    PartialState().destroy_process_group()
+
+
+def load_split(arguments: TrainArguments, split: str, args: Any) -> Dataset:
+    """
+    The dataset rows of a split of a Hub dataset, or of a file, whose only split is every split; with the tools of
+    `tools_file`. The configuration's `group_by` and `column_names` say which tools belong to a row.
+
+    Raises:
+        `ValueError`: If `dataset_name` is missing, or `tools_file` does not fit the rows.
+    """
+    if arguments.dataset_name is None:
+        raise ValueError("`dataset_name` is missing: pass a Hub dataset or a file.")
+    is_file = Path(arguments.dataset_name).is_file()
+    rows = load_rows(arguments.dataset_name, "train" if is_file else split, arguments.dataset_config)
+    if arguments.tools_file is None:
+        return rows
+    tools = read_tools(Path(arguments.tools_file), "tools_file")
+    columns, group_by = getattr(args, "column_names", None) or {}, getattr(args, "group_by", None) or "group"
+    return with_tools(rows, tools, columns, group_by)
+
+
+def _baseline_rows(
+    rows: Dataset, tokenizer: Any, args: Any, baseline: str, counts: dict[str, Any]
+) -> tuple[Dataset, list[PrefixTree]]:
+    """The same data for `SFTTrainer`, selected and truncated in the same way, and the trees that it was taken from."""
+    is_flat = baseline == "flat_steps"
+    if is_flat and (args.reasoning != "per_turn" or args.group_by is not None):
+        raise ValueError(
+            "`baseline='flat_steps'` joins the turns of one conversation: leave out `reasoning`, `group_by`."
+        )
+    changes = {"max_packed_tokens": None} if is_flat or args.overflow == "split" else {}
+    trees = _prepare(rows, tokenizer, args, counts, **changes)
+    samples = [row for tree in trees for row in flat_steps(tree.branches())] if is_flat else per_branch(trees)
+    return Dataset.from_list(samples), trees
+
+
+def _print_preparation(
+    method: str, split: str, rows: Dataset, tokenizer: Any, args: Any, baseline: str | None
+) -> None:
+    """Prints the counts of the preparation of a split, and the samples of a baseline."""
+    counts: dict[str, Any] = {}
+    line = f"{split}: {len(rows):,} rows with the columns {', '.join(rows.column_names)}."
+    if method == "sft":
+        samples = None
+        if baseline is None:
+            trees = _prepare(rows, tokenizer, args, counts)
+        else:
+            samples, trees = _baseline_rows(rows, tokenizer, args, baseline, counts)
+        for table in preparation_tables(split, counts, trees):
+            console().print(table)
+        if samples is None:
+            return
+        lengths = [len(ids) for ids in samples["input_ids"]]
+        supervised = sum(label != IGNORE_INDEX for labels in samples["labels"] for label in labels)
+        line = f"Without trees: {len(lengths):,} samples of {sum(lengths):,} tokens, {supervised:,} supervised, "
+        line += f"the longest {max(lengths):,}."
+    elif method == "eagle3":
+        masks = _documents(rows, tokenizer, args)["loss_mask"]
+        positions, supervised = sum(map(len, masks)), sum(map(sum, masks))
+        line = f"{split}: {len(masks):,} sequences of {positions:,} positions, {supervised:,} supervised."
+    console().print(line)
+
+
+def _prepare(rows: Dataset, tokenizer: Any, args: Any, counts: dict[str, Any], **changes: Any) -> list[PrefixTree]:
+    """The trees of `TreeSFTTrainer`, or parts of split ones: its options have the names of `prepare_trees`."""
+    options: dict[str, Any] = {
+        name: getattr(args, name) for name in signature(prepare_trees).parameters if hasattr(args, name)
+    }
+    options |= {"num_proc": args.dataset_num_proc, **changes}
+    prepared = prepare_trees(rows, tokenizer, counts=counts, **options)
+    return [PrefixTree.from_dict(tree) for row in prepared for tree in row.get("trees", [row])]
+
+
+def _documents(rows: Dataset, tokenizer: Any, args: Any) -> Dataset:
+    """The packed or padded documents that `Eagle3Trainer` makes of the rows."""
+    return prepare_eagle3_rows(
+        rows,
+        {
+            "tokenizer": tokenizer,
+            "supervise_reasoning": args.supervise_reasoning,
+            "reasoning_end": args.reasoning_end,
+            "on_error": args.on_error,
+        },
+        seq_length=args.seq_length,
+        packed_sequence_size=args.packed_sequence_size,
+        strategy=args.packing_strategy,
+        pad_token_id=padding_token(tokenizer),
+        num_proc=args.dataset_num_proc,
+    )
+
+
+def _load_model(arguments: WeightsArguments, args: Any, model_args: ModelConfig, attention: str | None) -> Any:
+    """The model that the arguments name."""
+    name, settings = model_args.model_name_or_path, _model_settings(args, model_args, attention)
+    if arguments.random_weights:
+        config = AutoConfig.from_pretrained(name, revision=settings.pop("revision"))
+        dtype = torch.float32 if settings["dtype"] == "auto" else settings["dtype"]
+        return AutoModelForCausalLM.from_config(config, **settings | {"dtype": dtype})
+    model = AutoModelForCausalLM.from_pretrained(name, gguf_file=arguments.gguf_file, **settings)
+    if arguments.gguf_file is None:
+        return model
+    # Transformers marks weights that it expanded from a GGUF file as quantized, and would not train or save them.
+    del model.config.quantization_config
+    whole = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype, attn_implementation=attention)
+    whole.load_state_dict(model.state_dict())
+    return whole
+
+
+def _model_settings(args: Any, model_args: ModelConfig, attention: str | None) -> dict[str, Any]:
+    """The keyword arguments of `from_pretrained` that the options stand for."""
+    dtype = model_args.dtype if model_args.dtype in ("auto", None) else getattr(torch, model_args.dtype)
+    settings = {"revision": model_args.model_revision, "dtype": dtype}
+    if hasattr(args, "target_model_init_kwargs"):
+        settings |= args.target_model_init_kwargs or {}
+    else:
+        settings["trust_remote_code"] = args.trust_remote_code
+    quantization = get_quantization_config(model_args)
+    settings |= {} if quantization is None else {"quantization_config": quantization}
+    return settings | ({} if attention is None else {"attn_implementation": attention})
+
+
+def _load_tokenizer(arguments: TrainArguments, model_args: ModelConfig) -> Any:
+    if arguments.tokenizer_name_or_path is not None:
+        return AutoTokenizer.from_pretrained(arguments.tokenizer_name_or_path)
+    if model_args.model_name_or_path is None:
+        raise ValueError("`model_name_or_path` is missing: pass a model's name or folder.")
+    gguf_file = arguments.gguf_file if isinstance(arguments, WeightsArguments) else None
+    return AutoTokenizer.from_pretrained(model_args.model_name_or_path, gguf_file=gguf_file)
+
+
+def _reward_functions(arguments: PolicyArguments) -> list[Any]:
+    """The reward model and functions that the arguments name."""
+    rewards: list[Any] = [name for name in [arguments.reward_model_name_or_path] if name is not None]
+    for name in arguments.reward_funcs or []:
+        module, _, function = name.rpartition(".")
+        if module and os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        try:
+            rewards.append(getattr(importlib.import_module(module or "trl.rewards"), function))
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"`reward_funcs` has {name!r}, which can't be imported: {error}.") from error
+    if not rewards:
+        raise ValueError("`reward_funcs` is missing: pass names of `trl.rewards` or import paths of functions.")
+    return rewards
+
+
+def _export(output_dir: str, engine: str, target: str | None) -> None:
+    folder = str(Path(output_dir, "serving"))
+    draft = Eagle3DraftModel.from_pretrained(output_dir)  # whole, even if training sharded it
+    export_for_serving(draft, folder, engine, dtype=torch.bfloat16, target_name_or_path=target)
+    for problem in validate_export(folder):
+        logger.error("The exported draft is not what %s expects: %s", engine, problem)

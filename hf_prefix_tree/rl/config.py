@@ -1,0 +1,62 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""The configurations of the RL trainers: TRL's, plus how rows are folded. TRL's own serve, too, with the defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trl import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig
+
+from hf_prefix_tree.modeling.attention.backend import ATTN_BACKENDS
+from hf_prefix_tree.training.options import option_field
+
+MIN_REUSE = 1.2  # on an H200 a folded update takes 7 % longer than a stock one at 1.1, and half as long at 4
+
+
+@dataclass
+class FoldingOptions:
+    """
+    Options of every trainer that folds padded rows.
+
+    Args:
+        min_reuse (`float`, *optional*, defaults to `1.2`):
+            Calls that share less run unfolded: tokens of the rows divided by tokens of their tree.
+        attn_backend (`str`, *optional*, defaults to `"auto"`):
+            See [`prepare_model`].
+    """
+
+    min_reuse: float = option_field(MIN_REUSE, "Calls with fewer tokens of rows per token of their tree run unfolded.")
+    attn_backend: str = option_field("auto", "Attention of the tree path.", ATTN_BACKENDS)
+
+
+@dataclass
+class TreeDPOConfig(FoldingOptions, DPOConfig):
+    """Configuration of [`TreeDPOTrainer`]: TRL's `DPOConfig` with [`FoldingOptions`]."""
+
+
+@dataclass
+class TreeKTOConfig(FoldingOptions, KTOConfig):
+    """Configuration of [`TreeKTOTrainer`]: TRL's `KTOConfig` with [`FoldingOptions`]."""
+
+
+@dataclass
+class PolicyOptions(FoldingOptions):
+    """
+    Options of the trainers that generate: [`FoldingOptions`], and the size of a forward.
+
+    Args:
+        max_row_tokens (`int`, *optional*, defaults to `0`):
+            Tokens that one forward may hold. Those of TRL's micro-batch, padding included, are always allowed.
+    """
+
+    max_row_tokens: int = option_field(0, "Tokens that one forward may hold, if memory allows more than TRL's.")
+
+
+@dataclass
+class TreeGRPOConfig(PolicyOptions, GRPOConfig):
+    """Configuration of [`TreeGRPOTrainer`]: TRL's `GRPOConfig` with [`PolicyOptions`]."""
+
+
+@dataclass
+class TreeRLOOConfig(PolicyOptions, RLOOConfig):
+    """Configuration of [`TreeRLOOTrainer`]: TRL's `RLOOConfig` with [`PolicyOptions`]."""

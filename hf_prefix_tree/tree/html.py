@@ -1,0 +1,192 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""A tree as HTML: its nodes with their text, weights and paths, and its mask. Strings and numpy only, no resources.
+
+Nodes stand in reading order: light children first, indented; the heaviest child last, at its parent's level. So the
+trunk of a dialogue reads downwards, and a tree of N tokens is indented at most log2(N) times.
+
+Cost: linear in the tokens drawn: the first 1,000 of a node, the first 1,000 nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from hf_prefix_tree.tree.prefix_tree import PrefixTree
+
+Decode = Callable[[list[int]], str]
+
+_MAX_NODES, _MAX_TOKENS = 1_000, 1_000
+
+_STYLE = """<style>
+.hpt{--fg:#1f2328;--bg:#fff;--line:#d0d7de;--dim:#59636e;--mark:#c8e6c9;--path:#fff3c4;--on:#bf8700;
+color:var(--fg);background:var(--bg);font:14px/1.45 system-ui,sans-serif;max-width:100%}
+@media(prefers-color-scheme:dark){.hpt{--fg:#e6edf3;--bg:#0d1117;--line:#3d444d;--dim:#9198a1;--mark:#1b4d2b;
+--path:#4a3b0a;--on:#e3b341}}
+.hpt h1{font-size:1.35em;overflow-wrap:anywhere}.hpt h2{font-size:1.1em;margin:1.2em 0 .4em}
+.hpt .tree{display:flex;flex-wrap:wrap;gap:12px;align-items:flex-start}
+.hpt .nodes{flex:1 1 340px;min-width:0}.hpt svg{flex:0 1 300px;min-width:0;width:300px;max-width:100%;position:sticky;
+top:8px;border:1px solid var(--line);background:var(--bg)}
+.hpt .n{border-left:3px solid var(--line);padding:2px 6px;margin:2px 0 2px calc(var(--d)*18px);cursor:pointer}
+.hpt .n small{color:var(--dim)}.hpt .t{white-space:pre-wrap;overflow-wrap:anywhere;max-height:4.4em;overflow:hidden;
+font:12px/1.45 ui-monospace,monospace}.hpt .n:focus .t{max-height:none}.hpt .n:focus{outline:2px solid var(--on)}
+.hpt mark{background:var(--mark);color:inherit}.hpt .n.on{background:var(--path);border-color:var(--on)}
+.hpt path{fill:#4f86c6;stroke:none}.hpt path.on{fill:var(--on)}
+.hpt .wide{overflow-x:auto}.hpt table{border-collapse:collapse;margin:.6em 0;color:inherit}
+.hpt td,.hpt th{border:1px solid var(--line);padding:2px 8px;text-align:right}
+.hpt td:first-child,.hpt th:first-child{text-align:left;overflow-wrap:anywhere;min-width:7em}
+.hpt ul{color:var(--dim);padding-left:1.2em}
+@media(max-width:640px){.hpt td,.hpt th{padding:2px 4px;font-size:12px}.hpt td:first-child{min-width:5em}
+.hpt .n{margin-left:calc(var(--d)*8px)}.hpt svg{position:static;order:-1}}
+</style>"""
+# One listener for all trees of a document; a node lights up with its ancestors, in the list and in the mask.
+_SCRIPT = """<script>
+if(!window.hptPaths){window.hptPaths=1;document.addEventListener("mouseover",function(event){
+var hit=event.target.closest(".hpt [data-i]");document.querySelectorAll(".hpt .on").forEach(function(e){
+e.classList.remove("on")});if(!hit)return;var tree=hit.closest(".tree"),i=hit.dataset.i;while(i>=0){var next=-1;
+tree.querySelectorAll('[data-i="'+i+'"]').forEach(function(e){e.classList.add("on");next=e.dataset.p});i=next}})}
+</script>"""
+
+
+def tree_html(tree: PrefixTree, decode: Decode | None = None) -> str:
+    """
+    A tree as a part of a page, with its style and script.
+
+    Args:
+        tree ([`PrefixTree`]):
+            The tree.
+        decode (`Callable`, *optional*):
+            Text of token ids, e.g. `tokenizer.decode`. Ids are shown without it.
+
+    Example:
+
+    ```python
+    >>> from hf_prefix_tree import Branch, fold
+
+    >>> tree = fold([Branch([5, 6, 7], [0, 1, 1]), Branch([5, 6, 8, 9], [0, 1, 1, 1])])
+    >>> tree_html(tree).count('<div class="n"')
+    3
+
+    ```
+    """
+    return f'{_STYLE}<div class="hpt">{_tree(tree, decode)}</div>{_SCRIPT}'
+
+
+def page(
+    title: str,
+    lines: Sequence[str],
+    tables: Sequence[tuple[str, Sequence[Sequence[str]]]],
+    notes: Sequence[str],
+    trees: Sequence[PrefixTree],
+    decode: Decode | None = None,
+) -> str:
+    """
+    A document of its own.
+
+    Args:
+        title (`str`), lines (sequence of `str`): Its title and first paragraphs.
+        tables (sequence of `(str, rows)`): Title and rows of each table, the first of which is its head.
+        notes (sequence of `str`): What the tables mean.
+        trees (sequence of [`PrefixTree`]): Trees to draw.
+        decode (`Callable`, *optional*): See [`tree_html`].
+    """
+    body = [f"<h1>{_text(title)}</h1>", *(f"<p>{_text(line)}</p>" for line in lines)]
+    for name, rows in tables:
+        body.append(f"<h2>{_text(name)}</h2>" * bool(name) + f'<div class="wide"><table>{_rows(rows)}</table></div>')
+    body.append(f"<ul>{''.join(f'<li>{_text(note)}</li>' for note in notes)}</ul>")
+    for number, tree in enumerate(trees, 1):
+        body.append(f"<h2>Tree {number} of {len(trees)}</h2>{_tree(tree, decode)}")
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{_text(title)}</title>'
+    style = f"{_STYLE}<style>body{{margin:0}}body>.hpt{{padding:12px;min-height:100vh;box-sizing:border-box}}</style>"
+    content = "\n".join(body)
+    return (
+        f'<!doctype html><html lang="en"><head>{head}{style}</head><body><div class="hpt">{content}</div>{_SCRIPT}'
+        "</body></html>"
+    )
+
+
+def _rows(rows: Sequence[Sequence[str]]) -> str:
+    cells = (
+        "".join(f"<{tag}>{_text(cell)}</{tag}>" for cell in row)
+        for row, tag in zip(rows, ["th", *["td"] * len(rows)], strict=False)
+    )
+    return "".join(f"<tr>{row}</tr>" for row in cells)
+
+
+def _text(text: str) -> str:
+    """Escaped; control characters, which HTML can't hold, as their pictures."""
+    return escape("".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in text))
+
+
+def _tree(tree: PrefixTree, decode: Decode | None) -> str:
+    stats, parents = tree.stats(), tree.node_parents.tolist()
+    ends = tree.subtree_end[tree.node_starts].tolist()
+    order, indents = _reading_order(parents)
+    nodes = [_node(tree, node, indents[node], decode) for node in order[:_MAX_NODES]]
+    if len(order) > _MAX_NODES:
+        nodes.append(f"<p>... and {len(order) - _MAX_NODES:,} more nodes</p>")
+    shapes = []
+    for node, (start, length, end) in enumerate(
+        zip(tree.node_starts.tolist(), tree.node_lengths.tolist(), ends, strict=True)
+    ):
+        seen = f"M{start} {start}V{end}H{start + length}V{start + length}Z"  # keys to the right, queries downwards
+        title = f"node {node}: {length:,} tokens, seen by {end - start:,} queries"
+        shapes.append(f'<path data-i="{node}" data-p="{parents[node]}" d="{seen}"><title>{title}</title></path>')
+    size = len(tree)
+    summary = (
+        f"{stats.branches:,} branches, {len(parents):,} nodes, {stats.branch_tokens:,} tokens folded to "
+        f"{stats.tree_tokens:,}: {stats.token_ratio:.2f}x fewer tokens, {stats.pair_ratio:.2f}x fewer pairs. Marked "
+        "text is supervised. Hover for the path and the weight, click for all of a node's text."
+    )
+    mask = f'<svg viewBox="0 0 {size} {size}" role="img" aria-label="mask">{"".join(shapes)}</svg>'
+    return f'<p>{summary}</p><div class="tree"><div class="nodes">{"".join(nodes)}</div>{mask}</div>'
+
+
+def _reading_order(parents: list[int]) -> tuple[list[int], list[int]]:
+    """Nodes with light children first and the heaviest, a node's first in preorder, last; how far each is indented."""
+    roots: list[int] = []
+    children: list[list[int]] = [[] for _ in parents]
+    for node, parent in enumerate(parents):
+        (children[parent] if parent >= 0 else roots).append(node)
+    order, indents, waiting = [], [0] * len(parents), roots[::-1]
+    while waiting:
+        node = waiting.pop()
+        order.append(node)
+        for child in children[node]:
+            indents[child] = indents[node] + (child != children[node][0])
+        waiting += children[node][:1] + children[node][:0:-1]
+    return order, indents
+
+
+def _node(tree: PrefixTree, node: int, indent: int, decode: Decode | None) -> str:
+    start, length = int(tree.node_starts[node]), int(tree.node_lengths[node])
+    path, parent = [node], int(tree.node_parents[node])
+    while parent >= 0:
+        path.append(parent)
+        parent = int(tree.node_parents[parent])
+    stop = start + min(length, _MAX_TOKENS)
+    counts, weights = tree.branch_count[start:stop], tree.weights[start:stop]
+    changes = np.flatnonzero((np.diff(counts) != 0) | (np.diff(weights) != 0)) + 1
+    text = ""
+    for first, last in zip([0, *changes], [*changes, stop - start], strict=True):
+        ids = tree.input_ids[start + first : start + last].tolist()
+        span = _text(decode(ids) if decode is not None else " ".join(map(str, ids)) + " ")
+        if counts[first]:
+            weight = f"g = {counts[first]} of K = {tree.num_branches}, weight {weights[first]:.4g}"
+            span = f'<mark title="{weight}">{span}</mark>'
+        text += span
+    if length > _MAX_TOKENS:
+        text += f" ... {length - _MAX_TOKENS:,} more tokens"
+    trail = " > ".join(map(str, reversed(path[:8])))
+    title = f"path: {'... > ' * (len(path) > 8)}{trail}, depth {int(tree.depth[start]):,}"
+    g = tree.branch_count[start : start + length]
+    of_k = f"g {g.min()}{f'-{g.max()}' * bool(g.max() > g.min())} of {tree.num_branches}"
+    facts = f"node {node}, {length:,} token{'s' * (length != 1)}, {of_k}"
+    return (
+        f'<div class="n" tabindex="0" data-i="{node}" data-p="{tree.node_parents[node]}" style="--d:{indent}" '
+        f'title="{title}"><small>{facts}</small><div class="t">{text}</div></div>'
+    )

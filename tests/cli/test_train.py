@@ -1,0 +1,135 @@
+"""`hf-prefix-tree train`: its methods on TRL's column layouts, its options, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import hf_prefix_tree
+from hf_prefix_tree.cli.train import METHODS, parse, run
+
+NUMBERS = [f"{number} + 2 =" for number in range(4)]
+ROWS = {
+    "dpo": [{"prompt": text, "chosen": " 4", "rejected": " 5"} for text in NUMBERS],
+    "kto": [{"prompt": text, "completion": f" {i}", "label": i == 0} for text in NUMBERS for i in range(2)],
+    "grpo": [{"prompt": text} for text in NUMBERS],
+    "rloo": [{"prompt": text} for text in NUMBERS],
+    "sft": [{"prompt": text, "completions": [" 4", " 5"]} for text in NUMBERS],
+    "diffusion": [{"prompt": text, "completion": " 4"} for text in NUMBERS],
+    "eagle3": [{"prompt": text, "completion": " 4 5 6"} for text in NUMBERS],
+}
+OPTIONS = {
+    "dpo": ["--per_device_train_batch_size", "2", "--min_reuse", "1.0"],
+    "kto": ["--per_device_train_batch_size", "4", "--min_reuse", "1.0"],
+    "grpo": ["--reward_funcs", "tests.cli.test_train.reward", "--max_row_tokens", "4096", "--min_reuse", "1.0"],
+    "rloo": ["--reward_funcs", "tests.cli.test_train.reward", "--max_row_tokens", "4096", "--min_reuse", "1.0"],
+    "eagle3": ["--seq_length", "64", "--ttt_steps", "2", "--draft_vocab_size", "64"],
+}
+GENERATION = ["--num_generations", "2", "--max_completion_length", "4", "--per_device_train_batch_size", "2"]
+
+
+def reward(completions, **kwargs):
+    return [float(len(completion)) for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory, tiny_tokenizer):
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 7, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0}
+    config = Qwen3Config(vocab_size=len(tiny_tokenizer), **sizes, **heads)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+def words(method, model_path, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[method]))
+    common = ["--model_name_or_path", model_path, "--dataset_name", tmp_path / "rows.jsonl", "--max_steps", 1]
+    common += ["--output_dir", tmp_path / "out", "--report_to", "none", "--logging_steps", 1, "--use_cpu"]
+    generation = GENERATION if method in ("grpo", "rloo") else []
+    return [str(word) for word in [*common, *generation, *OPTIONS.get(method, [])]]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_on_the_columns_that_trl_takes(method, model_path, tmp_path):
+    trainer = run(method, *parse(method, words(method, model_path, tmp_path)))
+    assert type(trainer) is getattr(hf_prefix_tree, METHODS[method].trainer)
+    (log,) = (entry for entry in trainer.state.log_history if "loss" in entry)
+    assert log["loss"] == log["loss"] and (tmp_path / "out" / "model.safetensors").is_file()
+    if method not in ("diffusion", "eagle3"):
+        assert log["tree/token_ratio"] > 1
+    if method in ("grpo", "rloo"):
+        assert (trainer.max_row_tokens, trainer.min_reuse) == (4096, 1.0)
+
+
+def test_the_logged_ratio_is_that_of_the_rows(model_path, tmp_path):
+    options = [*words("dpo", model_path, tmp_path), "--per_device_train_batch_size", "4"]
+    trainer = run("dpo", *parse("dpo", options))
+    (log,) = (entry for entry in trainer.state.log_history if "loss" in entry)
+    rows = [
+        (*row["prompt_ids"], *row[name]) for row in trainer.train_dataset for name in ("chosen_ids", "rejected_ids")
+    ]
+    prefixes = {row[:end] for row in rows for end in range(1, len(row) + 1)}
+    assert log["tree/tokens"] == len(prefixes)
+    assert log["tree/token_ratio"] == sum(map(len, rows)) / len(prefixes)
+
+
+def test_stock_trains_with_the_trainer_of_trl(model_path, tmp_path):
+    trainer = run("kto", *parse("kto", [*words("kto", model_path, tmp_path), "--stock"]))
+    assert type(trainer).__module__.startswith("trl.")
+
+
+def test_bf16_is_off_without_a_gpu(tmp_path, caplog):
+    if torch.accelerator.is_available():
+        pytest.skip("there is an accelerator")
+    with caplog.at_level(logging.WARNING, "hf_prefix_tree"):
+        _, args, _ = parse("sft", ["--output_dir", str(tmp_path)])
+    assert args.bf16 is False and "bf16 is off" in caplog.text
+    (tmp_path / "config.yaml").write_text("bf16: true\n")
+    assert parse("sft", ["--config", str(tmp_path / "config.yaml"), "--output_dir", str(tmp_path)])[1].bf16 is False
+    assert parse("sft", ["--bf16", "true", "--use_cpu", "--output_dir", str(tmp_path)])[1].bf16 is True
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_dry_run_needs_no_model(method, model_path, tmp_path, capsys):
+    options = [*words(method, "no/model", tmp_path), "--dry_run", "--tokenizer_name_or_path", str(model_path)]
+    assert run(method, *parse(method, options)) is None
+    printed = capsys.readouterr().out
+    assert "train" in printed and str(len(ROWS[method])) in printed
+
+
+def test_what_is_dropped_is_logged(run, model_path, tmp_path, caplog):
+    options = [*words("sft", "no/model", tmp_path), "--dry_run", "--tokenizer_name_or_path", model_path]
+    with caplog.at_level(logging.WARNING, "hf_prefix_tree"):
+        result = run("train", "sft", *options, "--max_length", 8)
+    assert result.code == 0 and "truncated" in caplog.text
+    assert run("train", "ppo").err.startswith("hf-prefix-tree: `METHOD` is 'ppo'")
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "named"),
+    [
+        ("grpo", ["--reward_funcs", "no_such_reward"], "reward_funcs"),
+        ("eagle3", ["--use_peft"], "use_peft"),
+        ("sft", ["--dataset_name", "nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_wrong_options_are_named(method, change, named, model_path, tmp_path):
+    with pytest.raises((ValueError, OSError), match=named):
+        run(method, *parse(method, [*words(method, model_path, tmp_path), *change]))
+
+
+def test_a_missing_model_is_named(tmp_path):
+    with pytest.raises(ValueError, match="`model_name_or_path`"):
+        run("sft", *parse("sft", ["--output_dir", str(tmp_path)]))
+
+
+def test_an_unknown_method_is_named():
+    with pytest.raises(ValueError, match=r"METHOD.*'ppo'"):
+        parse("ppo", [])
