@@ -232,7 +232,7 @@ class Conversation:
             raise self.error("refused_starts", turn, "its rendering and its generation prompt have different headers")
         if not extra:
             return own
-        if (thought := self.reasoning(turn)) and thought in own:
+        if (thought := self.reasoning(turn).strip()) and thought in own:  # templates trim it
             if "<" in extra or not own.lstrip().startswith(thought):  # which the turn opens or closes again
                 reason = "its generation prompt turns reasoning off; pass `chat_template_kwargs` that turn it on"
                 raise self.error("refused_starts", turn, reason)

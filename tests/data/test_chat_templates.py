@@ -306,6 +306,15 @@ def test_an_opened_block_is_closed(tiny_tokenizer):
     ]
 
 
+@pytest.mark.parametrize("name", ["qwen3_5_nothink", "qwen3_6", "nemotron_3_nano"])
+def test_reasoning_between_spaces_is_not_written_after_a_closed_block(tiny_tokenizer, name):
+    (branch,) = conversation_branches(
+        [user("u"), said("a", reasoning_content=" r ")], tokenizer_of(name, tiny_tokenizer)
+    ).branches
+    context = tokenizer_of(name, tiny_tokenizer).decode(branch.input_ids[branch.weights == 0])
+    assert "</think>" not in context.rpartition("assistant")[2]
+
+
 def test_thinking_is_switched_only_where_the_history_stays(tiny_tokenizer):
     tokenizer = tokenizer_of("glm4moe", tiny_tokenizer)
     assert "/nothink" in prompt_of([user("u1")], tokenizer, enable_thinking=False)
