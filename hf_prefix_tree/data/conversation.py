@@ -239,7 +239,7 @@ class Conversation:
             return own
         if self.dialect.reasoning_form is not None:
             # The prompt opens a block of reasoning: what closes it is what reasoning would have after it.
-            thoughtful = self.dialect.adapt({**self.messages[turn], "reasoning_content": THOUGHT})
+            thoughtful = self.dialect.adapt({**split_reasoning(self.messages[turn])[1], "reasoning_content": THOUGHT})
             thinking = self.text([ask, thoughtful], **switch)
             starts = len(asked) if thinking.startswith(asked) else _shared_atoms(asked, thinking)
             if thinking[starts:].lstrip().startswith(THOUGHT) and (starts == len(asked) or "<" not in extra):

@@ -315,6 +315,18 @@ def test_reasoning_between_spaces_is_not_written_after_a_closed_block(tiny_token
     assert "</think>" not in context.rpartition("assistant")[2]
 
 
+THINKING_CHATML = PLAIN_CHATML.replace("assistant\n{%", "assistant\n<think>{%").replace(
+    "{{ m.content", "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content"
+)
+
+
+@pytest.mark.parametrize("content", ["a", "<think></think>a", "<think>\n\n</think>\n\na"])
+def test_an_empty_block_in_the_data_is_not_written_twice(tiny_tokenizer, content):
+    tokenizer = tokenizer_of("qwen2_5", tiny_tokenizer)
+    tokenizer.chat_template = THINKING_CHATML
+    assert supervised([user("u"), said(content)], tokenizer) == [["</think>a<|im_end|>"]]
+
+
 def test_thinking_is_switched_only_where_the_history_stays(tiny_tokenizer):
     tokenizer = tokenizer_of("glm4moe", tiny_tokenizer)
     assert "/nothink" in prompt_of([user("u1")], tokenizer, enable_thinking=False)
