@@ -183,7 +183,7 @@ class Conversation:
         output = text[len(prompt) :] if text.startswith(prompt) else ""
         # After another assistant message, the output may begin with a header that the prompt lacks.
         follows = turn > 0 and self.messages[turn - 1]["role"] == "assistant"
-        if not output or follows or output.startswith(self._header(switch)):
+        if not (prompt and output) or follows or output.startswith(self._header(switch)):
             output = self._cut(prompt, text, turn, message, switch)
         thought, opens = self.reasoning(turn), prompt.rstrip().endswith("<think>")
         if self.dialect.reasoning_form is not None or not (thought or opens):
@@ -225,7 +225,7 @@ class Conversation:
         asked, answered = self.prompt([ask], **switch), self.text([ask, message], **switch)
         at = len(asked) if answered.startswith(asked) else _shared_atoms(asked, answered)
         extra, own = asked[at:], answered[at:]  # what the prompt has after the header, and the turn has
-        if not own or not text.endswith(own) or not prompt.endswith(extra):
+        if not (prompt and own) or not text.endswith(own) or not prompt.endswith(extra):
             raise self.error("refused_starts", turn, "its rendering doesn't continue its generation prompt")
         headers = prompt[: len(prompt) - len(extra)].rstrip(), text[: len(text) - len(own)].rstrip()
         if headers[0][-4:] != headers[1][-4:] and text not in (prompt + own, prompt + self._header(switch) + own):

@@ -327,6 +327,17 @@ def test_an_empty_block_in_the_data_is_not_written_twice(tiny_tokenizer, content
     assert supervised([user("u"), said(content)], tokenizer) == [["</think>a<|im_end|>"]]
 
 
+def test_an_assistant_message_without_context_is_refused(tiny_tokenizer):
+    tokenizer = tokenizer_of("qwen2_5", tiny_tokenizer)
+    tokenizer.chat_template = (
+        PLAIN_CHATML.replace("{% endfor %}", "").replace("{% if", "{% if loop.last and") + "{% endfor %}"
+    )
+    with pytest.raises(TurnError) as refusal:  # its first token could not be predicted from anything
+        conversation_branches([said("welcome"), user("u"), said("a")], tokenizer)
+    assert refusal.value.name == "refused_starts"
+    assert supervised([user("u"), said("a")], tokenizer) == [["a<|im_end|>"]]
+
+
 def test_thinking_is_switched_only_where_the_history_stays(tiny_tokenizer):
     tokenizer = tokenizer_of("glm4moe", tiny_tokenizer)
     assert "/nothink" in prompt_of([user("u1")], tokenizer, enable_thinking=False)
