@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from hf_prefix_tree.data.dialect import ASK, THOUGHT, USER, lost_part
+from hf_prefix_tree.data.dialect import ASK, THOUGHT, USER, beside, lost_part
 from hf_prefix_tree.data.messages import Message, TurnError, split_reasoning
 from hf_prefix_tree.data.template import ChatTemplate
 from hf_prefix_tree.data.tokenization import common_prefix
@@ -189,7 +189,7 @@ class Conversation:
         if self.dialect.reasoning_form is not None or not (thought or opens):
             return output
         # The template never writes reasoning: it is part of the text, or its prompt opens a block of it.
-        if thought and thought in output:
+        if thought and thought in beside(output, self.messages[turn]):
             if opens + output.partition(thought)[0].count("<think>") > 1:
                 raise self.error("refused_starts", turn, "its text opens a block of reasoning that is open")
             return output
@@ -232,7 +232,7 @@ class Conversation:
             raise self.error("refused_starts", turn, "its rendering and its generation prompt have different headers")
         if not extra:
             return own
-        if (thought := self.reasoning(turn).strip()) and thought in own:  # templates trim it
+        if (thought := self.reasoning(turn).strip()) and thought in beside(own, self.messages[turn]):  # trimmed
             if "<" in extra or not own.lstrip().startswith(thought):  # which the turn opens or closes again
                 reason = "its generation prompt turns reasoning off; pass `chat_template_kwargs` that turn it on"
                 raise self.error("refused_starts", turn, reason)

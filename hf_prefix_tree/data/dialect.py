@@ -281,7 +281,15 @@ def lost_part(text: str, message: Message) -> str | None:
             map(has_value, (function["arguments"], _parsed(function["arguments"])))
         ):
             return "calls"
-    return None if has(reasoning) else "reasoning"
+    rest = beside(text, message)
+    return None if reasoning.strip() in rest or _squeezed(reasoning) in _squeezed(rest) else "reasoning"
+
+
+def beside(text: str, message: Message) -> str:
+    """The rendering of a turn without its visible text, which may repeat the reasoning."""
+    content = split_reasoning(message)[1]["content"]
+    said = content.strip() if isinstance(content, str) else ""
+    return "".join(text.rpartition(said)[::2]) if said else text
 
 
 def _parsed(arguments: Any) -> Any:

@@ -315,6 +315,19 @@ def test_reasoning_between_spaces_is_not_written_after_a_closed_block(tiny_token
     assert "</think>" not in context.rpartition("assistant")[2]
 
 
+@pytest.mark.parametrize("answer", ["blue", "it is blue"])
+def test_an_answer_that_repeats_its_reasoning_does_not_hide_its_loss(tiny_tokenizer, answer):
+    talk, end = [user("u"), said(answer, reasoning_content="blue")], "<|im_end|>"
+    tokenizer = tokenizer_of("qwen2_5", tiny_tokenizer)
+    for mode in ("per_turn", "side_leaf", "think_split", "keep"):
+        result = conversation_branches(talk, tokenizer, reasoning=mode)
+        assert result.counts == {"unrendered_reasoning": 1}
+        assert supervised_parts(result.branches, tokenizer) == [[answer + end]]
+    assert supervised(talk, tokenizer_of("qwen3", tiny_tokenizer)) == [[f"<think>\nblue\n</think>\n\n{answer}{end}"]]
+    distilled = supervised(talk, tokenizer_of("deepseek_r1_distill", tiny_tokenizer))
+    assert [part[0].startswith(f"blue\n</think>\n\n{answer}") for part in distilled] == [True]
+
+
 THINKING_CHATML = PLAIN_CHATML.replace("assistant\n{%", "assistant\n<think>{%").replace(
     "{{ m.content", "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content"
 )
