@@ -347,10 +347,10 @@ class _Trunk:
         for t in conversation.turns:
             message, full = conversation.messages[t], ""
             shown = conversation.text([ask, visible[t]])
-            conversation.check_whole(shown, t, split_reasoning(message)[1])
+            conversation.check_whole(shown.rpartition(USER)[2], t, split_reasoning(message)[1])
             if conversation.reasoning(t):
                 full = conversation.text([ask, conversation.shown[t]])
-                if not conversation.check_whole(full, t, message):
+                if not conversation.check_whole(full.rpartition(USER)[2], t, message):
                     conversation.counts["unrendered_reasoning"] += 1
                     full = ""
             reasons.append(bool(full))

@@ -328,6 +328,16 @@ def test_an_answer_that_repeats_its_reasoning_does_not_hide_its_loss(tiny_tokeni
     assert [part[0].startswith(f"blue\n</think>\n\n{answer}") for part in distilled] == [True]
 
 
+@pytest.mark.parametrize("mode", ["per_turn", "side_leaf", "keep"])
+def test_a_call_is_not_found_in_the_tools(tiny_tokenizer, mode):
+    tokenizer = tokenizer_of("qwen2_5", tiny_tokenizer)
+    tokenizer.chat_template = "{{ tools | tojson }}" + PLAIN_CHATML  # writes no calls
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    with pytest.raises(TurnError) as refusal:
+        conversation_branches([user("u"), said("", tool_calls=[call])], tokenizer, tools=TOOLS, reasoning=mode)
+    assert refusal.value.name == "refused_calls"
+
+
 THINKING_CHATML = PLAIN_CHATML.replace("assistant\n{%", "assistant\n<think>{%").replace(
     "{{ m.content", "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content"
 )
