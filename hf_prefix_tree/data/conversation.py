@@ -423,11 +423,11 @@ class _Trunk:
         skipped = self._skip(alone)
         shown = self._ended(alone, skipped, turn)[skipped:]
         if len(shown) and int(shown[-1]) in self._segments.special_ids:
-            # It has as many of these tokens as its own rendering: one, unless its content has some.
-            ends = [i for i in (int(shown[-1]), self._conversation.dialect.past_turn_end_id) if i is not None]
-            (at,) = np.isin(output, ends).nonzero()
-            count = int(np.isin(shown, ends).sum())
-            if len(at) >= count:
+            # It has as many special tokens as its own rendering; the last may be the next header, of any role.
+            special, past = list(self._segments.special_ids), self._conversation.dialect.past_turn_end_id
+            (at,) = np.isin(output, special).nonzero()
+            count = int(np.isin(shown, special).sum())
+            if len(at) >= count and int(output[at[count - 1]]) in (int(shown[-1]), past):
                 return int(at[count - 1]) + 1
         elif np.array_equal(output[: len(shown)], shown):
             return len(shown)

@@ -328,6 +328,16 @@ def test_an_answer_that_repeats_its_reasoning_does_not_hide_its_loss(tiny_tokeni
     assert [part[0].startswith(f"blue\n</think>\n\n{answer}") for part in distilled] == [True]
 
 
+@pytest.mark.parametrize("mode", ["side_leaf", "keep"])
+def test_a_system_message_after_a_turn_is_not_supervised_on_a_trunk(tiny_tokenizer, mode):
+    talk = [user("u1"), said("a1"), {"role": "system", "content": "s"}, user("u2"), said("a2")]
+    tokenizer = tokenizer_of("glm4moe", tiny_tokenizer)  # ends turns with the next header
+    with pytest.raises(TurnError) as refusal:
+        conversation_branches(talk, tokenizer, reasoning=mode)
+    assert refusal.value.name == "refused_trunks"
+    assert supervised([*talk[:2], *talk[3:]], tokenizer, reasoning=mode) == [["\na1<|user|>", "\na2<|user|>"]]
+
+
 @pytest.mark.parametrize("mode", ["per_turn", "side_leaf", "keep"])
 def test_a_call_is_not_found_in_the_tools(tiny_tokenizer, mode):
     tokenizer = tokenizer_of("qwen2_5", tiny_tokenizer)
