@@ -202,12 +202,14 @@ def switched_off(
 
 
 def _reasoning_length(ids: Any, turn: Mapping[str, Any], switches: tuple[bool, bool], options: RowOptions) -> int:
-    """Tokens of a turn up to the last place where `reasoning_end` ends; 0 if it is nowhere."""
+    """Tokens of a turn up to the `reasoning_end` of its reasoning, in raw text the last one; 0 if there is none."""
     assert options.tokenizer is not None
     decode, mark = options.tokenizer.decode, options.reasoning_end
+    reasoning = next((str(turn[key]) for key in REASONING_KEYS if turn.get(key)), "")
     if ends := decode(ids).count(mark):
+        ends = min(ends, reasoning.count(mark) + 1) if reasoning else ends  # the answer may have some, too
         return bisect_left(range(len(ids)), ends, key=lambda length: decode(ids[:length]).count(mark))
-    if any(switches) and any(turn.get(key) for key in REASONING_KEYS):
+    if any(switches) and reasoning:
         raise ValueError(
             f"`reasoning_end` is {mark!r}, which the rendering of a turn with reasoning lacks, so its response can't "
             "be found; set it to the text that ends reasoning in this chat template."

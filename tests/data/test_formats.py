@@ -375,6 +375,8 @@ def test_switches_of_turns(tiny_tokenizer):
     assert texts(train_response=False) == [[first], [second]]
     assert texts({"train_response": True}, train_response=False) == [[f"{first}B{end}"], [second]]
     assert texts({"weight": 0}, {"weight": 1}) == [[], [f"{second}D{end}"]]
+    quotes = {"content": "say </think> aloud", "train_reasoning": False}  # an answer that holds the mark, too
+    assert texts({}, quotes)[1] == [f"say </think> aloud{end}"]
     # Side leaves: reasoning of each turn, with the responses before it, then all responses.
     plain = texts(reasoning="side_leaf")
     assert [len(run) for run in plain] == [1, 2, 2] and plain[2] == [f"B{end}", f"D{end}"]
