@@ -93,7 +93,7 @@ def test_leaf_first_is_the_same_tree_in_the_reverse_order():
     assert not visible[14 + 7, 14 : 14 + 7].any()  # the second turn does not see the first one's leaf
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[MODELS[0], pytest.param(MODELS[1], marks=pytest.mark.slow)])
 def steps(request, tmp_path_factory):
     output = tmp_path_factory.mktemp("step") / "sub" / "step.csv"
     # rows of 128 tokens make several micro-batches of branches

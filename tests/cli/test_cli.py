@@ -337,6 +337,7 @@ def test_the_command_fails_without_a_traceback(tmp_path):
     assert done.stderr.startswith("hf-prefix-tree: ") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_groups_are_found_and_named(run, shared_data):
     text = run("gain", shared_data("data/gsm8k_4policies.jsonl"), "--tokenizer", shared_data("tokenizers/qwen3")).out
     assert "Rows with an equal `group` are one tree: 1.41x fewer tokens than turn by turn, 1.00x without" in text
@@ -365,6 +366,7 @@ def test_the_documented_figures(data, template, run, shared_data):
     assert found["group_by"] == ("group" if data.startswith("tau") else None)
 
 
+@pytest.mark.slow
 def test_estimate_says_where_folding_does_not_pay(run, shared_data, tmp_path):
     model_folder(tmp_path)
     long, options = shared_data("data/long_reasoning_singleturn.jsonl"), ("--model", tmp_path / "model")

@@ -306,6 +306,7 @@ def test_a_disk_that_is_full_costs_the_file_only(tmp_path, monkeypatch, caplog):
 # ---- two processes ----
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one_and_never_hang(tmp_path):
     for name, breaks in BROKEN.items():
         breaks(tmp_path / name)

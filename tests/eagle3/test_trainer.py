@@ -304,6 +304,7 @@ def test_evaluation_sets_have_names(tmp_path):
         assert results[f"eval_{name}_loss"] == pytest.approx(alone["eval_loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_evaluation_prepares_what_it_is_given(tmp_path, tiny_tokenizer):
     config = {**TARGETS["llama"].to_dict(), "vocab_size": len(tiny_tokenizer)}
     target = type(make_target())(type(TARGETS["llama"]).from_dict(config)).float()

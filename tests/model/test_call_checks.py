@@ -76,7 +76,7 @@ def wrapped(model, wrapper):
     return torch.compile(model, backend="eager") if wrapper == "compiled" else model
 
 
-@pytest.mark.parametrize("wrapper", ["none", "peft", "compiled"])
+@pytest.mark.parametrize("wrapper", ["none", "peft", pytest.param("compiled", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_loss_without_logits_is_refused(wrapper, is_first):
     model = make_model("qwen3", dtype=torch.float32)
@@ -325,6 +325,7 @@ def test_logits_beside_a_gpu_are_not_waited_for(on_a_gpu):
         check_call(on_a_gpu, row)
 
 
+@pytest.mark.slow
 def test_overwritten_inputs_are_refused_in_a_compiled_model():
     called, row = torch.compile(prepared(), backend="eager"), two_trees()
     called(**row)

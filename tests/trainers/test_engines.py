@@ -100,6 +100,7 @@ def test_compiled_layers(tmp_path, one_process, engine, name):
     assert 1 <= int((tmp_path / "graphs.txt").read_text()) <= 4
 
 
+@pytest.mark.slow
 def test_grouped_under_fsdp2(tmp_path, one_process):
     """Branch by branch the same; and where the trainer holds gradients back, no branch shards them."""
     run_ranks(train_grouped, tmp_path, FSDP2, 2, ranks=2)
