@@ -179,8 +179,8 @@ def check_batch(batch: Mapping[str, Any]) -> None:
         if not isinstance(value, torch.Tensor) or value.shape != row_shape:
             what = str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(
-                f"`{name}` must be a tensor of shape {row_shape} to match `prefix_tree`, got {what}. Build the batch with "
-                "`DataCollatorForPrefixTree`."
+                f"`{name}` must be a tensor of shape {row_shape} to match `prefix_tree`, got {what}. Build the batch "
+                "with `DataCollatorForPrefixTree`."
             )
         if value.is_floating_point() and name != "loss_weights":  # `decode_weights` says more about those
             raise ValueError(
