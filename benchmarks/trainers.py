@@ -161,34 +161,30 @@ def make_trainer(
     }
     if is_tree:
         rows = Dataset.from_list([tree.to_dict() for tree in trees])
-        tree_options = {"max_packed_tokens": args.max_length, "weighting": "branch", "compile_layers": is_compiled}
-
-        def tree_trainer(accumulation: int) -> TreeSFTTrainer:
-            settings = TreeSFTConfig(**options(folder, args, accumulation), **tree_options)
-            return TreeSFTTrainer(args=settings, train_dataset=rows, **common)
-
-        # the number of packed sequences is known after packing
-        trainer = tree_trainer(1)
-        sequences = len(trainer.train_dataset)
+        settings = TreeSFTConfig(
+            **options(folder, args, accumulation=1),
+            max_packed_tokens=args.max_length,
+            weighting="branch",
+            compile_layers=is_compiled,
+        )
+        trainer = TreeSFTTrainer(args=settings, train_dataset=rows, **common)
+        sequences = len(trainer.train_dataset)  # known after packing
         trainer.args.gradient_accumulation_steps = sequences
         return trainer, sequences
-    flat = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in per_branch(trees)]
-    sequences = len(pack_dataset(Dataset.from_list(flat), args.max_length, "bfd"))
+    flat = Dataset.from_list(per_branch(trees))
+    sequences = len(pack_dataset(flat, args.max_length, "bfd"))
     settings = SFTConfig(
         **options(folder, args, sequences),
         max_length=args.max_length,
         packing=True,
         packing_strategy="bfd",
     )
-    trainer = SFTTrainer(args=settings, train_dataset=Dataset.from_list(flat), **common)
+    trainer = SFTTrainer(args=settings, train_dataset=flat, **common)
     if is_compiled:
-        for layer in trainer.accelerator.unwrap_model(trainer.model).get_submodule(_layers(trainer.model)):
+        base = trainer.model.get_base_model() if name.startswith("lora") else trainer.model
+        for layer in base.model.layers:
             layer.compile()
     return trainer, sequences
-
-
-def _layers(model: torch.nn.Module) -> str:
-    return next(name for name, part in model.named_modules() if name.endswith("model.layers") or name == "layers")
 
 
 def measure(side: str, name: str, trees: list[PrefixTree], args: argparse.Namespace, device: torch.device) -> Row:
