@@ -171,15 +171,16 @@ def check_batch(batch: Mapping[str, Any]) -> None:
             f"`prefix_tree` must be an int32 tensor of shape (batch, {NUM_ROWS}, length) with rows subtree_end, depth "
             f"and predecessor, got {what}. Build the batch with `DataCollatorForPrefixTree`."
         )
-    row_shape = (tree.shape[0], tree.shape[2])
+    shape = (tree.shape[0], tree.shape[2])
     for name in ("input_ids", "position_ids", "labels", "loss_weights", "attention_mask"):
         value = batch.get(name)
-        if value is None:
+        is_tensor = isinstance(value, torch.Tensor)
+        if value is None or (is_tensor and value.dtype == torch.int64 and value.shape == shape):
             continue
-        if not isinstance(value, torch.Tensor) or value.shape != row_shape:
-            what = str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
+        if not is_tensor or value.shape != shape:
+            what = str(tuple(value.shape)) if is_tensor else type(value).__name__
             raise ValueError(
-                f"`{name}` must be a tensor of shape {row_shape} to match `prefix_tree`, got {what}. Build the batch "
+                f"`{name}` must be a tensor of shape {shape} to match `prefix_tree`, got {what}. Build the batch "
                 "with `DataCollatorForPrefixTree`."
             )
         if value.is_floating_point() and name != "loss_weights":  # `decode_weights` says more about those
@@ -187,7 +188,7 @@ def check_batch(batch: Mapping[str, Any]) -> None:
                 f"`{name}` must hold integers, got {value.dtype}: something cast it on the way. Build the batch with "
                 "`DataCollatorForPrefixTree`."
             )
-        if name == "labels" and value.dtype != torch.int64:
+        if name == "labels":
             raise ValueError(f"`labels` must be of dtype torch.int64, got {value.dtype}: pass `labels.long()`.")
 
 

@@ -130,8 +130,8 @@ def check_options(module: PreTrainedModel, kind: Kind, kwargs: dict[str, Any]) -
         kind ([`Kind`]): The purpose.
         kwargs (`dict[str, Any]`): Keyword arguments of the call.
     """
-    # behind the property of the config, which takes 3 microseconds
-    if vars(module.config)["_attn_implementation_internal"] != kind.implementation:
+    # behind the properties of the config, which take 3 microseconds
+    if object.__getattribute__(module.config, "_attn_implementation_internal") != kind.implementation:
         raise ValueError(
             f"`{kind.function}` prepared the model, but its attention is {module.config._attn_implementation!r} now: "
             f"call `{kind.function}(model)` again."

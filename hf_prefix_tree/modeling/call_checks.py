@@ -72,7 +72,8 @@ def refuse_options(kind: str, kwargs: dict[str, Any]) -> None:
         kind (`str`): The purpose that the model is prepared for, `"tree"` or `"diffusion"`.
         kwargs (`dict[str, Any]`): Keyword arguments of the call.
     """
-    for name in _REFUSED_OPTIONS[kind].keys() & kwargs.keys():
+    refused = _REFUSED_OPTIONS[kind]
+    for name in () if refused.keys().isdisjoint(kwargs) else refused.keys() & kwargs.keys():
         value = kwargs[name]
         if value is None or value is False or (isinstance(value, int) and value == 0):
             continue

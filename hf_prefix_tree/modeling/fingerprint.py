@@ -1,9 +1,13 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """Which code a model runs: a fingerprint that tells whether something was patched since the model was checked.
 
-[`CodeWatch.unchanged`] compares lists of references, in about 25 microseconds for 400 modules, so that every call can
+[`CodeWatch.unchanged`] compares lists of references, in about 10 microseconds for 400 modules, so that every call can
 afford it. Only after a difference is the key built, which leaves out what does not change the numbers: the wrappers of
 the libraries that trainers put around a model (mixed precision, FSDP, checkpointing, offloading).
+
+A call of training looks at the leaves (modules without children) in eight turns: which ones they are, their classes and
+forwards. Everything else is looked at in each call, and so are the leaves outside training, in `prepare_model` and at
+each step of this package's trainers.
 """
 
 from __future__ import annotations
@@ -42,7 +46,9 @@ _IRRELEVANT_FIELDS = {
 _SWITCHES = (bool, int, float, str)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # of a module
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)  # of all modules
-_TURNS = 8  # calls in which the classes of leaves and the configs of layers are compared once: hardly any change
+# Training calls look at the leaves in turns, at so many modules at least: hardly any change.
+_SHARE, _TURNS = 48, 8
+_get, _nothing, _config = dict.get, repeat(None), repeat("config")
 # What a hook may call that only looks, on tensors, containers and loggers.
 _LOOKS = {
     *("abs", "all", "amax", "any", "append", "clone", "cpu", "debug", "detach", "dim", "double", "extend", "float"),
@@ -77,57 +83,54 @@ class CodeWatch:
                 f"Something else was registered as attention implementation {IMPLEMENTATION!r}: give it another name."
             )
         modules = dict(model.named_modules())
-        parents = [module for module in modules.values() if module._modules]
-        self._attributes = [vars(module) for module in modules.values()]
-        self._hooks = [getattr(module, name) for module in modules.values() for name in _HOOKS]
+        everything = list(modules.values())
+        self._all = _ModulesWatch(everything)
+        self._parents = _ModulesWatch([module for module in everything if module._modules], leaves=False)
+        size = max(_SHARE, -(-len(everything) // _TURNS))
+        shares = [everything[start : start + size] for start in range(0, len(everything), size)]
+        self._turns = itertools.cycle([_ModulesWatch(share) for share in shares])
+        self._hooks = [getattr(module, name) for module in everything for name in _HOOKS]
         self._hooks += [getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS]
-        self._parents, self._children = parents, [parent._modules for parent in parents]
-        classes: list[Any] = list(dict.fromkeys(map(type, modules.values())))
-        called, methods = _functions_called(classes)
+        classes: list[Any] = list(dict.fromkeys(map(type, everything)))
+        functions, methods = _functions_called(classes)
         self._classes = [c for c in classes for _ in methods[c]]
         self._methods = [*itertools.chain.from_iterable(methods.values())]
-        patchable = [(vars(m), name) for m in modules.values() for name in methods[type(m)][2:]]
-        self._owners, self._patchable = [owner for owner, _ in patchable], [name for _, name in patchable]
-        unknown = [m for m in modules.values() if any(_package(f) not in _KNOWN for f in _forwards_of(m))]
-        self._own_tables = [vars(module) for module in unknown]
+        functions.append((vars(torch.nn.functional), "scaled_dot_product_attention"))  # of every file, ours included
+        functions += [(vars(module), name) for module in everything for name in methods[type(module)][2:]]
+        unknown = [m for m in everything if any(_package(f) not in _KNOWN for f in _forwards_of(m))]
         self._switches = [
             (vars(m), name) for m in dict.fromkeys([*unknown, model]) for name in _switches_of(m, m in unknown)
         ]
-        called.append((vars(torch.nn.functional), "scaled_dot_product_attention"))  # of every file, ours included
-        self._files, self._names = [file for file, _ in called], [name for _, name in called]
-        self._configured = [vars(module) for module in modules.values() if "config" in vars(module)]
-        self._known_configs = [owner["config"] for owner in self._configured]
-        leaves = [module for module in modules.values() if not module._modules]
-        shares = [slice(start, None, _TURNS) for start in range(_TURNS)]
-        turns = [(leaves[x], [*map(type, leaves[x])], self._configured[x], self._known_configs[x]) for x in shares]
-        self._turns = itertools.cycle(turns)
-        self._config_tables = [*{id(config): vars(config) for config in self._known_configs}.values()]
-        fields = [
-            (x, name) for x in self._config_tables for name in x if name[0] != "_" and name not in _IRRELEVANT_FIELDS
-        ]
-        fields += [(vars(module), "rope_type") for module in modules.values() if "rope_type" in vars(module)]
-        self._configs, self._fields = [config for config, _ in fields], [name for _, name in fields]
-        self._nested = [config[name] for config, name in fields if isinstance(config[name], dict | list)]
+        tables = [*{id(config): vars(config) for config in self._all.configs}.values()]
+        self._tables = [*tables, *map(vars, unknown)]
+        fields = [(x, name) for x in tables for name in x if name[0] != "_" and name not in _IRRELEVANT_FIELDS]
+        fields += [(vars(module), "rope_type") for module in everything if "rope_type" in vars(module)]
+        fields += [(vars(m), "_active_adapter") for m in everything if hasattr(m, "adapter_layer_names")]
+        self._nested = [table[name] for table, name in fields if isinstance(table.get(name), dict | list)]
         self._known_nested = copy.deepcopy(self._nested)
-        self._tuners = [vars(m) for m in modules.values() if hasattr(m, "adapter_layer_names")]
+        self._owners, self._names = zip(*functions, *fields, strict=True)
         self._references, self._hook_functions = self._look(), self._look_at_hooks()
-        self._known_children = gc.get_referents(*self._children)  # the modules in order; faster than to compare dicts
         self._remember_hooks()
         self.embeddings = model.get_input_embeddings()
         self._weights, self._weight = self._find_weight()
         self.kept: list[Any] = []
         self.unknown: list[str] = []
-        self.key = self._make_key(model, modules, methods)
+        self.key = self._make_key(model, modules, methods, len(functions))
 
-    def unchanged(self) -> bool:
-        """Whether the model still runs the same code, as far as references tell."""
+    def unchanged(self, in_turns: bool = False) -> bool:
+        """
+        Whether the model still runs the same code, as far as references tell.
+
+        Args:
+            in_turns (`bool`, *optional*, defaults to `False`): Whether to look at an eighth of the leaves only, at the
+                next one in each call.
+        """
         if self._nested != self._known_nested or self._look() != self._references:
             return False
-        if gc.get_referents(*self._children) != self._known_children:
-            return False
-        leaves, classes, owners, configs = next(self._turns)
-        now = [owner.get("config") for owner in owners]
-        if [*map(type, leaves)] != classes or any(map(operator.is_not, now, configs)):
+        if in_turns:
+            if self._parents.changed() or next(self._turns).changed():
+                return False
+        elif self._all.changed():
             return False
         # the counter grows with every hook that is registered, anywhere
         if RemovableHandle.next_id != self._registered or [*map(tuple, self._hooked)] != self._hook_ids:
@@ -152,21 +155,15 @@ class CodeWatch:
 
     def _find_weight(self) -> tuple[dict[str, Any], str]:
         """The first parameter of the model, as an entry of its module: `.to()` may replace the parameter."""
-        tables = (attributes["_parameters"] for attributes in self._attributes)
+        tables = (module._parameters for module in self._all.modules)
         return next((table, name) for table in tables for name, weight in table.items() if weight is not None)
 
     def _look(self) -> tuple[list[Any], ...]:
-        get: Any = dict.get
         return (
-            [(id(module), module["forward"]) for module in self._attributes if "forward" in module],
-            [*map(type, self._parents)],
-            [*map(getattr, self._classes, self._methods, repeat(None))],
-            [*map(get, self._owners, self._patchable)],
+            [*map(_get, self._owners, self._names)],
+            [*map(getattr, self._classes, self._methods, _nothing)],
+            [*map(len, self._tables)],
             [_switch(owner.get(name)) for owner, name in self._switches],
-            [*map(get, self._files, self._names)],
-            [*map(get, self._configs, self._fields)],
-            [*map(len, self._config_tables), *map(len, self._own_tables)],
-            [*map(get, self._tuners, repeat("_active_adapter"))],
             [ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION], ALL_MASK_ATTENTION_FUNCTIONS[IMPLEMENTATION]],
         )
 
@@ -184,20 +181,17 @@ class CodeWatch:
             ]
         return functions_of_hooks
 
-    def _make_key(self, model: PreTrainedModel, modules: dict[str, Any], methods: dict[Any, list[str]]) -> tuple:
+    def _make_key(self, model: PreTrainedModel, modules: dict[str, Any], methods: dict, functions: int) -> tuple:
         parts: list[Any] = []
         of_class = {c: [self._ids(getattr(c, name), True) for name in names] for c, names in methods.items()}
         for name, module in modules.items():
             parts += [name, *of_class[type(module)], self._ids(vars(module).get("forward"))]
-        patched = [owner.get(name) for owner, name in zip(self._owners, self._patchable, strict=True)]
-        parts += [(place, self._ids(method)) for place, method in enumerate(patched) if method is not None]
         parts += [(name, _switch(owner.get(name))) for owner, name in self._switches]
-        ids = [*map(id, self._known_configs)]
+        ids = [*map(id, self._all.configs)]
         parts += map(ids.index, ids)  # which modules share one
-        parts += [(name, self._ids(file.get(name), True)) for file, name in zip(self._files, self._names, strict=True)]
+        for place, (name, value) in enumerate(zip(self._names, self._references[0], strict=True)):
+            parts.append((name, self._ids(value, True) if place < functions else repr(value)))
         parts += [(place, self._ids(code), repr(given)) for place, code, given in self._hook_functions]
-        parts += [(name, repr(config.get(name))) for config, name in zip(self._configs, self._fields, strict=True)]
-        parts += [repr(attributes.get("_active_adapter")) for attributes in self._tuners]
         parts += [(name, repr(config)) for name, config in getattr(model, "peft_config", {}).items()]
         return tuple(part for part in parts if part != ())
 
@@ -210,6 +204,37 @@ class CodeWatch:
         self.kept += functions
         self.unknown += [_name(function) for function in functions if _package(function) not in _KNOWN]
         return tuple(map(id, functions))
+
+
+class _ModulesWatch:
+    """
+    Modules, with their classes, patched forwards, configs and children.
+
+    Args:
+        modules (`list[torch.nn.Module]`): The modules.
+        leaves (`bool`, *optional*, defaults to `True`): Whether to look at configs, and at the children of modules
+            whose children have none.
+    """
+
+    def __init__(self, modules: list[torch.nn.Module], leaves: bool = True) -> None:
+        self.modules, self._attributes = modules, [*map(vars, modules)]
+        self._configured = [x for x in self._attributes if leaves and "config" in x]
+        self.configs = [x["config"] for x in self._configured]
+        tables = [module._modules for module in modules if module._modules]
+        self._children = [x for x in tables if leaves or any(getattr(child, "_modules", None) for child in x.values())]
+        self._classes, self._forwards = [*map(type, modules)], self._look_at_forwards()
+        self._known_children = gc.get_referents(*self._children)  # in order; faster than to compare dicts
+
+    def _look_at_forwards(self) -> list[tuple[int, Any]]:
+        return [(id(attributes), attributes["forward"]) for attributes in self._attributes if "forward" in attributes]
+
+    def changed(self) -> bool:
+        return (
+            [*map(type, self.modules)] != self._classes
+            or self._look_at_forwards() != self._forwards
+            or gc.get_referents(*self._children) != self._known_children
+            or any(map(operator.is_not, map(_get, self._configured, _config), self.configs))
+        )
 
 
 def _functions_of(code: Any) -> Iterator[Any]:

@@ -231,9 +231,9 @@ def ensure_verified(model: torch.nn.Module, forward: Callable) -> None:
         _verify(base, state, forward)
 
 
-def _is_verified(base: PreTrainedModel, state: _TreeState) -> bool:
-    """Whether the code that the model runs now was checked on its device."""
-    if state.watch is None or not state.watch.unchanged():
+def _is_verified(base: PreTrainedModel, state: _TreeState, in_turns: bool = False) -> bool:
+    """Whether the code that the model runs now was checked on its device; see [`CodeWatch.unchanged`]."""
+    if state.watch is None or not state.watch.unchanged(in_turns):
         call.refuse_other_backbone(base)
         state.watch = CodeWatch(base)
         state.rope_limit = rope_limit_of(base)
@@ -329,9 +329,9 @@ def _refuse_other_losses(module: PreTrainedModel, state: _TreeState) -> None:
 
 def _verify_call(module: PreTrainedModel, state: _TreeState) -> None:
     """Checks the code of the model in a call, without the other ranks."""
-    if _is_verified(module, state):
-        return
     trains = module.training and torch.is_grad_enabled()
+    if _is_verified(module, state, in_turns=trains):
+        return
     if is_materialized(module):
         if trains or _has_changed(state):
             _verify(module, state)

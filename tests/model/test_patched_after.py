@@ -1,6 +1,7 @@
 """Code that is patched after `prepare_model` is checked at the next call with a tree, before it computes anything."""
 
 import copy
+import itertools
 import pickle
 from types import MethodType
 
@@ -20,7 +21,7 @@ from hf_prefix_tree import prepare_model, unprepare_model
 from hf_prefix_tree.modeling.batch import concatenate_trees
 from hf_prefix_tree.modeling.call import refuse_other_backbone
 from hf_prefix_tree.modeling.fingerprint import CodeWatch
-from hf_prefix_tree.modeling.prepare import ensure_verified
+from hf_prefix_tree.modeling.prepare import check_call, ensure_verified
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from tests.support.models import VOCAB, make_model, random_forest
 
@@ -181,12 +182,40 @@ class ShiftingNorm(LlamaRMSNorm):
         return super().forward(hidden_states.roll(1, dims=1))
 
 
-def test_another_class_of_a_leaf_is_refused_within_some_calls():
-    model = prepare_model(make_model("llama", dtype=torch.float32))
-    model.model.layers[1].post_attention_layernorm.__class__ = ShiftingNorm
+def of_another_class(layer):
+    layer.post_attention_layernorm.__class__ = ShiftingNorm
+
+
+def replaced(layer):
+    layer.post_attention_layernorm = ShiftingNorm(32)
+
+
+def with_another_forward(layer):
+    forward = layer.post_attention_layernorm.forward
+    layer.post_attention_layernorm.forward = lambda hidden_states: forward(hidden_states.roll(1, dims=1))
+
+
+@pytest.mark.parametrize("when", ["training", "evaluation", "step"])
+@pytest.mark.parametrize("change", [of_another_class, replaced, with_another_forward])
+def test_a_leaf_that_changes_is_refused(change, when, monkeypatch):
+    """In training, leaves are looked at in turns; outside it and at each step of our trainers, all are."""
+    monkeypatch.setattr(fingerprint, "_SHARE", 1)
+    model, row = prepare_model(make_model("llama", dtype=torch.float32)).train(when != "evaluation"), batch()
+    check_call(model, row)
+    change(model.model.layers[1])
     with pytest.raises(ValueError, match=WRONG):
-        for _ in range(fingerprint._TURNS):
-            model(**batch())
+        for _ in range(fingerprint._TURNS if when == "training" else 1):
+            ensure_verified(model, model) if when == "step" else check_call(model, row)
+
+
+def test_what_has_children_is_looked_at_in_each_call(monkeypatch):
+    model = prepare_model(make_model("llama", dtype=torch.float32)).train()
+    for patch in (patch_forwards, patch_class_of_instances, patch_submodule):
+        watch = CodeWatch(model)
+        monkeypatch.setattr(watch, "_turns", itertools.repeat(watch._parents))  # as if it were the turn of others
+        assert watch.unchanged(in_turns=True)
+        patch(model, monkeypatch)
+        assert not watch.unchanged(in_turns=True)
 
 
 def test_a_hook_made_with_another_number_is_checked():
