@@ -5,7 +5,7 @@
 afford it. Only after a difference is the key built, which leaves out what does not change the numbers: the wrappers of
 the libraries that trainers put around a model (mixed precision, FSDP, checkpointing, offloading).
 
-A call of training looks at the leaves (modules without children) in eight turns: which ones they are, their classes and
+A training call looks at the leaves (modules without children) in eight turns: which ones they are, their classes and
 forwards. Everything else is looked at in each call, and so are the leaves outside training, in `prepare_model` and at
 each step of this package's trainers.
 """
