@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib.metadata
+import math
 import os
 import platform
 import statistics
@@ -19,7 +20,16 @@ from typing import Any, NamedTuple
 import torch
 
 Row = dict[str, Any]
-PACKAGES = ("torch", "triton", "transformers", "trl", "numpy", "flash-attn-4", "flash-linear-attention")
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "trl",
+    "numpy",
+    "flash-attn-4",
+    "flash-linear-attention",
+    "bitsandbytes",
+)
 
 
 class Timing(NamedTuple):
@@ -135,6 +145,23 @@ def peak_gib(function: Callable[[], Any], device: torch.device) -> float | None:
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference divided by the norm of the expected tensors; NaN passes no comparison."""
     return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def best_attention(quick: bool) -> str:
+    """The fastest attention that TRL can use for packed sequences here; SDPA only where none is installed."""
+    from transformers.utils import import_utils
+
+    for version in () if quick else (4, 3, 2):
+        if getattr(import_utils, f"is_flash_attn_{version}_available", bool)():
+            return f"flash_attention_{version}"
+    return "sdpa"
+
+
+def check_same_step(row: Row, stock: Row) -> None:
+    """Raises unless loss and gradient norm of the first steps agree as closely as bf16 rounds."""
+    for name, relative, absolute in (("loss", 2e-3, 2e-3), ("grad_norm", 0.05, 0.0)):
+        if not math.isclose(row[name], stock[name], rel_tol=relative, abs_tol=absolute):
+            raise RuntimeError(f"`{name}` of the first step is {row[name]}, but {stock[name]} for TRL.")
 
 
 def matmul_roof(device: torch.device, dtype: torch.dtype) -> float:
