@@ -261,11 +261,16 @@ def report(rows: list[Row], columns: list[str], device: torch.device, args: argp
     if args.output is not None:
         write_csv(args.output, rows)
     print(" | ".join(f"{name} {value}" for name, value in where.items() if value != ""))
-    table = [columns] + [[_text(row.get(name)) for name in columns] for row in rows]
+    print_table([{name: row.get(name) for name in columns} for row in rows])
+    return rows
+
+
+def print_table(rows: list[Row]) -> None:
+    """Prints rows that all have the columns of the first."""
+    table = [list(rows[0])] + [[_text(value) for value in row.values()] for row in rows] if rows else []
     widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
     for line in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-    return rows
 
 
 def _text(value: Any) -> str:

@@ -28,6 +28,7 @@ def test_tokens_and_gradients(rows, shape, tree, stock, reuse):
     assert rows[shape, "tree"]["reuse"] == rows[shape, "stock"]["reuse"] == pytest.approx(reuse)
     assert rows[shape, "tree"]["grad_norm"] == pytest.approx(rows[shape, "stock"]["grad_norm"], rel=1e-5)
     assert rows[shape, "tree"]["grad_norm"] > 0.1
+    assert rows[shape, "tree"]["loss"] == pytest.approx(rows[shape, "stock"]["loss"], rel=1e-4)
     assert rows[shape, "tree"]["speedup"] == rows[shape, "stock"]["ms"] / rows[shape, "tree"]["ms"]
 
 
