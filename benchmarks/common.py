@@ -76,20 +76,20 @@ def measure(
     *,
     warmup: int = 2,
     seconds: float = 1.0,
-    least: int = 3,
-    most: int = 10,
+    min_runs: int = 3,
+    max_runs: int = 10,
     busy: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Timing:
     """
-    Runs `function` `least` to `most` times, for about `seconds`, each with a cold L2 cache on a GPU. Before each run
-    the GPU is kept `busy`: 50 are some 5 ms, in which the host launches all kernels of a short function.
+    Runs `function` for about `seconds`, `min_runs` to `max_runs` times, each with a cold L2 cache on a GPU. Before
+    each run the GPU is kept `busy`: 50 are some 5 ms, in which the host launches all kernels of a short function.
     """
     for _ in range(warmup):
         function()
     times: list[float] = []
     flush = torch.empty(2**28, dtype=torch.int8, device=device) if device.type == "cuda" else None
-    while len(times) < least or (len(times) < most and sum(times) < 1e3 * seconds):
+    while len(times) < min_runs or (len(times) < max_runs and sum(times) < 1e3 * seconds):
         if flush is None:
             start = clock()
             function()
@@ -107,14 +107,14 @@ def measure(
 
 
 def measure_in_a_row(
-    function: Callable[[], Any], device: torch.device, *, seconds: float = 1.0, least: int = 3, most: int = 10
+    function: Callable[[], Any], device: torch.device, *, seconds: float = 1.0, min_runs: int = 3, max_runs: int = 10
 ) -> Timing:
     """
     As [`measure`], without waiting for the device between the runs, as in training: on a GPU a run lasts from the end
     of the previous run to its end.
     """
     if device.type != "cuda":
-        return measure(function, device, warmup=0, seconds=seconds, least=least, most=most)
+        return measure(function, device, warmup=0, seconds=seconds, min_runs=min_runs, max_runs=max_runs)
 
     def end_of_run() -> torch.cuda.Event:
         function()
@@ -124,7 +124,7 @@ def measure_in_a_row(
 
     events = [end_of_run()]
     start = time.perf_counter()
-    while len(events) <= least or (len(events) <= most and time.perf_counter() - start < seconds):
+    while len(events) <= min_runs or (len(events) <= max_runs and time.perf_counter() - start < seconds):
         events.append(end_of_run())
     events[-1].synchronize()
     return Timing.of([before.elapsed_time(after) for before, after in pairwise(events)])
@@ -168,7 +168,7 @@ def matmul_roof(device: torch.device, dtype: torch.dtype) -> float:
     """TFLOP/s of a large square matrix product of random numbers, an upper bound for every step."""
     size = 8192 if device.type == "cuda" else 256
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / measure(lambda: left @ right, device, most=20).ms / 1e9
+    return 2 * size**3 / measure(lambda: left @ right, device, max_runs=20).ms / 1e9
 
 
 def versions() -> dict[str, str]:

@@ -107,9 +107,10 @@ def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
 def make_trainer(row: Row, group: Group, config: Qwen3Config, quick: bool, folder: str) -> GRPOTrainer:
     torch.manual_seed(0)
     checkpointing = row["checkpointing"] == "on"
-    model = AutoModelForCausalLM.from_config(
-        copy.deepcopy(config), dtype=torch.float32, attn_implementation=row["attention"]
-    )
+    with default_device(quick):
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=torch.float32, attn_implementation=row["attention"]
+        )
     steps = group.completions // group.batch_size
     args = GRPOConfig(
         folder,

@@ -124,13 +124,13 @@ def test_step_writes_every_column(steps):
     assert len(written) == len(rows) and written[0].keys() >= measured | ENVIRONMENT | {"speedup", "roof_share"}
     for row in rows:
         if row["method"] == "folded":
-            other = next(
+            stock = next(
                 r
                 for r in rows
                 if r["method"] == "branches" and all(r[k] == row[k] for k in ("shape", "checkpointing"))
             )
-            assert row["speedup"] == other["ms"] / row["ms"]
-            assert row["flop_ratio"] == other["tflop"] / row["tflop"] > 1
+            assert row["speedup"] == stock["ms"] / row["ms"]
+            assert row["flop_ratio"] == stock["tflop"] / row["tflop"] > 1
             assert row["bound_share"] == row["speedup"] / row["flop_ratio"]
     assert written[0]["torch"] == torch.__version__
     assert all(row["kernel"] == "sdpa" for row in rows if row["method"] == "branches")

@@ -13,10 +13,10 @@ from benchmarks import trainers
 def rows(tmp_path_factory):
     output = tmp_path_factory.mktemp("trainers") / "trainers.csv"
     options = ["--quick", "--models", "dense-0.6b", "--only", "completions", "single", "--output", str(output)]
-    found = trainers.main(options)
+    rows = trainers.main(options)
     with output.open() as file:
-        assert len(list(csv.DictReader(file))) == len(found) == 4
-    return {(row["rows"], row["side"]): row for row in found}
+        assert len(list(csv.DictReader(file))) == len(rows) == 4
+    return {(row["rows"], row["side"]): row for row in rows}
 
 
 def test_both_sides_take_the_same_step(rows):
