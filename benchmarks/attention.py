@@ -175,8 +175,8 @@ def measure_method(
         if not row["error"] < TOLERANCE[dtype]:
             raise RuntimeError(f"an output or a gradient is off by {row['error']:.1e}")
         del exact
-    row["forward_ms"] = measure(lambda: attend(*leaves), device, seconds=0.3, most=30, busy=BUSY).ms
-    return row | measure(lambda: values(attend, leaves, grad), device, seconds=0.3, most=30, busy=BUSY)._asdict()
+    row["forward_ms"] = measure(lambda: attend(*leaves), device, seconds=0.3, max_runs=30, busy=BUSY).ms
+    return row | measure(lambda: values(attend, leaves, grad), device, seconds=0.3, max_runs=30, busy=BUSY)._asdict()
 
 
 def mask_facts(rows: torch.Tensor, heads: tuple[int, int, int], dtype: torch.dtype) -> Row:

@@ -1,25 +1,30 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """Host time of the checks that a prepared model makes in each call with a tree, without gathering and masks.
 
-    python -m benchmarks.call_overhead --output call.csv
+    python -m benchmarks.call_overhead --launches 5 --output call.csv
 
 The calls are training calls of Qwen3-0.6B with its 28 layers. On a CPU the layers are narrow, because the checks read
 modules and the batch, never weights. `loss` tells who weights the tokens: the model, as with a plain `Trainer`, or the
 caller, as in `TreeSFTTrainer`. On a GPU the device is idle when a call starts. Every eighth
-call there compares the inputs of eight: `mean_us` has its share.
+call there compares the inputs of eight: `mean_us` has its share. `--launches` measures in fresh processes, one after
+the other; the last rows, without a `launch`, are the medians.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.common import Row, make_parser, progress, report
+from benchmarks.common import Row, make_parser, progress, read_csv, report
 from benchmarks.flops import shape_config
 from benchmarks.shapes import QUICK, SHAPES, build
 from hf_prefix_tree import prepare_model
@@ -27,7 +32,8 @@ from hf_prefix_tree.modeling.batch import UNPREPARED_SENTINEL, concatenate_trees
 from hf_prefix_tree.modeling.prepare import check_call
 
 CALLS, QUICK_CALLS, WARMUP = 200, 5, 20
-COLUMNS = ["shape", "tokens", "layers", "loss", "median_us", "mean_us", "low_us", "high_us", "calls"]
+TIMES = ("median_us", "mean_us", "low_us", "high_us")
+COLUMNS = ["launch", "shape", "tokens", "layers", "loss", "median_us", "mean_us", "low_us", "high_us", "calls"]
 
 
 def make_model(quick: bool, device: torch.device) -> torch.nn.Module:
@@ -56,9 +62,31 @@ def time_checks(
     return {**middle, "low_us": min(times), "high_us": max(times), "calls": calls}
 
 
+def launch(args: argparse.Namespace) -> list[Row]:
+    """The rows of `args.launches` fresh processes, and their medians."""
+    rows: list[Row] = []
+    command = [sys.executable, "-m", "benchmarks.call_overhead", *["--quick"] * args.quick, "--only", *args.only]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "call.csv"
+        for number in range(1, args.launches + 1):
+            subprocess.run([*command, "--output", str(output)], check=True)
+            measured = [row | {name: float(row[name]) for name in TIMES} for row in read_csv(output)]
+            rows += [{"launch": number, **row} for row in measured]
+    kinds = len(rows) // args.launches
+    for first in rows[:kinds]:
+        same = [row for row in rows if (row["shape"], row["loss"]) == (first["shape"], first["loss"])]
+        medians = {name: statistics.median(row[name] for row in same) for name in TIMES}
+        rows.append({**first, "launch": "", **medians})
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> list[Row]:
-    args = make_parser(__doc__, SHAPES, defaults=["caterpillar-8k"]).parse_args(argv)
+    parser = make_parser(__doc__, SHAPES, defaults=["caterpillar-8k"])
+    parser.add_argument("--launches", type=int, default=0, help="fresh processes to measure in (default: this one)")
+    args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() and not args.quick else "cpu")
+    if args.launches:
+        return report(launch(args), COLUMNS, device, args)
     model = make_model(args.quick, device)
     rows: list[Row] = []
     for shape in args.only:

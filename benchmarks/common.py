@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib.metadata
+import math
 import os
 import platform
 import statistics
@@ -19,7 +20,16 @@ from typing import Any, NamedTuple
 import torch
 
 Row = dict[str, Any]
-PACKAGES = ("torch", "triton", "transformers", "trl", "numpy", "flash-attn-4", "flash-linear-attention")
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "trl",
+    "numpy",
+    "flash-attn-4",
+    "flash-linear-attention",
+    "bitsandbytes",
+)
 
 
 class Timing(NamedTuple):
@@ -66,20 +76,20 @@ def measure(
     *,
     warmup: int = 2,
     seconds: float = 1.0,
-    least: int = 3,
-    most: int = 10,
+    min_runs: int = 3,
+    max_runs: int = 10,
     busy: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Timing:
     """
-    Runs `function` `least` to `most` times, for about `seconds`, each with a cold L2 cache on a GPU. Before each run
-    the GPU is kept `busy`: 50 are some 5 ms, in which the host launches all kernels of a short function.
+    Runs `function` for about `seconds`, `min_runs` to `max_runs` times, each with a cold L2 cache on a GPU. Before
+    each run the GPU is kept `busy`: 50 are some 5 ms, in which the host launches all kernels of a short function.
     """
     for _ in range(warmup):
         function()
     times: list[float] = []
     flush = torch.empty(2**28, dtype=torch.int8, device=device) if device.type == "cuda" else None
-    while len(times) < least or (len(times) < most and sum(times) < 1e3 * seconds):
+    while len(times) < min_runs or (len(times) < max_runs and sum(times) < 1e3 * seconds):
         if flush is None:
             start = clock()
             function()
@@ -97,14 +107,14 @@ def measure(
 
 
 def measure_in_a_row(
-    function: Callable[[], Any], device: torch.device, *, seconds: float = 1.0, least: int = 3, most: int = 10
+    function: Callable[[], Any], device: torch.device, *, seconds: float = 1.0, min_runs: int = 3, max_runs: int = 10
 ) -> Timing:
     """
     As [`measure`], without waiting for the device between the runs, as in training: on a GPU a run lasts from the end
     of the previous run to its end.
     """
     if device.type != "cuda":
-        return measure(function, device, warmup=0, seconds=seconds, least=least, most=most)
+        return measure(function, device, warmup=0, seconds=seconds, min_runs=min_runs, max_runs=max_runs)
 
     def end_of_run() -> torch.cuda.Event:
         function()
@@ -114,7 +124,7 @@ def measure_in_a_row(
 
     events = [end_of_run()]
     start = time.perf_counter()
-    while len(events) <= least or (len(events) <= most and time.perf_counter() - start < seconds):
+    while len(events) <= min_runs or (len(events) <= max_runs and time.perf_counter() - start < seconds):
         events.append(end_of_run())
     events[-1].synchronize()
     return Timing.of([before.elapsed_time(after) for before, after in pairwise(events)])
@@ -137,11 +147,28 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
+def best_attention(quick: bool) -> str:
+    """The fastest attention that TRL can use for packed sequences here; SDPA only where none is installed."""
+    from transformers.utils import import_utils
+
+    for version in () if quick else (4, 3, 2):
+        if getattr(import_utils, f"is_flash_attn_{version}_available", bool)():
+            return f"flash_attention_{version}"
+    return "sdpa"
+
+
+def check_same_step(row: Row, stock: Row) -> None:
+    """Raises unless loss and gradient norm of the first steps agree as closely as bf16 rounds."""
+    for name, relative, absolute in (("loss", 2e-3, 2e-3), ("grad_norm", 0.05, 0.0)):
+        if not math.isclose(row[name], stock[name], rel_tol=relative, abs_tol=absolute):
+            raise RuntimeError(f"`{name}` of the first step is {row[name]}, but {stock[name]} for TRL.")
+
+
 def matmul_roof(device: torch.device, dtype: torch.dtype) -> float:
     """TFLOP/s of a large square matrix product of random numbers, an upper bound for every step."""
     size = 8192 if device.type == "cuda" else 256
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / measure(lambda: left @ right, device, most=20).ms / 1e9
+    return 2 * size**3 / measure(lambda: left @ right, device, max_runs=20).ms / 1e9
 
 
 def versions() -> dict[str, str]:
@@ -234,11 +261,16 @@ def report(rows: list[Row], columns: list[str], device: torch.device, args: argp
     if args.output is not None:
         write_csv(args.output, rows)
     print(" | ".join(f"{name} {value}" for name, value in where.items() if value != ""))
-    table = [columns] + [[_text(row.get(name)) for name in columns] for row in rows]
+    print_table([{name: row.get(name) for name in columns} for row in rows])
+    return rows
+
+
+def print_table(rows: list[Row]) -> None:
+    """Prints rows that all have the columns of the first."""
+    table = [list(rows[0])] + [[_text(value) for value in row.values()] for row in rows] if rows else []
     widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
     for line in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-    return rows
 
 
 def _text(value: Any) -> str:

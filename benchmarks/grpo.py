@@ -4,12 +4,13 @@
     python -m benchmarks.grpo --output grpo.csv
     python -m benchmarks.grpo --checkpointing off on --modes eager compiled --only 4k+16x512
 
-Both sides take the same optimizer step on one group of rollouts, from the buffered completions to the updated weights:
-scoring, loss, backward, AdamW. Generation and rewards are left out; the old log-probs are timed separately (`old_ms`).
-TRL cuts the group into micro-batches of `batch_size` padded sequences, the most that fit an 80 GB card without
-checkpointing. All completions have one length, so the stock side computes no padding and needs no mask. `grad_norm`
-shows that the steps are equal. Weights are float32 under bf16 autocast, as TRL trains by default. `compiled`
-compiles every decoder layer by itself. `tokens` and `forwards` count the work of the backbone in a step.
+Both sides take the same optimizer step on one group of rollouts, from the buffered completions to the updated
+weights: scoring, loss, backward, AdamW. Generation and rewards are replayed and left out; the old log-probs are timed
+separately (`old_ms`). TRL cuts the group into micro-batches of `batch_size` padded sequences, the most that fit an
+80 GB card without checkpointing, and attends by the fastest kernel that is installed (`--attention`). All completions
+have one length, so the stock side computes no padding and needs no mask. Loss and gradient norm of a step must agree,
+or the run fails. Weights are float32 under bf16 autocast, as TRL trains by default. `compiled` compiles every decoder
+layer by itself. `tokens` and `forwards` count the work of the backbone in a step.
 """
 
 from __future__ import annotations
@@ -28,26 +29,35 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, Qwen3Config
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.common import Row, default_device, make_parser, measure, peak_gib, progress, report
+from benchmarks.common import (
+    Row,
+    best_attention,
+    check_same_step,
+    default_device,
+    make_parser,
+    measure,
+    peak_gib,
+    progress,
+    report,
+)
 from benchmarks.flops import model_config
 from examples.demo.tokenizer import train_tokenizer
 from hf_prefix_tree import TreeGRPOTrainer
 
 TRAINERS = {"tree": TreeGRPOTrainer, "stock": GRPOTrainer}
-COLUMNS = [
-    "shape",
-    "method",
-    "mode",
-    "checkpointing",
-    "batch_size",
-    "reuse",
-    "forwards",
-    "tokens",
-    "ms",
+COLUMNS = ["shape", "method", "mode", "checkpointing", "attention", "batch_size", "reuse", "forwards", "tokens", "ms"]
+COLUMNS += [
     "low",
     "high",
+    "old_ms",
+    "peak_gib",
+    "loss",
+    "grad_norm",
+    "speedup",
+    "old_speedup",
+    "memory_ratio",
+    "failure",
 ]
-COLUMNS += ["old_ms", "peak_gib", "grad_norm", "speedup", "old_speedup", "memory_ratio", "failure"]
 
 
 class Group(NamedTuple):
@@ -94,11 +104,13 @@ def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     return [float(index % 3) for index in range(len(completion_ids))]
 
 
-def make_trainer(
-    method: str, group: Group, config: Qwen3Config, compiled: bool, checkpointing: bool, quick: bool, folder: str
-) -> GRPOTrainer:
+def make_trainer(row: Row, group: Group, config: Qwen3Config, quick: bool, folder: str) -> GRPOTrainer:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+    checkpointing = row["checkpointing"] == "on"
+    with default_device(quick):
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=torch.float32, attn_implementation=row["attention"]
+        )
     steps = group.completions // group.batch_size
     args = GRPOConfig(
         folder,
@@ -114,7 +126,7 @@ def make_trainer(
         report_to="none",
     )
     tokenizer = train_tokenizer(["A prompt."], vocab_size=265)
-    trainer = TRAINERS[method](
+    trainer = TRAINERS[row["method"]](
         model=model,
         reward_funcs=reward,
         args=args,
@@ -124,7 +136,7 @@ def make_trainer(
     )
     if checkpointing:
         trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
-    if compiled:
+    if row["mode"] == "compiled":
         for layer in trainer.model.model.layers:
             layer.compile()
     trainer.model.train()
@@ -142,9 +154,8 @@ def measure_update(trainer: GRPOTrainer, group: Group, seconds: float, device: t
         lambda module, args, kwargs: forwards.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
 
-    def gradients() -> None:
-        for _ in range(group.completions // group.batch_size):
-            trainer.training_step(model, examples, None)
+    def gradients() -> Any:
+        return sum(trainer.training_step(model, examples, None) for _ in range(group.completions // group.batch_size))
 
     def update() -> None:
         gradients()
@@ -153,9 +164,10 @@ def measure_update(trainer: GRPOTrainer, group: Group, seconds: float, device: t
 
     try:
         update()  # generates, checks the model, compiles
+        with torch.no_grad():  # the policy has moved since the rollouts: ratios are not 1, some are clipped
+            model.lm_head.weight.mul_(2)
         forwards.clear()
-        gradients()
-        row: Row = {"forwards": len(forwards), "tokens": sum(forwards)}
+        row: Row = {"loss": float(gradients()), "forwards": len(forwards), "tokens": sum(forwards)}
         row["grad_norm"] = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
         optimizer.zero_grad()
         row["peak_gib"] = peak_gib(update, device)
@@ -186,10 +198,11 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager"])
     parser.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=["off"])
     parser.add_argument("--batch-size", type=int, help="sequences of TRL's micro-batches (default: by shape)")
+    parser.add_argument("--attention", help="attention of TRL's side (default: the best that is installed)")
     parser.add_argument("--seconds", type=float, default=5.0, help="time for the repeats of one measurement")
     args = parser.parse_args(argv)
     device, modes = default_device(args.quick), ["eager"] if args.quick else args.modes
-    config = model_config(args.quick)
+    config, attention = model_config(args.quick), args.attention or best_attention(args.quick)
     rows: list[Row] = []
     try:
         # beyond the recompile limit, layers would silently run eagerly
@@ -199,15 +212,18 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
                 group = group._replace(batch_size=args.batch_size or group.batch_size)
                 gc.collect()  # compiled layers and hooks keep the previous model in cycles
                 with tempfile.TemporaryDirectory() as folder:
-                    compiled, checkpointed = mode == "compiled", checkpointing == "on"
-                    trainer = make_trainer(method, group, config, compiled, checkpointed, args.quick, folder)
                     row: Row = {"shape": name, "method": method, "mode": mode, "checkpointing": checkpointing}
+                    row |= {"attention": attention if method == "stock" else "prefix_tree"}
                     row |= {"batch_size": group.batch_size, "reuse": group.reuse}
+                    trainer = make_trainer(row, group, config, args.quick, folder)
                     progress(rows, row | measure_update(trainer, group, args.seconds, device))
                     del trainer
     finally:
         add_ratios(rows)
         rows = report(rows, COLUMNS, device, args)
+    for tree, stock in zip(rows[::2], rows[1::2], strict=True):
+        if "ms" in tree and "ms" in stock:
+            check_same_step(tree, stock)
     return rows
 
 

@@ -88,24 +88,24 @@ def attempt(step: Callable[[int], float], tokens: int) -> float | None:
         return None
 
 
-def find_largest(step: Callable[[int], float], shortest: int, most: int, total: float) -> Row:
+def find_largest(step: Callable[[int], float], shortest: int, limit: int, total: float) -> Row:
     """
-    The longest packed sequence, up to `most` tokens, that `step` can run.
+    The longest packed sequence, up to `limit` tokens, that `step` can run.
 
     Args:
         step (`Callable`): Peak memory in GiB of a step on so many tokens; raises if memory is too small.
         shortest (`int`): First length of the search.
-        most (`int`): Longest sequence to try.
+        limit (`int`): Longest sequence to try.
         total (`float`): Memory of the GPU in GiB.
     """
-    most = most // BLOCK_SIZE * BLOCK_SIZE
-    fits = tokens = min(shortest, most)
+    limit = limit // BLOCK_SIZE * BLOCK_SIZE
+    fits = tokens = min(shortest, limit)
     slope = 0.0
     peak = attempt(step, fits)
     if peak is None:
         return {"failure": f"out of memory at {fits} tokens"}
-    while fits < most:
-        tokens = min(2 * fits, most)
+    while fits < limit:
+        tokens = min(2 * fits, limit)
         measured = attempt(step, tokens)
         if measured is None:
             break
@@ -115,7 +115,7 @@ def find_largest(step: Callable[[int], float], shortest: int, most: int, total: 
     if slope > 0:
         tokens = min(tokens, fits + int((0.96 * total - peak) / slope))
     tokens = tokens // BLOCK_SIZE * BLOCK_SIZE
-    while fits < tokens < most:
+    while fits < tokens < limit:
         measured = attempt(step, tokens)
         if measured is not None:
             fits, peak = tokens, measured
@@ -159,13 +159,13 @@ def measure_option(shape: str, option: str, args: Any, device: torch.device) -> 
         step(1536)
         return row
     total = torch.cuda.get_device_properties(device).total_memory / 2**30
-    return row | find_largest(step, SHORTEST, args.most, total)
+    return row | find_largest(step, SHORTEST, args.limit, total)
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser = make_parser(__doc__, SHAPES)
     parser.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS))
-    parser.add_argument("--most", type=int, default=262_144, help="longest packed sequence to try, in tokens")
+    parser.add_argument("--limit", type=int, default=262_144, help="longest packed sequence to try, in tokens")
     args = parser.parse_args(argv)
     device = default_device(args.quick)
     results = Results(args.output, environment(device, args.commit))

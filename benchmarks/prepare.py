@@ -184,7 +184,9 @@ def run(argv: Sequence[str] | None) -> list[Row]:
     for name in args.only:
         for label, function in steps[name]:
             with one_core():
-                timing = measure(function, CPU, warmup=0, seconds=args.seconds, least=1, most=3, clock=process_time)
+                timing = measure(
+                    function, CPU, warmup=0, seconds=args.seconds, min_runs=1, max_runs=3, clock=process_time
+                )
             step = {"method": "ours", "step": name} if label == "ours" else {"method": name, "step": label}
             speed = tokens / timing.ms * 1e3
             progress(rows, {**step, **counts, **timing._asdict(), "tokens_per_s": speed})

@@ -91,7 +91,7 @@ def measure_way(way: str, rule: str, segments: Segments, inputs: list[torch.Tens
         return out.detach()
 
     row: Row = {"peak_gib": peak_gib(step, device), "calls": counts[0], "tokens": counts[1]}
-    return row | measure(step, device, warmup=1, least=2)._asdict(), step()
+    return row | measure(step, device, warmup=1, min_runs=2)._asdict(), step()
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:

@@ -137,7 +137,7 @@ def measure_step(
 
     try:
         losses: list[torch.Tensor] = []
-        first = measure(lambda: losses.append(run()), device, warmup=0, most=1, least=1).ms / 1e3
+        first = measure(lambda: losses.append(run()), device, warmup=0, max_runs=1, min_runs=1).ms / 1e3
         return {"first_step_s": first, "loss": losses[0].item(), "peak_gib": peak_gib(repeat, device), **row}
     except torch.cuda.OutOfMemoryError:
         return {"failure": "out of memory"}
@@ -245,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             row: Row = {"model": args.model, "shape": name, "method": method}
             row |= {"mode": mode, "checkpointing": checkpointing}
             stats = [tree.stats() for tree in trees]
-            row |= {name: sum(getattr(own, name) for own in stats) for name in ("branch_tokens", "tree_tokens")}
+            row |= {name: sum(getattr(tree, name) for tree in stats) for name in ("branch_tokens", "tree_tokens")}
             row["token_ratio"] = row["branch_tokens"] / row["tree_tokens"]
             row |= {"trees": len(trees), "row_tokens": step.row_tokens, "micro_batches": len(step.losses)}
             row |= flop_counts(trees, config)[method]

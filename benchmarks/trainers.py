@@ -2,7 +2,7 @@
 """Trainer against trainer: TRL's `SFTTrainer` at its best on flat steps, `TreeSFTTrainer` on the tree of the same.
 
     python -m benchmarks.trainers --output trainers.csv
-    python -m benchmarks.trainers --models lora-8b --only completions --sides trl tree-compiled
+    python -m benchmarks.trainers --models lora-8b qlora-8b --only completions --steps 2 --step-tokens 12288
 
 Both trainers get the same weights and the same rows, and take the same optimizer steps, from the dataloader to the
 updated weights; the loss and the gradient norm of the first step must agree, or the run fails. TRL's side is the
@@ -18,8 +18,11 @@ Rows, each a flat step: consecutive turns of a dialogue, merged as long as each 
 - `trials`: 4 trials of a task under a template that strips nothing: 4k shared tokens, then 4k of each trial's own.
 - `single`: one trial of it: nothing is shared, and the tree can only lose.
 
-Models have random weights: Qwen3-0.6B and -8B shapes (`lora-8b`: LoRA of rank 16 on all linear layers), and
-`moe`, six layers of Qwen3-30B-A3B. `s` is the median time of a step, `tokens` what the backbone computes in it.
+Models have random weights: the shapes of Qwen3-0.6B, of Qwen3-8B (`lora-8b`: LoRA of rank 16 on all linear layers;
+`qlora-8b`: the same on NF4 weights; both with gradient checkpointing), `moe`: six layers of Qwen3-30B-A3B, and
+`hybrid`: Qwen3.5-0.8B, both sides with the kernels of flash-linear-attention. TRL's packing mixes sequences in its
+short convolutions without causal-conv1d, so TRL's side takes batches of rows there, as many as fill `--max-length`,
+and SDPA. `s` is the median time of a step, `tokens` what the backbone computes in it.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import argparse
 import copy
 import gc
 import itertools
+import math
 import statistics
 import sys
 import tempfile
@@ -38,13 +42,12 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig, TrainerCallback
-from transformers.utils import is_flash_attn_2_available
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 from trl.data_utils import pack_dataset
 
-from benchmarks.common import Row, default_device, make_parser, progress, report
-from benchmarks.flops import shape_config
+from benchmarks import flops
+from benchmarks.common import Row, best_attention, check_same_step, default_device, make_parser, progress, report
 from benchmarks.shapes import Nodes, build, caterpillar, rollouts
 from examples.demo.tokenizer import train_tokenizer
 from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer
@@ -65,11 +68,16 @@ QUICK: dict[str, Nodes] = {
     "trials": rollouts(prompt=16, completions=4, length=16),
     "single": rollouts(prompt=16, completions=1, length=16),
 }
-MODELS = ("dense-0.6b", "lora-8b", "moe")
+MODELS = ("dense-0.6b", "lora-8b", "qlora-8b", "moe", "hybrid")
 SIDES = ("trl", "trl-compiled", "tree", "tree-compiled")
+MOE_NAMES = [
+    *("vocab_size", "hidden_size", "moe_intermediate_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "num_experts", "num_experts_per_tok"),
+]
+MOE = (151_936, 2048, 768, 6144, 6, 32, 4, 128, 128, 8)
+MOE_SMALL = (512, 32, 16, 48, 2, 4, 2, 8, 8, 2)
 COLUMNS = ["model", "rows", "side", "attention", "flat_rows", "tokens", "sequences", "s", "low", "high", "peak_gib"]
 COLUMNS += ["loss", "grad_norm", "token_ratio", "speedup", "failure"]
-TOLERANCE = {"loss": 2e-3, "grad_norm": 0.05}  # relative, bf16
 
 
 class Timer(TrainerCallback):
@@ -90,45 +98,41 @@ class Timer(TrainerCallback):
 
 
 def model_config(name: str, quick: bool) -> PreTrainedConfig:
-    if quick or name == "dense-0.6b":
-        return shape_config("quick" if quick else "0.6b")
-    if name == "lora-8b":
-        return shape_config("8b")
+    if name == "hybrid":
+        return flops.model_config(quick, "qwen3.5-0.8b")
+    if name != "moe":
+        return flops.shape_config("quick" if quick else name.partition("-")[2])
+    sizes = MOE_SMALL if quick else MOE
     return Qwen3MoeConfig(
-        vocab_size=151_936,
-        hidden_size=2048,
-        moe_intermediate_size=768,
-        intermediate_size=6144,
-        num_hidden_layers=6,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        max_position_embeddings=65_536,
+        **dict(zip(MOE_NAMES, sizes, strict=True)), norm_topk_prob=True, max_position_embeddings=65_536
     )
 
 
-def best_attention() -> str:
-    """The fastest attention that TRL can use for packed rows here; SDPA, which pads, only without any."""
-    from transformers.utils import import_utils
+def quantize(model: PreTrainedModel) -> None:
+    """Replaces the linear layers of the backbone by NF4 ones, as `BitsAndBytesConfig` does for a checkpoint."""
+    import bitsandbytes
 
-    for version in (4, 3):
-        is_available = getattr(import_utils, f"is_flash_attn_{version}_available", None)
-        if is_available is not None and is_available():
-            return f"flash_attention_{version}"
-    return "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
+    for parent in list(model.model.modules()):
+        for name, layer in parent.named_children():
+            if type(layer) is torch.nn.Linear:
+                narrow = bitsandbytes.nn.Linear4bit(
+                    layer.in_features, layer.out_features, bias=False, compute_dtype=model.dtype, quant_type="nf4",
+                    device="meta",
+                )  # fmt: skip
+                narrow.weight = bitsandbytes.nn.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
+                narrow.support_avx512bf16_for_cpu = False  # would round the scales at the first evaluation
+                setattr(parent, name, narrow.to(model.device))  # quantizes
+    model.is_loaded_in_4bit = True
 
 
-def options(folder: str, args: argparse.Namespace, accumulation: int) -> dict[str, Any]:
+def options(row: Row, folder: str, args: argparse.Namespace, accumulation: int) -> dict[str, Any]:
     """What both configurations have in common: every epoch is one optimizer step over all rows."""
     return {
         "output_dir": folder,
         "num_train_epochs": args.steps + 1,
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": accumulation,
-        "gradient_checkpointing": args.checkpointing,
+        "gradient_checkpointing": row["checkpointing"],
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
         "bf16": not args.quick,
         "use_cpu": args.quick,
@@ -143,26 +147,28 @@ def options(folder: str, args: argparse.Namespace, accumulation: int) -> dict[st
 
 
 def make_trainer(
-    side: str, name: str, trees: list[PrefixTree], args: argparse.Namespace, folder: str, device: torch.device
+    row: Row, trees: list[PrefixTree], args: argparse.Namespace, folder: str, device: torch.device
 ) -> tuple[SFTTrainer, int]:
     """A trainer, and its number of packed sequences in a step."""
     torch.manual_seed(0)
+    name, side = row["model"], row["side"]
     config = copy.deepcopy(model_config(name, args.quick))
     is_tree, is_compiled = side.startswith("tree"), side.endswith("compiled")
-    attention = "prefix_tree" if is_tree else args.attention
     with device:
         model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32 if args.quick else torch.bfloat16, attn_implementation=attention
+            config, dtype=torch.float32 if args.quick else torch.bfloat16, attn_implementation=row["attention"]
         )
+    if name.startswith("qlora"):
+        quantize(model)
     common: dict[str, Any] = {
         "model": model,
         "processing_class": train_tokenizer(["A text."], vocab_size=265),
-        "peft_config": LoraConfig(r=16, target_modules="all-linear") if name.startswith("lora") else None,
+        "peft_config": LoraConfig(r=16, target_modules="all-linear") if name.endswith("8b") else None,
     }
     if is_tree:
         rows = Dataset.from_list([tree.to_dict() for tree in trees])
         settings = TreeSFTConfig(
-            **options(folder, args, accumulation=1),
+            **options(row, folder, args, accumulation=1),
             max_packed_tokens=args.max_length,
             weighting="branch",
             compile_layers=is_compiled,
@@ -172,26 +178,27 @@ def make_trainer(
         trainer.args.gradient_accumulation_steps = sequences
         return trainer, sequences
     flat = Dataset.from_list(per_branch(trees))
-    sequences = len(pack_dataset(flat, args.max_length, "bfd"))
-    settings = SFTConfig(
-        **options(folder, args, sequences),
-        max_length=args.max_length,
-        packing=True,
-        packing_strategy="bfd",
-    )
+    if name == "hybrid":
+        batch_size = args.max_length // max(map(len, flat["input_ids"]))
+        sequences = math.ceil(len(flat) / batch_size)
+        packing: dict[str, Any] = {"per_device_train_batch_size": batch_size}
+    else:
+        sequences = len(pack_dataset(flat, args.max_length, "bfd"))
+        packing = {"packing": True, "packing_strategy": "bfd"}
+    settings = SFTConfig(**(options(row, folder, args, sequences) | packing), max_length=args.max_length)
     trainer = SFTTrainer(args=settings, train_dataset=flat, **common)
     if is_compiled:
-        base = trainer.model.get_base_model() if name.startswith("lora") else trainer.model
+        base = trainer.model.get_base_model() if name.endswith("8b") else trainer.model
         for layer in base.model.layers:
             layer.compile()
     return trainer, sequences
 
 
-def measure(side: str, name: str, trees: list[PrefixTree], args: argparse.Namespace, device: torch.device) -> Row:
+def measure(row: Row, trees: list[PrefixTree], args: argparse.Namespace, device: torch.device) -> Row:
     tokens: list[int] = []
     with tempfile.TemporaryDirectory() as folder:
-        trainer, sequences = make_trainer(side, name, trees, args, folder, device)
-        base = trainer.model.get_base_model() if name.startswith("lora") else trainer.model
+        trainer, sequences = make_trainer(row, trees, args, folder, device)
+        base = trainer.model.get_base_model() if row["model"].endswith("8b") else trainer.model
         base.model.register_forward_pre_hook(
             lambda module, inputs, kwargs: tokens.append(kwargs["input_ids"].numel()), with_kwargs=True
         )
@@ -219,9 +226,7 @@ def compare(row: Row, stock: Row | None) -> None:
     """Adds the ratios to TRL's eager side; raises where the first steps are not the same step."""
     if stock is None or "s" not in row or "s" not in stock:
         return
-    for name, tolerance in TOLERANCE.items():
-        if abs(row[name] / stock[name] - 1) > tolerance:
-            raise RuntimeError(f"`{name}` of the first step is {row[name]} for {row['side']}, {stock[name]} for TRL")
+    check_same_step(row, stock)
     row["token_ratio"], row["speedup"] = stock["tokens"] / row["tokens"], stock["s"] / row["s"]
 
 
@@ -239,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     if args.quick:
         args.step_tokens, args.max_length, args.steps = 256, 128, 1
         args.sides = [side for side in args.sides if not side.endswith("compiled")]
-    args.attention = args.attention or ("sdpa" if args.quick else best_attention())
+    args.attention = args.attention or best_attention(args.quick)
     rows: list[Row] = []
     try:
         for name, shape in itertools.product(args.models, args.only):
@@ -250,21 +255,27 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             stock: Row | None = None
             for side in args.sides:
                 row: Row = {"model": name, "rows": shape, "side": side, "trees": count}
-                row |= {"attention": args.attention if side.startswith("trl") else "prefix_tree"}
+                stock_attention = "sdpa" if name == "hybrid" else args.attention
+                row |= {"attention": stock_attention if side.startswith("trl") else "prefix_tree"}
+                row["checkpointing"] = args.checkpointing or name.endswith("8b")
                 row["flat_rows"] = sum(tree.num_branches for tree in trees)
                 gc.collect()
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
                 torch._dynamo.reset()
                 try:
-                    row |= measure(side, name, trees, args, device)
+                    row |= measure(row, trees, args, device)
+                    compare(row, stock)
                 except torch.cuda.OutOfMemoryError:
                     row["failure"] = "out of memory"
-                compare(row, stock)
+                except (RuntimeError, ValueError) as error:  # raised at the end: the other measurements go on
+                    row["failure"] = str(error)
                 stock = stock or (row if side == "trl" else None)
                 progress(rows, row)
     finally:
         rows = report(rows, COLUMNS, device, args)
+    if failures := {row["failure"] for row in rows if "failure" in row} - {"out of memory"}:
+        raise RuntimeError("\n".join(failures))
     return rows
 
 

@@ -12,11 +12,11 @@ from benchmarks import grpo
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     output = tmp_path_factory.mktemp("grpo") / "grpo.csv"
-    found = grpo.main(["--quick", "--seconds", "0", "--only", "4k+16x512", "reuse-1.1", "--output", str(output)])
+    rows = grpo.main(["--quick", "--seconds", "0", "--only", "4k+16x512", "reuse-1.1", "--output", str(output)])
     with output.open() as file:
         written = list(csv.DictReader(file))
-    assert len(written) == len(found) == 4 and written[0].keys() >= {*grpo.COLUMNS} - {"failure", "memory_ratio"}
-    return {(row["shape"], row["method"]): row for row in found}
+    assert len(written) == len(rows) == 4 and written[0].keys() >= {*grpo.COLUMNS} - {"failure", "memory_ratio"}
+    return {(row["shape"], row["method"]): row for row in rows}
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,7 @@ def test_tokens_and_gradients(rows, shape, tree, stock, reuse):
     assert rows[shape, "tree"]["reuse"] == rows[shape, "stock"]["reuse"] == pytest.approx(reuse)
     assert rows[shape, "tree"]["grad_norm"] == pytest.approx(rows[shape, "stock"]["grad_norm"], rel=1e-5)
     assert rows[shape, "tree"]["grad_norm"] > 0.1
+    assert rows[shape, "tree"]["loss"] == pytest.approx(rows[shape, "stock"]["loss"], rel=1e-4)
     assert rows[shape, "tree"]["speedup"] == rows[shape, "stock"]["ms"] / rows[shape, "tree"]["ms"]
 
 

@@ -54,7 +54,7 @@ def test_fa4(monkeypatch, compiled):
     got = [output, *torch.autograd.grad(output, leaves, grad)]
     branches = zip(*(x.split(lengths) for x in leaves), strict=True)
     expected = torch.cat(
-        [packed.causal(*(x.transpose(0, 1)[None] for x in own))[0].transpose(0, 1) for own in branches]
+        [packed.causal(*(x.transpose(0, 1)[None] for x in branch))[0].transpose(0, 1) for branch in branches]
     )
     wanted = [expected, *torch.autograd.grad(expected, leaves, grad)]
     for x, y in zip(got, wanted, strict=True):

@@ -40,8 +40,8 @@ def test_the_fastest_backend_of_each_shape_and_mode(tmp_path):
         ("m", "long", "compiled", "off", "", 19.4, "", "", "H100"),  # the branches
         ("m", "short", "compiled", "off", "flex", 1.2, 1.1, 0.9, "H100"),
     )
-    found = [(row["shape"], row["mode"], row["speedup"]) for row in plot.points([path])]
-    assert found == [("short", "compiled", "0.9"), ("long", "compiled", "18.5"), ("long", "eager", "12.0")]
+    got = [(row["shape"], row["mode"], row["speedup"]) for row in plot.points([path])]
+    assert got == [("short", "compiled", "0.9"), ("long", "compiled", "18.5"), ("long", "eager", "12.0")]
     picture = tmp_path / "sub" / "step.png"
     plot.main([str(path), "--output", str(picture)])
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -77,8 +77,8 @@ def test_the_fastest_of_each_number_of_gpus(tmp_path, capsys):
         ("grouped", "published", "0.6b", "bfloat16", 2, "False", 4, 1, ""),  # failed
         names=SCALING,
     )
-    found = plot_scaling.lines([two, one], "0.6b", "bfloat16")
-    assert found == {
+    got = plot_scaling.lines([two, one], "0.6b", "bfloat16")
+    assert got == {
         ("tree", "16 a step, 4 a micro-batch, compiled"): {1: 125.0, 2: 250.0},
         ("per_branch", "as many as of 4 trees a step, 1 a micro-batch, eager"): {1: 12.5, 2: 20.0},
     }

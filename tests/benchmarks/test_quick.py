@@ -3,6 +3,7 @@
 import csv
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from transformers import AttentionInterface
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from benchmarks import attention, call_overhead, fold, mask, packed, prepare, step
+from benchmarks.common import write_csv
 from benchmarks.flops import MODELS, model_config
 from benchmarks.microbatches import BranchStep, pack, scan_starts_anew
 from benchmarks.packed import Packed
@@ -122,13 +124,13 @@ def test_step_writes_every_column(steps):
     assert len(written) == len(rows) and written[0].keys() >= measured | ENVIRONMENT | {"speedup", "roof_share"}
     for row in rows:
         if row["method"] == "folded":
-            other = next(
+            stock = next(
                 r
                 for r in rows
                 if r["method"] == "branches" and all(r[k] == row[k] for k in ("shape", "checkpointing"))
             )
-            assert row["speedup"] == other["ms"] / row["ms"]
-            assert row["flop_ratio"] == other["tflop"] / row["tflop"] > 1
+            assert row["speedup"] == stock["ms"] / row["ms"]
+            assert row["flop_ratio"] == stock["tflop"] / row["tflop"] > 1
             assert row["bound_share"] == row["speedup"] / row["flop_ratio"]
     assert written[0]["torch"] == torch.__version__
     assert all(row["kernel"] == "sdpa" for row in rows if row["method"] == "branches")
@@ -264,6 +266,24 @@ def test_checks_of_a_call_are_timed(tmp_path, monkeypatch):
         assert 0 < row["low_us"] <= row["median_us"] <= row["high_us"] and float(line["low_us"]) == row["low_us"]
         assert line.keys() >= ENVIRONMENT
     assert [row["loss"] for row in rows] == ["model", "caller"]
+
+
+def test_the_medians_of_launches(tmp_path, monkeypatch):
+    times = iter([3.0, 1.0, 2.0])
+
+    def run(command, check):
+        assert command[1:3] == ["-m", "benchmarks.call_overhead"] and "--quick" in command and check
+        time = next(times)
+        rows = [
+            {"shape": "caterpillar-8k", "loss": loss, **dict.fromkeys(call_overhead.TIMES, time + extra)}
+            for loss, extra in (("model", 0.0), ("caller", 10.0))
+        ]
+        write_csv(Path(command[-1]), rows)
+
+    monkeypatch.setattr(call_overhead, "subprocess", SimpleNamespace(run=run))
+    rows = call_overhead.main(["--quick", "--launches", "3"])
+    assert [row["launch"] for row in rows] == [1, 1, 2, 2, 3, 3, "", ""]
+    assert [(row["loss"], row["median_us"]) for row in rows[-2:]] == [("model", 2.0), ("caller", 12.0)]
 
 
 def test_prepare_rows(tmp_path):

@@ -48,10 +48,12 @@ def test_flat_samples_supervise_every_token_once():
     assert len(samples) == 6 and samples[-1]["input_ids"] == trunk.input_ids.tolist()
     supervised = [[label for label in sample["labels"] if label != -100] for sample in samples]
     assert sum(map(len, supervised)) == tree.stats().supervised_tokens
-    for leaf, sample, own in zip(leaves, samples, supervised, strict=False):
+    for leaf, sample, turn in zip(leaves, samples, supervised, strict=False):
         assert sample["input_ids"][: len(leaf)] == leaf.input_ids.tolist()
-        assert sample["input_ids"][-len(own) :] == own and own[0] == 1  # reasoning, which starts with this id, output
-        context = len(sample["input_ids"]) - len(own)
+        assert (
+            sample["input_ids"][-len(turn) :] == turn and turn[0] == 1
+        )  # reasoning, which starts with this id, output
+        context = len(sample["input_ids"]) - len(turn)
         assert sample["input_ids"][:context] == trunk.input_ids[:context].tolist()
 
 
@@ -197,11 +199,11 @@ def test_failures_are_written(tmp_path, monkeypatch, error):
             scaling.main(options)
     else:
         scaling.main(options)
-    found = [(row["mode"], row["failure"], row["ms"] != "") for row in read(output)]
+    got = [(row["mode"], row["failure"], row["ms"] != "") for row in read(output)]
     if error is RuntimeError:
-        assert found == [("tree", "", True), ("per_branch", "did not finish", False)]
+        assert got == [("tree", "", True), ("per_branch", "did not finish", False)]
     else:  # on one GPU the other modes go on
-        assert found == [("tree", "", True), ("per_branch", "out of memory", False), ("grouped", "", True)]
+        assert got == [("tree", "", True), ("per_branch", "out of memory", False), ("grouped", "", True)]
 
 
 def test_sampling_reaches_the_trainer(trainers):
@@ -261,7 +263,7 @@ def step_of(capacity):
 
 
 @pytest.mark.parametrize(
-    ("capacity", "most", "largest"),
+    ("capacity", "limit", "largest"),
     [
         (79.0, 10**6, 128 * 534),  # 96 % of 80 GiB less 10 are 68,403 tokens, which fit
         (60.0, 10**6, 128 * 394),  # nor do 65,536, which are cut by 5 % five times
@@ -272,8 +274,8 @@ def step_of(capacity):
         (14.1, 10**6, 4096),
     ],
 )
-def test_the_largest_row_is_found(capacity, most, largest):
-    row = largest_row.find_largest(step_of(capacity), 4096, most, total=80.0)
+def test_the_largest_row_is_found(capacity, limit, largest):
+    row = largest_row.find_largest(step_of(capacity), 4096, limit, total=80.0)
     assert row == {"largest_row": largest, "peak_gib": 10 + largest / 1024}
 
 

@@ -82,8 +82,8 @@ def test_a_rank_that_runs_out_of_memory_ends_the_launch(late):
     code, printed, rows = launch("out_of_memory", folder, *options)
     assert code != 0 and "rank 1: out of memory in per_branch, published" in printed
     assert rows[:2] == [{**row, "failure": ""} for row in before]
-    found = [(row["mode"], row["failure"], row["ms"] != "") for row in rows[2:]]
-    assert found == [("grouped", "", True), ("per_branch", "out of memory", False)]
+    got = [(row["mode"], row["failure"], row["ms"] != "") for row in rows[2:]]
+    assert got == [("grouped", "", True), ("per_branch", "out of memory", False)]
     assert float(rows[2]["loss"]) == pytest.approx(float(before[0]["loss"]), rel=1e-5)
     assert rows[3]["rows_per_step"] == "16"
 

@@ -13,10 +13,10 @@ from benchmarks import trainers
 def rows(tmp_path_factory):
     output = tmp_path_factory.mktemp("trainers") / "trainers.csv"
     options = ["--quick", "--models", "dense-0.6b", "--only", "completions", "single", "--output", str(output)]
-    found = trainers.main(options)
+    rows = trainers.main(options)
     with output.open() as file:
-        assert len(list(csv.DictReader(file))) == len(found) == 4
-    return {(row["rows"], row["side"]): row for row in found}
+        assert len(list(csv.DictReader(file))) == len(rows) == 4
+    return {(row["rows"], row["side"]): row for row in rows}
 
 
 def test_both_sides_take_the_same_step(rows):
@@ -37,3 +37,29 @@ def test_another_step_is_an_error(rows):
     stock, tree = rows["completions", "trl"], dict(rows["completions", "tree"])
     with pytest.raises(RuntimeError, match="grad_norm"):
         trainers.compare({**tree, "grad_norm": 1.1 * tree["grad_norm"]}, stock)
+
+
+@pytest.mark.parametrize("model", ["lora-8b", "moe", "hybrid", "qlora-8b"])
+def test_every_kind_of_model(model):
+    if model == "qlora-8b":
+        pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install bitsandbytes")
+    trl, tree = trainers.main(["--quick", "--models", model, "--only", "stripped"])
+    for name in ("loss", "grad_norm"):
+        assert tree[name] == pytest.approx(trl[name], rel=1e-4), name
+    assert tree["tokens"] < trl["tokens"] and trl["checkpointing"] == model.endswith("8b")
+
+
+def test_a_failing_side_does_not_end_the_run(monkeypatch, tmp_path):
+    measure, output = trainers.measure, tmp_path / "rows.csv"
+
+    def refuse_trees(row, *args):
+        if row["side"] == "tree":
+            raise ValueError("refused")
+        return measure(row, *args)
+
+    monkeypatch.setattr(trainers, "measure", refuse_trees)
+    options = ["--quick", "--models", "dense-0.6b", "--only", "single", "--sides", "tree", "trl"]
+    with pytest.raises(RuntimeError, match="refused"):
+        trainers.main([*options, "--output", str(output)])
+    with output.open() as file:
+        assert [row["failure"] for row in csv.DictReader(file)] == ["refused", ""]
