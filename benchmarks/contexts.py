@@ -236,6 +236,7 @@ class Clock(TrainerCallback):
 
 def train(arm: str, seed: int, data: Dataset, tokenizer: Any, models: Models, clock: Clock) -> None:
     args = models.args
+    common: dict[str, Any] = {"processing_class": tokenizer, "callbacks": [clock]}
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {
             "output_dir": folder,
@@ -254,36 +255,28 @@ def train(arm: str, seed: int, data: Dataset, tokenizer: Any, models: Models, cl
             "disable_tqdm": True,
             "seed": seed,
         }
-        kind: type[SFTTrainer] = SFTTrainer
         if arm == "tree":
-            kind, config = (
-                TreeSFTTrainer,
-                TreeSFTConfig(**options, max_packed_tokens=args.sequence_tokens, weighting="branch"),
-            )
+            folded = TreeSFTConfig(**options, max_packed_tokens=args.sequence_tokens, weighting="branch")
+            trainer: SFTTrainer = TreeSFTTrainer(models.fresh("prefix_tree"), folded, train_dataset=data, **common)
         else:
-            config = SFTConfig(**options, packing=True, max_length=args.sequence_tokens)
-        model = models.fresh("prefix_tree" if arm == "tree" else args.attention)
-        trainer = kind(model, config, train_dataset=data, processing_class=tokenizer, callbacks=[clock])
+            packed = SFTConfig(**options, packing=True, max_length=args.sequence_tokens)
+            trainer = SFTTrainer(models.fresh(args.attention), packed, train_dataset=data, **common)
         trainer.train()
 
 
 def summary(rows: list[Row]) -> list[Row]:
     """Means over seeds, one row for each arm: of the lowest held-out loss of a run, and of its last."""
+    runs: dict[tuple[str, str], dict[int, list[Row]]] = {}
+    for row in rows:
+        runs.setdefault((row["data"], row["arm"]), {}).setdefault(row["seed"], []).append(row)
     table: list[Row] = []
-    for data, arm in dict.fromkeys((row["data"], row["arm"]) for row in rows):
-        runs: dict[int, list[Row]] = {}
-        for row in rows:
-            if (row["data"], row["arm"]) == (data, arm):
-                runs.setdefault(row["seed"], []).append(row)
-        lowest = [min(row["held_out"] for row in run) for run in runs.values()]
-        means = {
-            name: statistics.mean(run[-1][name] for run in runs.values()) for name in ("before", "held_out", "steps")
-        }
-        line = {"data": data, "arm": arm, "seeds": len(runs), "steps": means["steps"], "before": means["before"]}
-        table.append(
-            line
-            | {"lowest": statistics.mean(lowest), "from": min(lowest), "to": max(lowest), "last": means["held_out"]}
+    for (data, arm), by_seed in runs.items():
+        lowest = [min(row["held_out"] for row in run) for run in by_seed.values()]
+        steps, before, last = (
+            statistics.mean(run[-1][name] for run in by_seed.values()) for name in ("steps", "before", "held_out")
         )
+        line = {"data": data, "arm": arm, "seeds": len(by_seed), "steps": steps, "before": before}
+        table.append(line | {"lowest": statistics.mean(lowest), "from": min(lowest), "to": max(lowest), "last": last})
     return table
 
 
