@@ -291,9 +291,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--dialogues", type=int, default=400, help="of the tool world")
     parser.add_argument("--max-length", type=int, default=8192, help="longest turn with its context, in tokens")
-    parser.add_argument(
-        "--sequence-tokens", type=int, default=16_384, help="tokens of a packed sequence, of every arm"
-    )
+    parser.add_argument("--sequence-tokens", type=int, default=24_576, help="of a packed sequence; each tree fits")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--attention", help="attention of TRL's arms (default: the best that is installed)")
     args = parser.parse_args(argv)
@@ -303,12 +301,12 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         return write_prepared(args, tokenizer)
     device = default_device(args.quick)
     if args.quick:
-        args.seconds, args.evaluations, args.sequence_tokens = 0.0, 1, 4096
+        args.seconds, args.evaluations = 0.0, 1
     args.attention = args.attention or best_attention(args.quick)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         if args.prepared is None:
-            args.prepared, args.names, args.dialogues = Path(folder), ["tool-world"], 40
+            args.prepared, args.names, args.dialogues, args.sequence_tokens = Path(folder), ["tool-world"], 40, 4096
             texts = [json.dumps(row["messages"]) for row in tool_world(40, seed=0)]
             write_prepared(args, train_tokenizer(texts, vocab_size=512))
         tokenizer = AutoTokenizer.from_pretrained(args.prepared)
