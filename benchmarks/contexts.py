@@ -236,6 +236,7 @@ class Clock(TrainerCallback):
 
 def train(arm: str, seed: int, data: Dataset, tokenizer: Any, models: Models, clock: Clock) -> None:
     args = models.args
+    common: dict[str, Any] = {"processing_class": tokenizer, "callbacks": [clock]}
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {
             "output_dir": folder,
@@ -254,36 +255,28 @@ def train(arm: str, seed: int, data: Dataset, tokenizer: Any, models: Models, cl
             "disable_tqdm": True,
             "seed": seed,
         }
-        kind: type[SFTTrainer] = SFTTrainer
         if arm == "tree":
-            kind, config = (
-                TreeSFTTrainer,
-                TreeSFTConfig(**options, max_packed_tokens=args.sequence_tokens, weighting="branch"),
-            )
+            folded = TreeSFTConfig(**options, max_packed_tokens=args.sequence_tokens, weighting="branch")
+            trainer: SFTTrainer = TreeSFTTrainer(models.fresh("prefix_tree"), folded, train_dataset=data, **common)
         else:
-            config = SFTConfig(**options, packing=True, max_length=args.sequence_tokens)
-        model = models.fresh("prefix_tree" if arm == "tree" else args.attention)
-        trainer = kind(model, config, train_dataset=data, processing_class=tokenizer, callbacks=[clock])
+            packed = SFTConfig(**options, packing=True, max_length=args.sequence_tokens)
+            trainer = SFTTrainer(models.fresh(args.attention), packed, train_dataset=data, **common)
         trainer.train()
 
 
 def summary(rows: list[Row]) -> list[Row]:
     """Means over seeds, one row for each arm: of the lowest held-out loss of a run, and of its last."""
+    runs: dict[tuple[str, str], dict[int, list[Row]]] = {}
+    for row in rows:
+        runs.setdefault((row["data"], row["arm"]), {}).setdefault(row["seed"], []).append(row)
     table: list[Row] = []
-    for data, arm in dict.fromkeys((row["data"], row["arm"]) for row in rows):
-        runs: dict[int, list[Row]] = {}
-        for row in rows:
-            if (row["data"], row["arm"]) == (data, arm):
-                runs.setdefault(row["seed"], []).append(row)
-        lowest = [min(row["held_out"] for row in run) for run in runs.values()]
-        means = {
-            name: statistics.mean(run[-1][name] for run in runs.values()) for name in ("before", "held_out", "steps")
-        }
-        line = {"data": data, "arm": arm, "seeds": len(runs), "steps": means["steps"], "before": means["before"]}
-        table.append(
-            line
-            | {"lowest": statistics.mean(lowest), "from": min(lowest), "to": max(lowest), "last": means["held_out"]}
+    for (data, arm), by_seed in runs.items():
+        lowest = [min(row["held_out"] for row in run) for run in by_seed.values()]
+        steps, before, last = (
+            statistics.mean(run[-1][name] for run in by_seed.values()) for name in ("steps", "before", "held_out")
         )
+        line = {"data": data, "arm": arm, "seeds": len(by_seed), "steps": steps, "before": before}
+        table.append(line | {"lowest": statistics.mean(lowest), "from": min(lowest), "to": max(lowest), "last": last})
     return table
 
 
@@ -298,9 +291,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--dialogues", type=int, default=400, help="of the tool world")
     parser.add_argument("--max-length", type=int, default=8192, help="longest turn with its context, in tokens")
-    parser.add_argument(
-        "--sequence-tokens", type=int, default=16_384, help="tokens of a packed sequence, of every arm"
-    )
+    parser.add_argument("--sequence-tokens", type=int, default=24_576, help="of a packed sequence; each tree fits")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--attention", help="attention of TRL's arms (default: the best that is installed)")
     args = parser.parse_args(argv)
@@ -310,12 +301,12 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         return write_prepared(args, tokenizer)
     device = default_device(args.quick)
     if args.quick:
-        args.seconds, args.evaluations, args.sequence_tokens = 0.0, 1, 4096
+        args.seconds, args.evaluations = 0.0, 1
     args.attention = args.attention or best_attention(args.quick)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         if args.prepared is None:
-            args.prepared, args.names, args.dialogues = Path(folder), ["tool-world"], 40
+            args.prepared, args.names, args.dialogues, args.sequence_tokens = Path(folder), ["tool-world"], 40, 4096
             texts = [json.dumps(row["messages"]) for row in tool_world(40, seed=0)]
             write_prepared(args, train_tokenizer(texts, vocab_size=512))
         tokenizer = AutoTokenizer.from_pretrained(args.prepared)
