@@ -9,7 +9,6 @@ forward is replaced, because TRL and Accelerate replace `forward` on top.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from hf_prefix_tree.modeling.attention.implementations import implementations, s
 from hf_prefix_tree.modeling.call_checks import WITH, refuse_options
 from hf_prefix_tree.modeling.checks import backbone_of, base_causal_lm, check_support, refuse_adapters
 from hf_prefix_tree.modeling.context import CallContext, active_context, enter_call, leave_call, set_active_context
-from hf_prefix_tree.modeling.positions import Handle
+from hf_prefix_tree.modeling.positions import with_names
 
 _STATE = "_hf_prefix_tree_state"
 
@@ -47,7 +46,7 @@ class State:
     kind: Kind
     attn_backend: str
     previous_implementations: dict[str, str]
-    handles: list[Handle] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)
 
 
 def state_of(model: PreTrainedModel) -> Any:
@@ -154,14 +153,6 @@ def refuse_other_backbone(module: PreTrainedModel) -> None:
             f"The backbone of {type(module).__name__} was replaced after the model was prepared: call `{undo}(model)` "
             "and prepare it again."
         )
-
-
-def with_names(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, all by name."""
-    if not args:
-        return kwargs
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _enter(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:

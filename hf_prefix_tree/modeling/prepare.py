@@ -358,7 +358,11 @@ def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[TreeContext
         call_checks.refuse_partial_batch(kwargs)
         trains = module.training and torch.is_grad_enabled() and kwargs.get("labels") is not None
         if trains and state_of(module).previous_flag is not None:
-            _warn_of_training_without_trees()
+            logger.warning_once(  # type: ignore[attr-defined]
+                "A prepared model trains on a call without a tree. A stock `Trainer` would take the mean of "
+                "micro-batches, not of their tokens (`model.accepts_loss_kwargs = False`). Call "
+                "`unprepare_model(model)` before it."
+            )
         return None
     sentinel = kwargs.get(UNPREPARED_SENTINEL)
     if isinstance(sentinel, torch.Tensor) and not sentinel.is_floating_point():
@@ -369,8 +373,8 @@ def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[TreeContext
     tree = kwargs["prefix_tree"]
     labels = kwargs.get("labels")
     supervised = None if labels is None else gather_supervised(tree, labels, kwargs.get("loss_weights"))
-    # The check of the model may run in another precision than training, and on short rows. Before FLASH is taken, it
-    # is compared with Triton on the rows themselves.
+    # The check of the model may run in another precision than training, and on short sequences. Before FLASH is
+    # taken, it is compared with Triton on the packed sequences themselves.
     backend = "auto" if state.verifying and state.attn_backend == "flash" else state.attn_backend
     context = TreeContext(tree, supervised, backend, state.has_sinks)
     context.loss_computed = is_weighted
@@ -387,16 +391,8 @@ def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[TreeContext
     return context, kwargs
 
 
-@functools.cache
-def _warn_of_training_without_trees() -> None:
-    logger.warning(
-        "A prepared model trains on a call without a tree. A stock `Trainer` would take the mean of micro-batches, "
-        "not of their tokens (`model.accepts_loss_kwargs = False`). Call `unprepare_model(model)` before it."
-    )
-
-
 def _leave(module: PreTrainedModel, context: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    if not context.has_masks:
+    if not context.masks:
         raise ValueError(
             f"{type(module).__name__} asked for no mask of the tree (it masks by itself), so branches would see each "
             f"other. {FALLBACK_HINT}"
