@@ -9,6 +9,7 @@
 | `prefix_tree` | [B, 3, N] int32 | tensor rows: `subtree_end`, `depth`, `predecessor` |
 | `attention_mask` | [B, N] int64 | 1 = real token |
 | `loss_weights` | [B, N] int64 | the bit pattern of the float64 weight |
+| `token_branches` | [B, N] int64 | branches through each token, 0 at padding: what a router's auxiliary loss counts |
 | `tree_stats` | [B, 6] int64 | counts for reports, see [`STATS`]; the model never reads them |
 | `inputs_embeds` | [B, N] int64 | zeros, see [`UNPREPARED_SENTINEL`]; a prepared model never reads them |
 
@@ -129,6 +130,7 @@ def concatenate_trees(
     tree_rows = np.zeros((NUM_ROWS, length), dtype=np.int32)
     tree_rows[SUBTREE_END] = np.arange(1, length + 1)
     tree_rows[PREDECESSOR] = -1
+    token_branches = np.zeros(length, dtype=np.int64)
     counts = np.zeros(len(STATS), dtype=np.int64)
     start = 0
     for tree in trees:
@@ -140,6 +142,7 @@ def concatenate_trees(
         tree_rows[SUBTREE_END, start:end] = tree.subtree_end + start
         tree_rows[DEPTH, start:end] = tree.depth
         tree_rows[PREDECESSOR, start:end] = np.where(tree.predecessor >= 0, tree.predecessor + start, -1)
+        token_branches[start:end] = _branches_through(tree)
         start = end
     labels = np.where(weights > 0, input_ids, IGNORE_INDEX)
     attention_mask = (np.arange(length) < tokens).astype(np.int64)
@@ -151,9 +154,17 @@ def concatenate_trees(
         "attention_mask": torch.from_numpy(attention_mask)[None],
         "prefix_tree": torch.from_numpy(tree_rows)[None],
         "loss_weights": encode_weights(torch.from_numpy(weights))[None],
+        "token_branches": torch.from_numpy(token_branches)[None],
         "tree_stats": torch.from_numpy(counts)[None],
         UNPREPARED_SENTINEL: torch.zeros((1, length), dtype=torch.int64),
     }
+
+
+def _branches_through(tree: PrefixTree) -> np.ndarray:
+    """How many branches pass through each token, int64 `[N]`."""
+    last = (tree.node_starts + tree.node_lengths - 1)[tree.branch_nodes]
+    ended = np.bincount(last + 1, minlength=len(tree) + 1).cumsum()  # branches that end before each token
+    return ended[tree.subtree_end] - ended[:-1]
 
 
 def check_batch(batch: Mapping[str, Any]) -> None:
@@ -172,7 +183,7 @@ def check_batch(batch: Mapping[str, Any]) -> None:
             f"depth and predecessor, got {what}. Build the batch with `DataCollatorForPrefixTree`."
         )
     shape = (tree.shape[0], tree.shape[2])
-    for name in ("input_ids", "position_ids", "labels", "loss_weights", "attention_mask"):
+    for name in ("input_ids", "position_ids", "labels", "loss_weights", "attention_mask", "token_branches"):
         value = batch.get(name)
         is_tensor = isinstance(value, torch.Tensor)
         if value is None or (is_tensor and value.dtype == torch.int64 and value.shape == shape):

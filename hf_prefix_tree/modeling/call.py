@@ -19,7 +19,14 @@ from transformers import PreTrainedModel
 from hf_prefix_tree.modeling.attention.implementations import implementations, set_implementations, with_implementation
 from hf_prefix_tree.modeling.call_checks import WITH, refuse_options
 from hf_prefix_tree.modeling.checks import backbone_of, base_causal_lm, check_support, refuse_adapters
-from hf_prefix_tree.modeling.context import CallContext, active_context, enter_call, leave_call, set_active_context
+from hf_prefix_tree.modeling.context import (
+    CallContext,
+    active_context,
+    active_tree,
+    enter_call,
+    leave_call,
+    set_active_context,
+)
 from hf_prefix_tree.modeling.positions import with_names
 
 _STATE = "_hf_prefix_tree_state"
@@ -174,13 +181,19 @@ def _leave(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output:
     return leave(module, context, kwargs, output)
 
 
-def _check_backbone_call(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def _check_backbone_call(
+    module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]] | None:
     for name in ("prefix_tree", "diffusion_layout", "predict_positions"):
         if isinstance(kwargs.get(name), torch.Tensor):
             raise ValueError(
                 f"`{name}` reached the backbone as a raw tensor: the hook of the causal LM was bypassed. Call the "
                 "causal LM itself, with peft >= 0.21 and an adapter that calls it, as LoRA does and AdaLoRA does not."
             )
+    context = active_tree()
+    if context is None or not context.mask_counts_branches:
+        return None
+    return (), {**with_names(module, args, kwargs), "attention_mask": context.attention_mask}
 
 
 def _gather_hidden_states(module: torch.nn.Module, args: tuple, output: Any) -> Any:

@@ -6,7 +6,6 @@ The checks read names, types and shapes, and cost little: together at most 50 mi
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import math
@@ -39,7 +38,10 @@ _REFUSED_OPTIONS = {
 for _options in _REFUSED_OPTIONS.values():
     _options["seq_idx"] = "sequences are told apart by the mask alone."
     _options["output_attentions"] = "the kernels keep no attention weights."
-_TEXT_INPUTS = {"input_ids", "position_ids", "labels", "attention_mask", "loss_weights", "prefix_tree", "tree_stats"}
+_TEXT_INPUTS = {
+    *("input_ids", "position_ids", "labels", "attention_mask"),
+    *("prefix_tree", "loss_weights", "token_branches", "tree_stats"),
+}
 
 
 def refuse_partial_batch(kwargs: dict[str, Any]) -> None:
@@ -49,7 +51,7 @@ def refuse_partial_batch(kwargs: dict[str, Any]) -> None:
     Args:
         kwargs (`dict[str, Any]`): Keyword arguments of the call.
     """
-    for name in ("loss_weights", "tree_stats"):
+    for name in ("loss_weights", "token_branches", "tree_stats"):
         if kwargs.get(name) is not None:
             raise ValueError(
                 f"`{name}` came without `prefix_tree`, so the trees would be read as one sequence: pass the "
@@ -286,24 +288,13 @@ def refuse_noisy_embeddings(embeddings: Any) -> None:
         )
 
 
-def warn_of_router_loss(config: Any, kwargs: dict[str, Any]) -> None:
+def has_router_loss(config: Any, kwargs: dict[str, Any]) -> bool:
     """
-    Logs once that the auxiliary loss of a router is one of the tree's tokens, where branches are weighted.
+    Whether a call computes the auxiliary loss of routers.
 
     Args:
-        config (`PretrainedConfig`): The config of a language model with routers.
-        kwargs (`dict[str, Any]`): Keyword arguments of a call with `prefix_tree` and `labels`.
+        config (`PretrainedConfig`, *optional*): The config of a language model with routers.
+        kwargs (`dict[str, Any]`): Keyword arguments of the call.
     """
     is_on = kwargs.get("output_router_logits")
-    if is_on is None:
-        is_on = config.output_router_logits
-    if is_on and kwargs.get("loss_weights") is not None and getattr(config, "router_aux_loss_coef", None) != 0:
-        _warn_of_router_loss()
-
-
-@functools.cache
-def _warn_of_router_loss() -> None:
-    logger.warning(
-        "The auxiliary loss of the router counts a token that branches share once on a tree, where unfolded branches "
-        "count it once each: training balances the experts over other counts. `router_aux_loss_coef=0` turns it off."
-    )
+    return config is not None and bool(config.output_router_logits if is_on is None else is_on)

@@ -305,12 +305,9 @@ def check_call(module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: boo
     if not state.verifying:
         (_verify_outside_graphs if torch.compiler.is_compiling() else _verify_call)(module, state)
     call_checks.refuse_other_inputs(module, kwargs, state.image_refusal)
-    if kwargs.get("labels") is not None and not state.verifying:
-        if state.router_config is not None:
-            call_checks.warn_of_router_loss(state.router_config, kwargs)
-        if not is_weighted:
-            call_checks.refuse_counted_items(kwargs.get("num_items_in_batch"), kwargs.get("loss_weights"))
-            _refuse_other_losses(module, state)
+    if kwargs.get("labels") is not None and not state.verifying and not is_weighted:
+        call_checks.refuse_counted_items(kwargs.get("num_items_in_batch"), kwargs.get("loss_weights"))
+        _refuse_other_losses(module, state)
 
 
 def _refuse_other_losses(module: PreTrainedModel, state: _TreeState) -> None:
@@ -378,7 +375,9 @@ def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[TreeContext
     backend = "auto" if state.verifying and state.attn_backend == "flash" else state.attn_backend
     context = TreeContext(tree, supervised, backend, state.has_sinks)
     context.loss_computed = is_weighted
-    kwargs = {name: value for name, value in kwargs.items() if name not in ("loss_weights", "tree_stats")}
+    token_branches = kwargs.get("token_branches")
+    beside_model = ("loss_weights", "token_branches", "tree_stats")
+    kwargs = {name: value for name, value in kwargs.items() if name not in beside_model}
     kwargs |= {"prefix_tree": context, "position_ids": tree[:, DEPTH].long()}
     if kwargs.get("image_grid_thw") is not None:
         kwargs |= place_images(module, tree, kwargs["input_ids"], kwargs["image_grid_thw"])
@@ -386,6 +385,10 @@ def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[TreeContext
         # without one, Transformers takes the restarting positions for packed documents and severs branches
         kwargs["attention_mask"] = torch.ones((tree.shape[0], tree.shape[2]), dtype=torch.int64, device=tree.device)
     context.attention_mask = kwargs["attention_mask"]
+    if token_branches is not None and call_checks.has_router_loss(state.router_config, kwargs):
+        # The auxiliary loss weighs tokens by this mask; the backbone gets the other one. Without branches: 0 / 0.
+        kwargs["attention_mask"] = token_branches.masked_fill(~token_branches.any(), 1)
+        context.mask_counts_branches = True
     if supervised is not None:
         kwargs |= {"labels": supervised.labels, "shift_labels": supervised.labels}
     return context, kwargs

@@ -551,27 +551,6 @@ def test_the_self_check_sees_a_term_once_weights_are_there():
         model.train()(**batch())
 
 
-# ---- the router's auxiliary loss ----
-
-
-@pytest.mark.parametrize("by", ["config", "call"])
-def test_the_router_loss_of_shared_tokens_is_pointed_out_once(by, caplog):
-    refusals._warn_of_router_loss.cache_clear()
-    model, row = prepared("qwen3_moe"), batch()
-    with caplog.at_level(logging.WARNING, logger="hf_prefix_tree"):
-        model(**row)
-        model(**{key: x for key, x in row.items() if key not in ("labels", "loss_weights")}, output_router_logits=True)
-        model.config.router_aux_loss_coef = 0.0
-        model(**row, output_router_logits=True)
-        assert "router" not in caplog.text
-        model.config.router_aux_loss_coef = 0.01
-        kwargs = {"output_router_logits": True} if by == "call" else {}
-        model.config.output_router_logits = by == "config"
-        for _ in range(2):
-            model(**row, **kwargs)
-    assert caplog.text.count("auxiliary loss of the router counts a token that branches share once") == 1
-
-
 def test_a_batch_of_nemo_rows_passes_all_checks():
     tree = PrefixTree.from_node_paths([5, 6, 7, 11, 12, 21], [3, 2, 1], [[0, 1], [0, 2]], weights=[0, 0, 0, 1, 1, 1])
     assert prepared().train()(**concatenate_trees([tree], pad_token_id=0)).loss > 0
