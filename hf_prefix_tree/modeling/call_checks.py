@@ -51,7 +51,7 @@ def refuse_partial_batch(kwargs: dict[str, Any]) -> None:
     Args:
         kwargs (`dict[str, Any]`): Keyword arguments of the call.
     """
-    for name in ("loss_weights", "token_branches", "tree_stats"):
+    for name in ("loss_weights", "tree_stats", "token_branches"):
         if kwargs.get(name) is not None:
             raise ValueError(
                 f"`{name}` came without `prefix_tree`, so the trees would be read as one sequence: pass the "
