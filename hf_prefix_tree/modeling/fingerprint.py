@@ -49,7 +49,7 @@ _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)  # of all modules
 # Training calls look at the leaves in turns, at so many modules at least: hardly any change.
 _SHARE, _TURNS = 48, 8
 _get, _nothing, _config = dict.get, repeat(None), repeat("config")
-# What a hook may call that only looks, on tensors, containers and loggers.
+# Functions and methods that a hook may call and still change nothing, of tensors, containers and loggers.
 _LOOKS = {
     *("abs", "all", "amax", "any", "append", "clone", "cpu", "debug", "detach", "dim", "double", "extend", "float"),
     *("get", "id", "info", "int", "is_grad_enabled", "isfinite", "isinstance", "isnan", "item", "items", "len", "max"),
@@ -303,7 +303,7 @@ def _only_looks(hook: Any) -> bool:
     for last, step in itertools.pairwise(steps):
         returns = step.opname == "RETURN_VALUE" and (last.opname != "LOAD_CONST" or last.argval is not None)
         # `x += y` on a variable may be in place; on its attributes, it counts something
-        writes = step.opname in ("STORE_FAST", "STORE_DEREF") and last.argrepr.endswith("=")
+        writes = step.opname.startswith(("STORE_FAST", "STORE_DEREF")) and last.argrepr.endswith("=")
         writes |= step.opname == "STORE_ATTR" and (code.co_varnames[0] != "self" or hasattr(torch.Tensor, step.argval))
         if returns or writes or (step.opname == "RETURN_CONST" and step.argval is not None):
             return False
@@ -317,7 +317,7 @@ def _name(function: Any) -> str:
 
 
 def _functions_called(classes: list[Any]) -> tuple[list[tuple[dict[str, Any], str]], dict[Any, list[str]]]:
-    """What the forwards of classes call, directly or not: functions of their files, and methods by class."""
+    """The functions of their files that the forwards of classes call, directly or not, and the methods by class."""
     functions: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
     methods = {c: ["forward", "__call__"] for c in classes}
     pending = [(c, function) for c in classes for function in _functions_of(c.forward)]

@@ -163,7 +163,7 @@ _FLOAT32_OPTIONS: dict[int, dict[str, Any]] = {
 def _splits_products(device_type: str) -> bool:
     """
     Whether float32 products are taken as sums of products of parts, three in TF32 or six in bfloat16, on the tensor
-    cores: as exact as float32, and many times faster than what Triton does otherwise. Whoever allowed TF32 gets that.
+    cores: as exact as float32, and many times faster than what Triton does otherwise. TF32 is used where allowed.
     """
     if device_type != "cuda" or torch.cuda.get_device_capability()[0] != 9:
         return False

@@ -128,9 +128,9 @@ def why_not_served(mixer: torch.nn.Module) -> str | None:
     known = [name for name in _ON_TREE if name in calls]
     if "causal_conv1d_fn" not in known:
         return "it calls no function that could"
-    deaf = [name for name in known if not calls[name]]
-    if deaf:
-        return f"in this Transformers it does not hand `{deaf[0]}` the keyword arguments of the call"
+    dropping = [name for name in known if not calls[name]]
+    if dropping:
+        return f"in this Transformers it does not hand `{dropping[0]}` the keyword arguments of the call"
     return None
 
 
