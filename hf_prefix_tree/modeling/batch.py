@@ -176,17 +176,20 @@ def check_batch(batch: Mapping[str, Any]) -> None:
     """
     tree = batch["prefix_tree"]
     is_tensor = isinstance(tree, torch.Tensor)
-    if not is_tensor or tree.dtype != torch.int32 or tree.dim() != 3 or tree.shape[1] != NUM_ROWS or not tree.shape[0]:
+    size: Any = tree.shape if is_tensor else ()
+    if len(size) != 3 or tree.dtype != torch.int32 or size[1] != NUM_ROWS or not size[0]:
         what = f"{tree.dtype} of shape {tuple(tree.shape)}" if is_tensor else type(tree).__name__
         raise ValueError(
             f"`prefix_tree` must be an int32 tensor of shape (batch, {NUM_ROWS}, length) that stacks subtree_end, "
             f"depth and predecessor, got {what}. Build the batch with `DataCollatorForPrefixTree`."
         )
-    shape = (tree.shape[0], tree.shape[2])
+    shape, int64 = (size[0], size[2]), torch.int64
     for name in ("input_ids", "position_ids", "labels", "loss_weights", "attention_mask", "token_branches"):
         value = batch.get(name)
+        if value is None:
+            continue
         is_tensor = isinstance(value, torch.Tensor)
-        if value is None or (is_tensor and value.dtype == torch.int64 and value.shape == shape):
+        if is_tensor and value.dtype is int64 and value.shape == shape:
             continue
         if not is_tensor or value.shape != shape:
             what = str(tuple(value.shape)) if is_tensor else type(value).__name__
