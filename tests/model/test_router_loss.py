@@ -14,6 +14,7 @@ from conformance import build
 from conformance.double import keep_double
 from hf_prefix_tree import TreeSFTTrainer, prepare_model
 from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from hf_prefix_tree.tree.splitting import split_tree
 from tests.support.models import random_forest
 from tests.support.trainer_runs import config, make_model, make_trees, tokenizer, train
@@ -45,6 +46,13 @@ def router_loss(model, batch):
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return loss.item(), next(grad for name, grad in grads.items() if "router" in name or "gate" in name)
+
+
+def test_branches_that_repeat_or_end_inside_another_count_as_often_as_they_pass():
+    paths = [[5, 6, 7], [5, 6, 8, 8], [5, 6], [5, 6, 8, 8], [9]]
+    batch = concatenate_trees([fold([Branch(path, [1] * len(path)) for path in paths])], 0, pad_to_multiple_of=8)
+    by_token = dict(zip(batch["input_ids"][0].tolist(), batch["token_branches"][0].tolist(), strict=True))
+    assert by_token == {5: 4, 6: 4, 7: 1, 8: 2, 9: 1, 0: 0}
 
 
 @pytest.mark.parametrize("name", [x if x in FAST else pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES])
