@@ -1,9 +1,19 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""The models that steps are measured on."""
+"""The models that steps are measured on, and the FLOPs of a step."""
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 from transformers import PreTrainedConfig, Qwen3_5TextConfig, Qwen3Config
+
+from hf_prefix_tree import PrefixTree
+from hf_prefix_tree.modeling.attention.masks.causal import mean_keys_seen
+from hf_prefix_tree.modeling.flops import cost_per_count, counted_sizes
 
 NAMES = [
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -41,3 +51,58 @@ def model_config(quick: bool, model: str = "qwen3-0.6b") -> PreTrainedConfig:
         tie_word_embeddings=True,
         max_position_embeddings=65_536,
     )
+
+
+def step_flops(config: PreTrainedConfig, tokens: int, supervised: int, pairs: float) -> float:
+    """
+    FLOPs of a forward and a backward, nothing recomputed.
+
+    Args:
+        config (`PreTrainedConfig`):
+            The model's. Of a multimodal one, its text model's is read.
+        tokens (`int`), supervised (`int`), pairs (`float`):
+            Tokens that pass the layers, tokens that pass the head, visible query-key pairs of a layer with attention
+            (the mean over them, where they differ).
+
+    Raises:
+        `ValueError`: If the config lacks a size, or has layers without attention.
+    """
+    counted_sizes(config)  # refuses what is not counted
+    return float(cost_per_count(config) @ np.array([tokens, supervised, pairs], dtype=np.float64))
+
+
+def flop_counts(trees: Sequence[PrefixTree], config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
+    """
+    Tokens, supervised tokens, pairs and TFLOP of a step on all these trees, folded and branch by branch. Pairs are
+    those of a layer with attention, the mean where layers differ.
+
+    Parts of split trees count as they are: what they recompute is in `"folded"`.
+
+    Example:
+
+    ```python
+    >>> from transformers import Qwen3Config
+    >>> from hf_prefix_tree import Branch, fold
+
+    >>> tree = fold([Branch([5, 6, 7], [0, 1, 1]), Branch([5, 6, 8, 9], [0, 1, 1, 1])])
+    >>> counts = flop_counts([tree], Qwen3Config())
+    >>> [(c["tokens"], c["supervised"], c["pairs"]) for c in counts.values()]
+    [(5, 4, 13.0), (7, 5, 16.0)]
+
+    ```
+    """
+    sizes, stats = counted_sizes(config), functools.reduce(operator.add, (tree.stats() for tree in trees))
+    keys = mean_keys_seen(config.get_text_config(), sizes.attention_layers, stats.longest_path)
+    of_branch = keys.cumsum()
+    supervised = sum(int(tree.branch_count.sum()) for tree in trees)
+    folded = sum(float(keys[tree.depth].sum()) for tree in trees)
+    unfolded = sum(float(of_branch[tree.branch_lengths - 1].sum()) for tree in trees)
+    counts = {
+        "folded": (stats.tree_tokens, stats.supervised_tokens, folded),
+        "branches": (stats.branch_tokens, supervised, unfolded),
+    }
+    names = ("tokens", "supervised", "pairs")
+    return {
+        method: {**dict(zip(names, count, strict=True)), "tflop": step_flops(config, *count) / 1e12}
+        for method, count in counts.items()
+    }

@@ -54,11 +54,10 @@ from transformers.integrations import sdpa_attention
 from trl import SFTConfig, SFTTrainer
 
 from benchmarks.common import Results, Row, default_device, environment, make_parser, progress, report
-from benchmarks.flops import SHAPES, shape_config
+from benchmarks.flops import SHAPES, flop_counts, shape_config
 from benchmarks.published import MODES, ON_TREES, baseline_rows, check_figures, rows_per_step, set_figures
 from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer
 from hf_prefix_tree.modeling.attention.kernels import one_graph_for_all_lengths
-from hf_prefix_tree.modeling.flops import flop_counts
 from hf_prefix_tree.report.gain import parts_of
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 from hf_prefix_tree.tree.synthetic import caterpillar, caterpillar_set

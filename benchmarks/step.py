@@ -52,14 +52,13 @@ from benchmarks.common import (
     progress,
     report,
 )
-from benchmarks.flops import MODELS, model_config
+from benchmarks.flops import MODELS, flop_counts, model_config
 from benchmarks.microbatches import BranchStep, FoldedStep, convolution_gap, scan_starts_anew
 from benchmarks.packed import IMPLEMENTATION, packed_attention
 from benchmarks.shapes import QUICK, SHAPES, build, conversation_trees
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.modeling.attention import backend as backends
 from hf_prefix_tree.modeling.attention.backend import ATTN_BACKENDS
-from hf_prefix_tree.modeling.flops import flop_counts
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 DEFAULT_SHAPES = ("caterpillar-8k", "4k+16x512", "1k+64x64", "search")

@@ -6,9 +6,10 @@
 | `input_ids` | [B, N] int64 | tokens in layout order, padded to a multiple of 128 |
 | `position_ids` | [B, N] int64 | depth |
 | `labels` | [B, N] int64 | unshifted; -100 where not supervised |
-| `prefix_tree` | [B, 3, N] int32 | rows: `subtree_end`, `depth`, `predecessor` |
+| `prefix_tree` | [B, 3, N] int32 | tensor rows: `subtree_end`, `depth`, `predecessor` |
 | `attention_mask` | [B, N] int64 | 1 = real token |
 | `loss_weights` | [B, N] int64 | the bit pattern of the float64 weight |
+| `token_branches` | [B, N] int64 | branches through each token, 0 at padding: what a router's auxiliary loss counts |
 | `tree_stats` | [B, 6] int64 | counts for reports, see [`STATS`]; the model never reads them |
 | `inputs_embeds` | [B, N] int64 | zeros, see [`UNPREPARED_SENTINEL`]; a prepared model never reads them |
 
@@ -39,16 +40,16 @@ STATS = ("trees", "branches", "branch_tokens", "tree_tokens", "branch_pairs", "t
 UNPREPARED_SENTINEL = "inputs_embeds"
 
 # Marks a call whose caller weights the log-probs of a fused head and takes no loss from the model. Only this package's
-# own trainers set it; the hook takes it out.
+# trainers set it; the hook takes it out.
 WEIGHTED_BY_CALLER = "weighted_by_caller"
 BLOCK_SIZE = 128  # FlexAttention's block: packed sequences are padded to a multiple of it
 
 
 class Supervised(NamedTuple):
-    """The supervised tokens of a batch, compacted to one row of M: what the head and the loss need, and no more."""
+    """The supervised tokens of a batch, compacted to M: what the head and the loss need, and no more."""
 
-    where: torch.Tensor  # [M] int64, position of each token's predecessor in the flattened [B * N] row
-    labels: torch.Tensor  # [1, M] int64, each token's own id
+    where: torch.Tensor  # [M] int64, position of each token's predecessor in the flattened [B * N]
+    labels: torch.Tensor  # [1, M] int64, the token itself
     weights: torch.Tensor  # [1, M] float64
 
 
@@ -111,10 +112,10 @@ def concatenate_trees(
     ```python
     >>> from hf_prefix_tree import Branch, fold
     >>> tree = fold([Branch([5, 6, 7], [0, 1, 1]), Branch([5, 6, 8], [0, 1, 1])])
-    >>> row = concatenate_trees([tree], pad_token_id=0, pad_to_multiple_of=1)
-    >>> row["input_ids"], row["labels"], row["position_ids"]
+    >>> batch = concatenate_trees([tree], pad_token_id=0, pad_to_multiple_of=1)
+    >>> batch["input_ids"], batch["labels"], batch["position_ids"]
     (tensor([[5, 6, 7, 8]]), tensor([[-100,    6,    7,    8]]), tensor([[0, 1, 2, 2]]))
-    >>> row["prefix_tree"][0]
+    >>> batch["prefix_tree"][0]
     tensor([[ 4,  4,  3,  4],
             [ 0,  1,  2,  2],
             [-1,  0,  1,  1]], dtype=torch.int32)
@@ -126,9 +127,10 @@ def concatenate_trees(
     length = max(1, -(-tokens // pad_to_multiple_of)) * pad_to_multiple_of
     input_ids = np.full(length, pad_token_id, dtype=np.int64)
     weights = np.zeros(length, dtype=np.float64)
-    rows = np.zeros((NUM_ROWS, length), dtype=np.int32)
-    rows[SUBTREE_END] = np.arange(1, length + 1)
-    rows[PREDECESSOR] = -1
+    tree_rows = np.zeros((NUM_ROWS, length), dtype=np.int32)
+    tree_rows[SUBTREE_END] = np.arange(1, length + 1)
+    tree_rows[PREDECESSOR] = -1
+    token_branches = np.zeros(length, dtype=np.int64)
     counts = np.zeros(len(STATS), dtype=np.int64)
     start = 0
     for tree in trees:
@@ -137,23 +139,32 @@ def concatenate_trees(
         counts += [1, *(getattr(stats, name) for name in STATS[1:])]
         input_ids[start:end] = tree.input_ids
         weights[start:end] = tree.weights
-        rows[SUBTREE_END, start:end] = tree.subtree_end + start
-        rows[DEPTH, start:end] = tree.depth
-        rows[PREDECESSOR, start:end] = np.where(tree.predecessor >= 0, tree.predecessor + start, -1)
+        tree_rows[SUBTREE_END, start:end] = tree.subtree_end + start
+        tree_rows[DEPTH, start:end] = tree.depth
+        tree_rows[PREDECESSOR, start:end] = np.where(tree.predecessor >= 0, tree.predecessor + start, -1)
+        token_branches[start:end] = _branches_through(tree)
         start = end
     labels = np.where(weights > 0, input_ids, IGNORE_INDEX)
     attention_mask = (np.arange(length) < tokens).astype(np.int64)
     return {
         # `input_ids` first: engines read the batch size off the first entry
         "input_ids": torch.from_numpy(input_ids)[None],
-        "position_ids": torch.from_numpy(rows[DEPTH].astype(np.int64))[None],
+        "position_ids": torch.from_numpy(tree_rows[DEPTH].astype(np.int64))[None],
         "labels": torch.from_numpy(labels)[None],
         "attention_mask": torch.from_numpy(attention_mask)[None],
-        "prefix_tree": torch.from_numpy(rows)[None],
+        "prefix_tree": torch.from_numpy(tree_rows)[None],
         "loss_weights": encode_weights(torch.from_numpy(weights))[None],
+        "token_branches": torch.from_numpy(token_branches)[None],
         "tree_stats": torch.from_numpy(counts)[None],
         UNPREPARED_SENTINEL: torch.zeros((1, length), dtype=torch.int64),
     }
+
+
+def _branches_through(tree: PrefixTree) -> np.ndarray:
+    """How many branches pass through each token, int64 `[N]`."""
+    last = (tree.node_starts + tree.node_lengths - 1)[tree.branch_nodes]
+    ended = np.bincount(last + 1, minlength=len(tree) + 1).cumsum()  # branches that end before each token
+    return ended[tree.subtree_end] - ended[:-1]
 
 
 def check_batch(batch: Mapping[str, Any]) -> None:
@@ -165,17 +176,20 @@ def check_batch(batch: Mapping[str, Any]) -> None:
     """
     tree = batch["prefix_tree"]
     is_tensor = isinstance(tree, torch.Tensor)
-    if not is_tensor or tree.dtype != torch.int32 or tree.dim() != 3 or tree.shape[1] != NUM_ROWS or not tree.shape[0]:
+    size: Any = tree.shape if is_tensor else ()
+    if len(size) != 3 or tree.dtype != torch.int32 or size[1] != NUM_ROWS or not size[0]:
         what = f"{tree.dtype} of shape {tuple(tree.shape)}" if is_tensor else type(tree).__name__
         raise ValueError(
-            f"`prefix_tree` must be an int32 tensor of shape (batch, {NUM_ROWS}, length) with rows subtree_end, depth "
-            f"and predecessor, got {what}. Build the batch with `DataCollatorForPrefixTree`."
+            f"`prefix_tree` must be an int32 tensor of shape (batch, {NUM_ROWS}, length) that stacks subtree_end, "
+            f"depth and predecessor, got {what}. Build the batch with `DataCollatorForPrefixTree`."
         )
-    shape = (tree.shape[0], tree.shape[2])
-    for name in ("input_ids", "position_ids", "labels", "loss_weights", "attention_mask"):
+    shape, int64 = (size[0], size[2]), torch.int64
+    for name in ("input_ids", "position_ids", "labels", "loss_weights", "attention_mask", "token_branches"):
         value = batch.get(name)
+        if value is None:
+            continue
         is_tensor = isinstance(value, torch.Tensor)
-        if value is None or (is_tensor and value.dtype == torch.int64 and value.shape == shape):
+        if is_tensor and value.dtype is int64 and value.shape == shape:
             continue
         if not is_tensor or value.shape != shape:
             what = str(tuple(value.shape)) if is_tensor else type(value).__name__
@@ -196,13 +210,13 @@ def gather_supervised(
     prefix_tree: torch.Tensor, labels: torch.Tensor, loss_weights: torch.Tensor | None = None
 ) -> Supervised:
     """
-    Compacts a batch to its supervised tokens, in row-major order.
+    Compacts a batch to its supervised tokens, in the order of the flattened batch.
 
     A token counts where its label is not -100 and it has a predecessor: the first token of a root is predicted by
     nothing. A batch without any such token gives one ignored entry of weight 0, so that its loss stays differentiable.
 
     Args:
-        prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): The tree rows of the contract.
+        prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): As in the batch contract.
         labels (`torch.Tensor` of shape `(B, N)`, int64): Unshifted labels.
         loss_weights (`torch.Tensor` of shape `(B, N)`, int64, *optional*): Encoded weights; 1 for each supervised
             token where left out.
@@ -224,8 +238,8 @@ def gather_supervised(
         index = torch.zeros(1, dtype=torch.int64, device=labels.device)
         ignored = torch.full((1, 1), IGNORE_INDEX, dtype=labels.dtype, device=labels.device)
         return Supervised(index, ignored, torch.zeros((1, 1), dtype=torch.float64, device=labels.device))
-    row_start = torch.arange(batch_size, device=labels.device)[:, None] * length
-    index = (predecessor + row_start).view(-1)[where]
+    starts = torch.arange(batch_size, device=labels.device)[:, None] * length
+    index = (predecessor + starts).view(-1)[where]
     if loss_weights is None:
         weights = torch.ones(where.numel(), dtype=torch.float64, device=labels.device)
     else:

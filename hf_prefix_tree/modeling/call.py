@@ -9,7 +9,6 @@ forward is replaced, because TRL and Accelerate replace `forward` on top.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,8 +19,15 @@ from transformers import PreTrainedModel
 from hf_prefix_tree.modeling.attention.implementations import implementations, set_implementations, with_implementation
 from hf_prefix_tree.modeling.call_checks import WITH, refuse_options
 from hf_prefix_tree.modeling.checks import backbone_of, base_causal_lm, check_support, refuse_adapters
-from hf_prefix_tree.modeling.context import CallContext, active_context, enter_call, leave_call, set_active_context
-from hf_prefix_tree.modeling.positions import Handle
+from hf_prefix_tree.modeling.context import (
+    CallContext,
+    active_context,
+    active_tree,
+    enter_call,
+    leave_call,
+    set_active_context,
+)
+from hf_prefix_tree.modeling.positions import with_names
 
 _STATE = "_hf_prefix_tree_state"
 
@@ -47,7 +53,7 @@ class State:
     kind: Kind
     attn_backend: str
     previous_implementations: dict[str, str]
-    handles: list[Handle] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)
 
 
 def state_of(model: PreTrainedModel) -> Any:
@@ -156,14 +162,6 @@ def refuse_other_backbone(module: PreTrainedModel) -> None:
         )
 
 
-def with_names(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, all by name."""
-    if not args:
-        return kwargs
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
 def _enter(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Pre-hook of the causal LM: inputs in, context of the call out."""
     enter_call(module)  # first of all: after an error the other hook leaves it
@@ -183,13 +181,19 @@ def _leave(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output:
     return leave(module, context, kwargs, output)
 
 
-def _check_backbone_call(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def _check_backbone_call(
+    module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]] | None:
     for name in ("prefix_tree", "diffusion_layout", "predict_positions"):
         if isinstance(kwargs.get(name), torch.Tensor):
             raise ValueError(
                 f"`{name}` reached the backbone as a raw tensor: the hook of the causal LM was bypassed. Call the "
                 "causal LM itself, with peft >= 0.21 and an adapter that calls it, as LoRA does and AdaLoRA does not."
             )
+    context = active_tree()
+    if context is None or not context.mask_counts_branches:
+        return None
+    return (), {**with_names(module, args, kwargs), "attention_mask": context.attention_mask}
 
 
 def _gather_hidden_states(module: torch.nn.Module, args: tuple, output: Any) -> Any:

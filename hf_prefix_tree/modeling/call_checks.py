@@ -6,7 +6,6 @@ The checks read names, types and shapes, and cost little: together at most 50 mi
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import math
@@ -22,31 +21,27 @@ from hf_prefix_tree.modeling.positions import IMAGE_INPUTS
 logger = logging.getLogger(__name__)
 
 WITH = {"tree": "together with `prefix_tree`", "diffusion": "with a diffusion language model"}
-_NO_SEQUENCES = "sequences are told apart by the mask alone."
-_NO_WEIGHTS = "the kernels keep no attention weights."
-_NO_CACHE = {
-    "tree": "a KV cache holds one path only.",
-    "diffusion": "earlier tokens see later ones. Use `diffusion_generate` instead of `generate`.",
-}
 # By kind: options that a call may not have, with the reason.
+_CACHES = ("past_key_values", "cache")
 _REFUSED_OPTIONS = {
-    kind: {
-        "past_key_values": _NO_CACHE[kind],
-        "cache": _NO_CACHE[kind],
-        "seq_idx": _NO_SEQUENCES,
-        "output_attentions": _NO_WEIGHTS,
-    }
-    for kind in WITH
+    "tree": {
+        **dict.fromkeys(_CACHES, "a KV cache holds one path only."),
+        "shift_labels": "pass unshifted `labels`.",
+        "logits_to_keep": "pass `labels`, which select the logits.",
+    },
+    "diffusion": {
+        **dict.fromkeys(_CACHES, "earlier tokens see later ones. Use `diffusion_generate` instead of `generate`."),
+        "labels": "they would be shifted by one, but it predicts tokens at their places: use the losses of "
+        "`hf_prefix_tree.diffusion.loss`, or `DiffusionSFTTrainer`, or pass `shift_labels` as well.",
+    },
 }
-_REFUSED_OPTIONS["diffusion"]["labels"] = (
-    "they would be shifted by one, but it predicts tokens at their own place: use the losses of "
-    "`hf_prefix_tree.diffusion.loss`, or `DiffusionSFTTrainer`, or pass `shift_labels` as well."
-)
-_REFUSED_OPTIONS["tree"] |= {
-    "shift_labels": "pass unshifted `labels`.",
-    "logits_to_keep": "pass `labels`, which select the logits.",
+for _options in _REFUSED_OPTIONS.values():
+    _options["seq_idx"] = "sequences are told apart by the mask alone."
+    _options["output_attentions"] = "the kernels keep no attention weights."
+_TEXT_INPUTS = {
+    *("input_ids", "position_ids", "labels", "attention_mask"),
+    *("prefix_tree", "loss_weights", "token_branches", "tree_stats"),
 }
-_TEXT_INPUTS = {"input_ids", "position_ids", "labels", "attention_mask", "loss_weights", "prefix_tree", "tree_stats"}
 
 
 def refuse_partial_batch(kwargs: dict[str, Any]) -> None:
@@ -56,10 +51,10 @@ def refuse_partial_batch(kwargs: dict[str, Any]) -> None:
     Args:
         kwargs (`dict[str, Any]`): Keyword arguments of the call.
     """
-    for name in ("loss_weights", "tree_stats"):
+    for name in ("loss_weights", "tree_stats", "token_branches"):
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"`{name}` came without `prefix_tree`, so a tree row would be read as one sequence: pass the "
+                f"`{name}` came without `prefix_tree`, so the trees would be read as one sequence: pass the "
                 "whole batch of `DataCollatorForPrefixTree`."
             )
 
@@ -99,11 +94,11 @@ def refuse_other_inputs(model: PreTrainedModel, kwargs: dict[str, Any], image_re
     """
     if not type(model.config).sub_configs:  # no part for anything but text
         return
-    others = {name for name, x in kwargs.items() if isinstance(x, torch.Tensor) and x.dim() > 0} - _TEXT_INPUTS
-    images = others & set(IMAGE_INPUTS)
-    if others - images:
+    beside_text = {name for name, x in kwargs.items() if isinstance(x, torch.Tensor) and x.dim() > 0} - _TEXT_INPUTS
+    images = beside_text & set(IMAGE_INPUTS)
+    if beside_text - images:
         raise ValueError(
-            f"{sorted(others - images)} cannot be used together with `prefix_tree`: of a multimodal model, trees "
+            f"{sorted(beside_text - images)} cannot be used together with `prefix_tree`: of a multimodal model, trees "
             "train text, and images where the model has multimodal rotary positions."
         )
     if images and image_refusal is not None:
@@ -117,7 +112,7 @@ def refuse_long_branches(tree: torch.Tensor, limit: int | None) -> None:
     Raises `ValueError` for a branch beyond which the rotary frequencies of the whole call would change.
 
     Args:
-        tree (`torch.Tensor` of shape `(B, 3, N)`, int32): The tree rows.
+        tree (`torch.Tensor` of shape `(B, 3, N)`, int32): As in the batch contract.
         limit (`int`, *optional*): Tokens, from [`~hf_prefix_tree.modeling.checks.rope_limit`].
     """
     if limit is None or tree.shape[2] <= limit:
@@ -199,13 +194,13 @@ def _differ(tree: torch.Tensor, position_ids: torch.Tensor | None, mask: torch.T
 
 def _agree_on_host(tree: Any, position_ids: Any, mask: Any) -> bool:
     """On arrays, in fewer and cheaper operations: the first hidden token must begin the padding, whose depth is 0."""
-    for row, depth in enumerate(tree[:, DEPTH]):
+    for index, depth in enumerate(tree[:, DEPTH]):
         length = len(depth)
-        if mask is not None and not mask[row, first := mask[row].argmin()]:
+        if mask is not None and not mask[index, first := mask[index].argmin()]:
             length = first
             if depth[length:].any():
                 return False
-        if position_ids is not None and not (position_ids[row, :length].astype(depth.dtype) == depth[:length]).all():
+        if position_ids is not None and not (position_ids[index, :length].astype(depth.dtype) == depth[:length]).all():
             return False
     return True
 
@@ -257,11 +252,15 @@ def refuse_missing_labels(kwargs: dict[str, Any], trains: bool) -> None:
             "`prefix_tree`."
         )
     if has_weights or trains:
-        _warn_of_logits_without_labels()
+        logger.warning_once(  # type: ignore[attr-defined]
+            "A call has no `labels`, and it trains or has `loss_weights`. Its logits are those after each token on "
+            "its path: a loss that shifts labels along the packed sequence, as label smoothing does, or that knows "
+            "no weights is wrong. Leave out `loss_weights` where only logits are wanted."
+        )
 
 
 def _is_in_stock_loss() -> bool:
-    """Whether `Trainer.compute_loss` runs: it takes labels out for a loss of its own, in evaluation, too."""
+    """Whether `Trainer.compute_loss` runs: it takes labels out to compute the loss by itself, in evaluation, too."""
     trainer: Any = sys.modules.get("transformers.trainer")  # where nobody imported it, it does not run
     frame: Any = None if trainer is None else sys._getframe()
     while frame is not None and frame.f_code is not trainer.Trainer.compute_loss.__code__:
@@ -269,19 +268,10 @@ def _is_in_stock_loss() -> bool:
     return frame is not None
 
 
-@functools.cache
-def _warn_of_logits_without_labels() -> None:
-    logger.warning(
-        "A call has no `labels`, and it trains or has `loss_weights`. Its logits are those after each token on its "
-        "path: a loss that shifts labels along the row, as label smoothing does, or that knows no weights is wrong. "
-        "Leave out `loss_weights` where only logits are wanted."
-    )
-
-
 def refuse_noisy_embeddings(embeddings: Any) -> None:
     """
     Raises `ValueError` where NEFTune is on, by Trainer or by hand: the size of its noise follows the length of the
-    row, and a shared token would draw one noise for all its branches.
+    packed sequence, and a shared token would draw one noise for all its branches.
 
     Args:
         embeddings (`torch.nn.Module`): The input embeddings of the model.
@@ -293,29 +283,18 @@ def refuse_noisy_embeddings(embeddings: Any) -> None:
     names = [getattr(call, "__qualname__", "").lower() for call in (*hooks.values(), patched)]
     if alpha or (alpha is None and any("neftune" in name for name in names)):
         raise ValueError(
-            f"NEFTune (`neftune_noise_alpha={alpha!r}`) scales its noise by the length of the row, not of a branch: "
-            "leave it out, or train the unfolded branches."
+            f"NEFTune (`neftune_noise_alpha={alpha!r}`) scales its noise by the length of the packed sequence, not of "
+            "a branch: leave it out, or train the unfolded branches."
         )
 
 
-def warn_of_router_loss(config: Any, kwargs: dict[str, Any]) -> None:
+def has_router_loss(config: Any, kwargs: dict[str, Any]) -> bool:
     """
-    Logs once that the auxiliary loss of a router is one of the tree's tokens, where branches are weighted.
+    Whether a call computes the auxiliary loss of routers.
 
     Args:
-        config (`PretrainedConfig`): The config of a language model with routers.
-        kwargs (`dict[str, Any]`): Keyword arguments of a call with `prefix_tree` and `labels`.
+        config (`PretrainedConfig`, *optional*): The config of a language model with routers.
+        kwargs (`dict[str, Any]`): Keyword arguments of the call.
     """
     is_on = kwargs.get("output_router_logits")
-    if is_on is None:
-        is_on = config.output_router_logits
-    if is_on and kwargs.get("loss_weights") is not None and getattr(config, "router_aux_loss_coef", None) != 0:
-        _warn_of_router_loss()
-
-
-@functools.cache
-def _warn_of_router_loss() -> None:
-    logger.warning(
-        "The auxiliary loss of the router counts a token that branches share once on a tree, where unfolded branches "
-        "count it once each: training balances the experts over other counts. `router_aux_loss_coef=0` turns it off."
-    )
+    return config is not None and bool(config.output_router_logits if is_on is None else is_on)

@@ -25,27 +25,24 @@ from hf_prefix_tree.modeling.attention.masks.causal import KINDS
 from hf_prefix_tree.modeling.recurrent.hooks import has_convolution, why_not_served
 
 # Layers without attention ("mlp", "moe", ...) work on each token by itself.
-_ORDINARY_LAYER_TYPES = {
-    *("full_attention", "sliding_attention", "chunked_attention"),
-    *("mlp", "moe", "dense", "sparse"),
-}
+_ORDINARY = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe", "dense", "sparse"}
 # By kind. Windows and chunks of a diffusion language model must hold the whole sequence, which each call checks.
+# `deepseek_sparse_attention` is the name of `indexed_attention` before Transformers 5.24.
 _SERVED_LAYER_TYPES = {
-    # the second is the name of `indexed_attention` before Transformers 5.24
-    "tree": _ORDINARY_LAYER_TYPES | {"indexed_attention", "deepseek_sparse_attention"},
-    "diffusion": _ORDINARY_LAYER_TYPES,
+    "tree": _ORDINARY | {"indexed_attention", "deepseek_sparse_attention"},
+    "diffusion": _ORDINARY,
 }
 _HINTS = {"tree": FALLBACK_HINT, "diffusion": "A diffusion language model needs plain attention in every layer."}
 _REASONS: dict[str, str] = defaultdict(lambda: "it does not know what they do with the tokens of other branches")
-_SCANS = "they scan the row in order and would carry one branch into the next"
+_SCANS = "they scan the packed sequence in order and would carry one branch into the next"
 _REASONS |= dict.fromkeys(("linear_attention", "mamba", "recurrent", "hybrid", "conv", "lightning_attention"), _SCANS)
 _REASONS |= dict.fromkeys(
     ("heavily_compressed_attention", "compressed_sparse_attention", "minimax_m3_sparse"),
-    "they pool keys over blocks of the row, which mix branches",
+    "they pool keys over blocks of the packed sequence, which mix branches",
 )
 # Served where modules do the scan or the convolution that can follow the tree.
 _RECURRENT_LAYER_TYPES = {"linear_attention", "mamba", "hybrid", "conv"}
-_REASONS["hybrid_sliding"] = "they convolve keys and values over the row, which would mix branches"
+_REASONS["hybrid_sliding"] = "they convolve keys and values over the packed sequence, which would mix branches"
 # Fields that hold a window, but for those of `attention_windows`.
 _UNKNOWN_WINDOW = re.compile(r"(?<!^sliding_)window(_size|_len|_length)?$|local_attention$")
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
@@ -86,7 +83,7 @@ def refuse_adapters(model: Any) -> None:
         if getattr(config, "alora_invocation_tokens", None):
             raise ValueError(
                 f"PEFT adapter {name!r} is an activated LoRA (`alora_invocation_tokens`), which starts at one place "
-                "of the row, not of each branch. Use LoRA without `alora_invocation_tokens`."
+                "of the packed sequence, not of each branch. Use LoRA without `alora_invocation_tokens`."
             )
         if hasattr(config, "xlora_depth") or hasattr(config, "shadow_model"):
             raise ValueError(
@@ -139,8 +136,9 @@ def check_support(model: PreTrainedModel, kind: str) -> None:
             f"{name} keeps the `keep_window_size={config.keep_window_size}` keys of largest value and breaks ties, "
             f"which repeated tokens give, by their order. Set it to `None`. {hint}"
         )
-    towers = _towers(backbone)
-    # a call with a tree runs no images and sounds through the backbone
+    # a call with a tree runs no images and sounds through the backbone: leave out the towers that read them
+    parts = [(part, x.config) for part, x in backbone.named_modules() if isinstance(x, PreTrainedModel)]
+    towers = tuple(f"{part}." for part, x in parts if x is not backbone.config and x is not config)
     modules = {name: part for name, part in backbone.named_modules() if not name.startswith(towers)}
     is_recurrent = kind == "tree" and any(map(has_convolution, modules.values()))
     for layer_type in dict.fromkeys(getattr(config, "layer_types", None) or []):
@@ -172,16 +170,9 @@ def check_support(model: PreTrainedModel, kind: str) -> None:
 
 
 def _hides_by_index(buffer: torch.Tensor) -> bool:
-    """Whether a buffer is a mask over all pairs of places in the row that hides the first key from the last query."""
+    """Whether a buffer is a mask of all pairs of a sequence that hides the first key from the last query."""
     is_mask = buffer.dim() == 4 and buffer.dtype in (torch.bool, torch.uint8) and buffer.shape[-1] == buffer.shape[-2]
     return is_mask and not buffer.is_meta and not bool(buffer[..., -1, 0].all())
-
-
-def _towers(backbone: PreTrainedModel) -> tuple[str, ...]:
-    """The parts of a backbone that read images or sounds, by the beginning of their modules' names."""
-    text = (backbone.config, backbone.config.get_text_config())
-    parts = [(name, part.config) for name, part in backbone.named_modules() if isinstance(part, PreTrainedModel)]
-    return tuple(f"{name}." for name, config in parts if not any(config is text_config for text_config in text))
 
 
 def attention_windows(config: Any) -> list[int]:
@@ -192,7 +183,7 @@ def attention_windows(config: Any) -> list[int]:
 def checked_length(config: Any) -> int:
     """
     The tokens of the self-verification's longest path: more than the smallest window that the tree path knows, and
-    than every window that only the model's own code reads, because errors of a window hide on shorter paths. Windows
+    than every window that only the code of the model reads, because errors of a window hide on shorter paths. Windows
     that no branch can outgrow don't count.
 
     Args:
@@ -222,7 +213,7 @@ def position_limit(config: Any) -> int:
 def rope_limit(config: Any) -> int | None:
     """
     The number of tokens from which rotary frequencies depend on the longest sequence of the call, or `None` where they
-    never do: `"dynamic"` and `"longrope"` scaling would let one branch change the others of its row.
+    never do: `"dynamic"` and `"longrope"` scaling would let one branch change the others of the call.
     """
     config = config.get_text_config()
     parameters = getattr(config, "rope_parameters", None) or {}

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Regional compilation: each decoder layer becomes one graph with the tree attention inside, for all row lengths.
+"""Regional compilation: each decoder layer becomes one graph with the tree attention inside, for all sequence lengths.
 
 Only calls with a tree run compiled; others (generation, evaluation of plain sequences) stay as they were. Layers of
 one kind share their graphs. Only the layer's `forward` is compiled: hooks (FSDP2's among them) and gradient
@@ -49,7 +49,7 @@ def compile_decoder_layers(model: PreTrainedModel) -> list[CompiledForward]:
     if any(has_convolution(module) for layer in layers for module in layer.modules()):
         raise ValueError(
             f"`compile_layers=True`: {type(backbone).__name__} has recurrent layers, whose scans follow the branches "
-            "of each row and make no graph that serves the next. Leave it at `False`."
+            "of each packed sequence and make no graph that serves the next. Leave it at `False`."
         )
     uncompiled = [layer for layer in layers if not isinstance(layer.__dict__.get("forward"), CompiledForward)]
     replaced = next((layer for layer in uncompiled if "forward" in layer.__dict__), None)

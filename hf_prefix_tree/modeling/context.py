@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
@@ -79,7 +79,7 @@ class TreeContext(CallContext):
     The context of one call with a tree.
 
     Args:
-        prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): The tree rows of the batch contract.
+        prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): As in the batch contract.
         supervised ([`~hf_prefix_tree.modeling.batch.Supervised`], *optional*): The tokens whose predecessors'
             hidden states go to the head; `None` where the call has no labels and every position goes.
         attn_backend (`str`, *optional*, defaults to `"auto"`): `"flex"`, `"flash"`, `"sdpa"` or `"auto"`.
@@ -110,9 +110,20 @@ class TreeContext(CallContext):
         self.sinks = sinks
         self.loss_computed = False  # whether the model's `loss_function` was called, or the caller weighs log-probs
         self.attention_mask: torch.Tensor | None = None  # `(B, N)`, 0 at padding, where the call has one
+        self.mask_counts_branches = False  # whether the causal LM got `token_branches` in its place
         self.segments: object = None  # of the scans, once a recurrent layer made them
         self.followed: set[str] = set()  # the functions of recurrent layers that ran along the branches
-        self._masks: dict[tuple[str, int | None], Mask] = {}
+        self.masks: dict[tuple[str, int | None], Mask] = {}  # that the model asked for, by kind and limit
+
+    @classmethod
+    def at_layer(cls, prefix_tree: Any) -> TreeContext | None:
+        """The tree that reached a layer as the keyword argument `prefix_tree`."""
+        if not isinstance(prefix_tree, cls | None):
+            raise ValueError(
+                "`prefix_tree` reached a layer as a raw tensor: call `hf_prefix_tree.prepare_model(model)` before "
+                "training (and use peft >= 0.21: older versions go around the model's hooks)."
+            )
+        return prefix_tree
 
     @cached_property
     def predecessor(self) -> torch.Tensor:
@@ -120,9 +131,9 @@ class TreeContext(CallContext):
         The token before each token on its path, counted over the whole batch: int64 `(B * N,)`, -1 at roots and at
         padding. Indexes anything that was flattened to `(B * N, ...)`.
         """
-        rows, _, length = self.prefix_tree.shape
+        batch_size, _, length = self.prefix_tree.shape
         predecessor = self.prefix_tree[:, PREDECESSOR].long()
-        first = torch.arange(rows, device=predecessor.device)[:, None] * length
+        first = torch.arange(batch_size, device=predecessor.device)[:, None] * length
         return torch.where(predecessor >= 0, predecessor + first, -1).view(-1)
 
     @cached_property
@@ -149,21 +160,10 @@ class TreeContext(CallContext):
     def mask(self, *, flex: bool, **limit: int | None) -> Mask:
         """The mask of the layers with this limit, see [`dense_mask`]; built once per call."""
         key = kind_of(limit)
-        if key not in self._masks:
+        if key not in self.masks:
             build = tree_block_mask if flex else dense_mask
-            self._masks[key] = build(self.prefix_tree, **limit)
-        return self._masks[key]
-
-    @property
-    def has_masks(self) -> bool:
-        """Whether the model asked for a mask of the tree."""
-        return bool(self._masks)
-
-    def additive_mask(self, dtype: torch.dtype, **limit: int | None) -> torch.Tensor:
-        """The mask as numbers to add to the scores: 0 where a key is visible, elsewhere the smallest of the dtype."""
-        visible = self.mask(flex=False, **limit)
-        assert isinstance(visible, torch.Tensor)
-        return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+            self.masks[key] = build(self.prefix_tree, **limit)
+        return self.masks[key]
 
     def owns(self, mask: object) -> bool:
         """
@@ -172,8 +172,8 @@ class TreeContext(CallContext):
         all pairs and a wait for the device.
         """
         if not isinstance(mask, torch.Tensor):
-            return any(built is mask for built in self._masks.values())
-        dense = [built for built in self._masks.values() if isinstance(built, torch.Tensor)]
+            return any(built is mask for built in self.masks.values())
+        dense = [built for built in self.masks.values() if isinstance(built, torch.Tensor)]
         if any(built.data_ptr() == mask.data_ptr() and built.shape == mask.shape for built in dense):
             return True
         length = self.prefix_tree.shape[-1]

@@ -49,7 +49,7 @@ _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)  # of all modules
 # Training calls look at the leaves in turns, at so many modules at least: hardly any change.
 _SHARE, _TURNS = 48, 8
 _get, _nothing, _config = dict.get, repeat(None), repeat("config")
-# What a hook may call that only looks, on tensors, containers and loggers.
+# Functions and methods that a hook may call and still change nothing, of tensors, containers and loggers.
 _LOOKS = {
     *("abs", "all", "amax", "any", "append", "clone", "cpu", "debug", "detach", "dim", "double", "extend", "float"),
     *("get", "id", "info", "int", "is_grad_enabled", "isfinite", "isinstance", "isnan", "item", "items", "len", "max"),
@@ -97,7 +97,8 @@ class CodeWatch:
         self._methods = [*itertools.chain.from_iterable(methods.values())]
         functions.append((vars(torch.nn.functional), "scaled_dot_product_attention"))  # of every file, ours included
         functions += [(vars(module), name) for module in everything for name in methods[type(module)][2:]]
-        unknown = [m for m in everything if any(_package(f) not in _KNOWN for f in _forwards_of(m))]
+        forwards = [(m, forward) for m in everything for forward in (vars(m).get("forward"), type(m).forward)]
+        unknown = [m for m, forward in forwards if any(_package(f) not in _KNOWN for f in _functions_of(forward))]
         self._switches = [
             (vars(m), name) for m in dict.fromkeys([*unknown, model]) for name in _switches_of(m, m in unknown)
         ]
@@ -295,14 +296,14 @@ def _only_looks(hook: Any) -> bool:
         return False
     if any(isinstance(constant, tuple) and "out" in constant for constant in code.co_consts):  # names of arguments
         return False
-    # `lambda ...: found.append(...)` returns nothing
+    # `lambda ...: seen.append(...)` returns nothing
     appends = names[:1] == ["append"] and steps[-2].opname.startswith("CALL") and steps[-1].opname == "RETURN_VALUE"
     if appends and not any("JUMP" in name for name in operations):
         return True
     for last, step in itertools.pairwise(steps):
         returns = step.opname == "RETURN_VALUE" and (last.opname != "LOAD_CONST" or last.argval is not None)
-        # `x += y` on a variable may be in place; on an attribute of its own, it counts something
-        writes = step.opname in ("STORE_FAST", "STORE_DEREF") and last.argrepr.endswith("=")
+        # `x += y` on a variable may be in place; on its attributes, it counts something
+        writes = step.opname.startswith(("STORE_FAST", "STORE_DEREF")) and last.argrepr.endswith("=")
         writes |= step.opname == "STORE_ATTR" and (code.co_varnames[0] != "self" or hasattr(torch.Tensor, step.argval))
         if returns or writes or (step.opname == "RETURN_CONST" and step.argval is not None):
             return False
@@ -316,7 +317,7 @@ def _name(function: Any) -> str:
 
 
 def _functions_called(classes: list[Any]) -> tuple[list[tuple[dict[str, Any], str]], dict[Any, list[str]]]:
-    """What the forwards of classes call, directly or not: functions of their files, and methods by class."""
+    """The functions of their files that the forwards of classes call, directly or not, and the methods by class."""
     functions: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
     methods = {c: ["forward", "__call__"] for c in classes}
     pending = [(c, function) for c in classes for function in _functions_of(c.forward)]
@@ -339,10 +340,6 @@ def _functions_called(classes: list[Any]) -> tuple[list[tuple[dict[str, Any], st
 
 def _names_in(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*(_names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)))
-
-
-def _forwards_of(module: torch.nn.Module) -> list[Any]:
-    return [*_functions_of(vars(module).get("forward")), *_functions_of(type(module).forward)]
 
 
 def _switches_of(module: torch.nn.Module, is_unknown: bool) -> list[str]:

@@ -14,16 +14,10 @@ forwards. Kernels do a little more: they invert the system and multiply by the i
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-from hf_prefix_tree.modeling.attention.masks.causal import mean_keys_seen
-from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -36,23 +30,16 @@ _GATED_DELTA_RULE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _CHUNK = 64
 
 
-class _DeltaRule(NamedTuple):
-    layers: int
-    heads: int  # of values; those of keys are repeated for them
-    key_dim: int
-    value_dim: int
-    keys: int  # width of all key heads
-    kernel: int  # width of the convolution
+class _DeltaRule:
+    """The sizes of a model's gated delta rule; widths are those of all heads together."""
 
-    @property
-    def values(self) -> int:
-        """Width of all value heads."""
-        return self.heads * self.value_dim
-
-    @property
-    def convolved(self) -> int:
-        """Channels of the convolution: queries, keys and values."""
-        return 2 * self.keys + self.values
+    def __init__(self, config: Any) -> None:
+        self.layers = list(config.layer_types).count("linear_attention")
+        self.heads = config.linear_num_value_heads  # those of keys are repeated for them
+        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.kernel = config.linear_conv_kernel_dim  # width of the convolution
+        self.values = self.heads * self.value_dim
+        self.convolved = 2 * config.linear_num_key_heads * self.key_dim + self.values  # queries, keys and values
 
     def products(self, hidden: int) -> float:
         """Multiplications of a token in the mixer of one layer, forward."""
@@ -65,82 +52,34 @@ class _DeltaRule(NamedTuple):
         """
         Bytes that the mixer of one layer keeps for a token with the kernels of flash-linear-attention: input of the
         convolution and of its activation, queries, keys and values, output and gate and what their norm makes of
-        them, and for each head the row of the inverted system, decays and gates.
+        them, and for each head a line of the inverted system, decays and gates.
         """
         scanned = 2 * self.heads * self.key_dim + self.values
         return 4 * self.convolved + 2 * scanned + 18 * self.values + (2 * _CHUNK + 24) * self.heads
 
 
-class _Sizes(NamedTuple):
-    layers: int  # those of the delta rule among them
-    attention_layers: int
-    delta_rule: _DeltaRule | None
-    hidden: int
-    heads: int
-    queries: int  # width of all query heads
-    keys: int  # width of all key heads
-    mlp: int  # inner width that a token passes through
-    vocab: int
+class _Sizes:
+    """The sizes of a text model; what its config does not say is guessed."""
+
+    def __init__(self, config: Any) -> None:
+        self.heads = getattr(config, "num_attention_heads", None) or 1
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        if getattr(config, "num_experts_per_tok", None):
+            expert = getattr(config, "moe_intermediate_size", None) or mlp
+            mlp = config.num_experts_per_tok * expert + (getattr(config, "shared_expert_intermediate_size", None) or 0)
+        self.mlp = mlp  # inner width that a token passes through
+        self.hidden, self.vocab, self.layers = config.hidden_size, config.vocab_size, config.num_hidden_layers
+        is_hybrid = getattr(config, "model_type", None) in _GATED_DELTA_RULE
+        self.delta_rule = _DeltaRule(config) if is_hybrid else None
+        self.attention_layers = self.layers - (self.delta_rule.layers if self.delta_rule else 0)
+        self.queries = self.heads * head_dim  # width of all query heads, and of all key heads:
+        self.keys = (getattr(config, "num_key_value_heads", None) or self.heads) * head_dim
 
 
 def attention_flops(pairs: int, heads: int, head_dim: int, factor: float = FORWARD_AND_BACKWARD) -> float:
     """Useful FLOPs of one layer's attention: visible pairs only, 4 FLOPs per pair and dimension forward."""
     return factor * 4 * head_dim * heads * pairs
-
-
-def step_flops(config: PretrainedConfig, tokens: int, supervised: int, pairs: float) -> float:
-    """
-    FLOPs of a forward and a backward, nothing recomputed.
-
-    Args:
-        config (`PretrainedConfig`):
-            The model's. Of a multimodal one, its text model's is read.
-        tokens (`int`), supervised (`int`), pairs (`float`):
-            Tokens that pass the layers, tokens that pass the head, visible query-key pairs of a layer with attention
-            (the mean over them, where they differ).
-
-    Raises:
-        `ValueError`: If the config lacks a size, or has layers without attention.
-    """
-    _sizes(config)  # refuses what is not counted
-    return float(cost_per_count(config) @ np.array([tokens, supervised, pairs], dtype=np.float64))
-
-
-def flop_counts(trees: Sequence[PrefixTree], config: PretrainedConfig) -> dict[str, dict[str, Any]]:
-    """
-    Tokens, supervised tokens, pairs and TFLOP of a step on all these trees, folded and branch by branch. Pairs are
-    those of a layer with attention, the mean where layers differ.
-
-    Parts of split trees count as they are: what they recompute is in `"folded"`.
-
-    Example:
-
-    ```python
-    >>> from transformers import Qwen3Config
-    >>> from hf_prefix_tree import Branch, fold
-
-    >>> tree = fold([Branch([5, 6, 7], [0, 1, 1]), Branch([5, 6, 8, 9], [0, 1, 1, 1])])
-    >>> counts = flop_counts([tree], Qwen3Config())
-    >>> [(c["tokens"], c["supervised"], c["pairs"]) for c in counts.values()]
-    [(5, 4, 13.0), (7, 5, 16.0)]
-
-    ```
-    """
-    sizes, stats = _sizes(config), functools.reduce(operator.add, (tree.stats() for tree in trees))
-    keys = mean_keys_seen(config.get_text_config(), sizes.attention_layers, stats.longest_path)
-    of_branch = keys.cumsum()
-    supervised = sum(int(tree.branch_count.sum()) for tree in trees)
-    folded = sum(float(keys[tree.depth].sum()) for tree in trees)
-    unfolded = sum(float(of_branch[tree.branch_lengths - 1].sum()) for tree in trees)
-    counts = {
-        "folded": (stats.tree_tokens, stats.supervised_tokens, folded),
-        "branches": (stats.branch_tokens, supervised, unfolded),
-    }
-    names = ("tokens", "supervised", "pairs")
-    return {
-        method: {**dict(zip(names, count, strict=True)), "tflop": step_flops(config, *count) / 1e12}
-        for method, count in counts.items()
-    }
 
 
 def activation_bytes(config: PretrainedConfig, tokens: int, checkpointing: bool) -> int:
@@ -162,9 +101,9 @@ def activation_bytes(config: PretrainedConfig, tokens: int, checkpointing: bool)
             Whether layers are recomputed: kept are then each layer's input, and one layer's activations at a time.
 
     Raises:
-        `ValueError`: As [`step_flops`].
+        `ValueError`: If the config lacks a size, or has layers that are not counted.
     """
-    sizes = _sizes(config)
+    sizes = counted_sizes(config)
     rule = sizes.delta_rule
     if rule is None:
         layer = 16 * sizes.hidden + 10 * sizes.queries + 10 * sizes.keys + 8 * sizes.mlp
@@ -179,9 +118,9 @@ def activation_bytes(config: PretrainedConfig, tokens: int, checkpointing: bool)
 
 def cost_per_count(config: PretrainedConfig) -> npt.NDArray[np.float64]:
     """
-    FLOPs, forward and backward, of one token, one supervised token and one visible pair: what [`step_flops`] weighs
-    its counts by. For any model: layers without attention that [`step_flops`] refuses count as if they had it, and
-    what a config doesn't say is guessed, so only compare dataset rows of one model by it.
+    FLOPs, forward and backward, of one token, one supervised token and one visible pair. For any model: layers without
+    attention that [`activation_bytes`] refuses count as if they had it, and what a config doesn't say is guessed, so
+    only compare dataset rows of one model by it.
 
     Args:
         config (`PretrainedConfig`):
@@ -200,7 +139,7 @@ def cost_per_count(config: PretrainedConfig) -> npt.NDArray[np.float64]:
 
     ```
     """
-    sizes = _read_sizes(config.get_text_config())
+    sizes = _Sizes(config.get_text_config())
     rule = sizes.delta_rule
     attention = sizes.hidden * ((3 if rule else 2) * sizes.queries + 2 * sizes.keys)
     token = float(sizes.attention_layers * attention + sizes.layers * 3 * sizes.hidden * sizes.mlp)
@@ -230,8 +169,8 @@ class ModelCosts(NamedTuple):
 
 def model_costs(config: PretrainedConfig) -> ModelCosts:
     """
-    The costs of any causal LM. A config that [`step_flops`] refuses is counted on its modules, without weights: 6
-    FLOPs for each parameter that a token meets, all heads of every attention layer for a pair. Their activations are
+    The costs of any causal LM. A config that [`activation_bytes`] refuses is counted on its modules, without weights:
+    6 FLOPs for each parameter that a token meets, all heads of every attention layer for a pair. Their activations are
     an approximation: 4 bytes per output of a matrix product, 12 per layer and hidden unit.
 
     Args:
@@ -258,7 +197,7 @@ def model_costs(config: PretrainedConfig) -> ModelCosts:
             cost_per_count(config),
             float(activation_bytes(config, 1, checkpointing=False)),
             float(activation_bytes(config, 1, checkpointing=True)),
-            _read_sizes(config).attention_layers,
+            _Sizes(config).attention_layers,
         )
     hidden, head = config.hidden_size, model.get_output_embeddings()
     token, outputs, heads = 0.0, 0.0, 0
@@ -276,7 +215,7 @@ def model_costs(config: PretrainedConfig) -> ModelCosts:
             elif weight.ndim == 2 and name == "weight":
                 outputs += getattr(module, "out_features", len(weight))
             token += met * weight.numel() * (weight.ndim > 1)
-    sizes = _read_sizes(config)
+    sizes = _Sizes(config)
     rope, plain, value = (getattr(config, f"{name}_head_dim", None) or 0 for name in ("qk_rope", "qk_nope", "v"))
     width = (rope + plain + value) / 2 or sizes.queries / sizes.heads
     if rope:  # latent attention writes queries and keys anew, in float32 for the rotation
@@ -301,42 +240,9 @@ def _uncounted(config: Any) -> str:
     return f"whose config lacks {', '.join(missing)}" if missing else ""
 
 
-def _sizes(config: PretrainedConfig) -> _Sizes:
+def counted_sizes(config: PretrainedConfig) -> _Sizes:
+    """The sizes of a model whose FLOPs are counted by them; raises `ValueError` for others."""
     config = config.get_text_config()
     if reason := _uncounted(config):
         raise ValueError(f"`model` is a {config.model_type} {reason}.")
-    return _read_sizes(config)
-
-
-def _read_sizes(config: Any) -> _Sizes:
-    heads = getattr(config, "num_attention_heads", None) or 1
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    if getattr(config, "num_experts_per_tok", None):
-        expert = getattr(config, "moe_intermediate_size", None) or mlp
-        mlp = config.num_experts_per_tok * expert + (getattr(config, "shared_expert_intermediate_size", None) or 0)
-    rule = _read_delta_rule(config)
-    return _Sizes(
-        layers=config.num_hidden_layers,
-        attention_layers=config.num_hidden_layers - (rule.layers if rule else 0),
-        delta_rule=rule,
-        hidden=config.hidden_size,
-        heads=heads,
-        queries=heads * head_dim,
-        keys=(getattr(config, "num_key_value_heads", None) or heads) * head_dim,
-        mlp=mlp,
-        vocab=config.vocab_size,
-    )
-
-
-def _read_delta_rule(config: Any) -> _DeltaRule | None:
-    if getattr(config, "model_type", None) not in _GATED_DELTA_RULE:
-        return None
-    return _DeltaRule(
-        layers=list(config.layer_types).count("linear_attention"),
-        heads=config.linear_num_value_heads,
-        key_dim=config.linear_key_head_dim,
-        value_dim=config.linear_value_head_dim,
-        keys=config.linear_num_key_heads * config.linear_key_head_dim,
-        kernel=config.linear_conv_kernel_dim,
-    )
+    return _Sizes(config)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,14 +25,7 @@ from hf_prefix_tree.modeling.context import active_tree
 _ALIBI_METHODS = ("build_alibi_tensor", "build_mpt_alibi_tensor")
 
 
-class Handle(Protocol):
-    """Undoes a hook."""
-
-    def remove(self) -> None:
-        """Undoes it."""
-
-
-def place_by_depth(model: PreTrainedModel) -> list[Handle]:
+def place_by_depth(model: PreTrainedModel) -> list[Any]:
     """
     Hooks the parts of a model that turn positions into something else than a rotary embedding.
 
@@ -40,16 +33,16 @@ def place_by_depth(model: PreTrainedModel) -> list[Handle]:
         model (`PreTrainedModel`): A causal LM, not wrapped.
 
     Returns:
-        `list[Handle]`: the hooks; models with rotary embeddings have none.
+        `list`: the hooks, which `remove()` undoes; models with rotary embeddings have none.
     """
-    handles: list[Handle] = []
+    handles: list[Any] = []
     for module in model.modules():
         forward = inspect.signature(type(module).forward).parameters
         if hasattr(module, "create_position_ids_from_input_ids") and "position_ids" in forward:
             handles.append(module.register_forward_pre_hook(_count_from_padding, with_kwargs=True))
         elif isinstance(module, torch.nn.Embedding) and "position_ids" in forward:
             handles.append(module.register_forward_pre_hook(_index_by_depth, with_kwargs=True))
-            handles.append(module.register_forward_hook(_back_to_rows))
+            handles.append(module.register_forward_hook(_unflatten))
         elif getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
             handles.append(tempered := _TemperedQueries())
             tempered.note_tree(module, (), {})
@@ -59,13 +52,20 @@ def place_by_depth(model: PreTrainedModel) -> list[Handle]:
     return handles
 
 
+def with_names(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a module, all by name."""
+    if not args:
+        return kwargs
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
 def _count_from_padding(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     # RoBERTa and its kin count positions from `padding_idx + 1`, and skip tokens that are padding.
     context = active_tree()
     if context is None:
         return None
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
-    kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+    kwargs = with_names(module, args, kwargs)
     input_ids, depth = kwargs.get("input_ids"), context.prefix_tree[:, DEPTH].long()
     if input_ids is not None and bool(((input_ids == module.padding_idx) & (depth > 0)).any()):
         raise ValueError(
@@ -76,18 +76,17 @@ def _count_from_padding(module: Any, args: tuple, kwargs: dict[str, Any]) -> tup
 
 
 def _index_by_depth(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    # Tables of learned or sinusoidal positions take one flat list of positions: that of all rows.
+    # Tables of learned or sinusoidal positions take one flat list of positions: that of all packed sequences.
     context = active_tree()
     if context is None:
         return None
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
-    kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
-    return (), {**kwargs, "position_ids": context.prefix_tree[:, DEPTH].reshape(-1).long()}
+    position_ids = context.prefix_tree[:, DEPTH].reshape(-1).long()
+    return (), {**with_names(module, args, kwargs), "position_ids": position_ids}
 
 
-def _back_to_rows(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor | None:
+def _unflatten(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor | None:
     context = active_tree()
-    if context is None or context.prefix_tree.shape[0] == 1:  # one row: the shape is the model's own
+    if context is None or context.prefix_tree.shape[0] == 1:  # the shape is the model's
         return None
     batch_size, _, length = context.prefix_tree.shape
     return output.reshape(batch_size, length, output.shape[-1])
@@ -158,11 +157,11 @@ def _pick_by_depth(build: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
         return line
     depth = context.prefix_tree[:, DEPTH].long()
     batch_size = depth.shape[0]
-    if isinstance(args[0], torch.Tensor):  # the padding mask, one for each row: Bloom
+    if isinstance(args[0], torch.Tensor):  # the padding mask of each sequence: Bloom
         line = build(torch.ones_like(args[0]), *args[1:], **kwargs)
     elif batch_size > 1:
         raise ValueError(
-            f"This model has one ALiBi bias for all rows of a batch: use a batch of 1 row, not {batch_size}."
+            f"This model has one ALiBi bias for a whole batch: use a batch of 1 packed sequence, not {batch_size}."
         )
     heads = line.shape[0] // batch_size
     return line.gather(2, depth.repeat_interleave(heads, dim=0)[:, None])
@@ -193,14 +192,14 @@ def place_images(
     model: PreTrainedModel, prefix_tree: torch.Tensor, input_ids: torch.Tensor, image_grid_thw: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """
-    The positions and token types of rows with images, each token's as in its branch.
+    The positions and token types of packed sequences with images, each token's as in its branch.
 
     Args:
         model (`PreTrainedModel`): A causal LM for which [`image_model`] finds a part.
-        prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): The tree rows of the batch contract.
+        prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): As in the batch contract.
         input_ids (`torch.Tensor` of shape `(B, N)`, int64): Tokens in layout order.
         image_grid_thw (`torch.Tensor` of shape `(images, 3)`, int64): Patches of each image along time, height and
-            width; the images in the order of their tokens, row by row.
+            width; the images in the order of their tokens, sequence by sequence.
 
     Returns:
         `dict[str, torch.Tensor]`: `position_ids` of shape `(D, B, N)` with the model's D axes, and
@@ -214,34 +213,33 @@ def place_images(
     tree, ids = prefix_tree.cpu().numpy(), input_ids.cpu().numpy()
     is_image = ids == model.config.image_token_id
     starts = is_image.copy()  # first tokens of images
-    for row in range(len(ids)):
-        predecessor = tree[row, PREDECESSOR]
-        starts[row] &= (predecessor < 0) | ~is_image[row, predecessor]
+    predecessor = tree[:, PREDECESSOR]
+    starts &= (predecessor < 0) | ~np.take_along_axis(is_image, predecessor, axis=1)
     _check_images(model, tree, is_image, starts, grids)
     number = (np.cumsum(starts) - 1).reshape(starts.shape)  # of the image that starts here
     positions: npt.NDArray[np.int64] | None = None
     leaves = tree[:, SUBTREE_END] == np.arange(tree.shape[-1]) + 1
-    for row, leaf in zip(*np.nonzero(leaves), strict=True):
-        path = np.flatnonzero(tree[row, SUBTREE_END, : leaf + 1] > leaf)
-        if not is_image[row, path].any():
+    for index, leaf in zip(*np.nonzero(leaves), strict=True):
+        path = np.flatnonzero(tree[index, SUBTREE_END, : leaf + 1] > leaf)
+        if not is_image[index, path].any():
             continue
         branch_positions, _ = part.get_rope_index(
-            input_ids=torch.from_numpy(ids[row, path])[None],
-            mm_token_type_ids=torch.from_numpy(is_image[row, path].astype(np.int64))[None],
-            image_grid_thw=grids[number[row, path][starts[row, path]]],
+            input_ids=torch.from_numpy(ids[index, path])[None],
+            mm_token_type_ids=torch.from_numpy(is_image[index, path].astype(np.int64))[None],
+            image_grid_thw=grids[number[index, path][starts[index, path]]],
         )
         branch_positions = branch_positions[:, 0].cpu().numpy()
         if positions is None:
             positions = np.repeat(tree[None, :, DEPTH].astype(np.int64), len(branch_positions), axis=0)
             placed = np.zeros(ids.shape, dtype=bool)
-        again = placed[row, path]
-        if (positions[:, row, path] != branch_positions)[:, again].any():
+        again = placed[index, path]
+        if (positions[:, index, path] != branch_positions)[:, again].any():
             raise ValueError(
                 f"{type(part).__name__}.get_rope_index gives a token of a shared prefix other positions in other "
                 "branches: this model's images cannot be shared. Train it on unfolded branches with a stock trainer."
             )
-        positions[:, row, path] = branch_positions
-        placed[row, path] = True
+        positions[:, index, path] = branch_positions
+        placed[index, path] = True
     assert positions is not None  # there is an image, so a branch has one
     device = input_ids.device
     return {
@@ -264,14 +262,14 @@ def _check_images(
     if len(runs) != len(tokens) or is_image.sum() != sum(tokens):
         raise ValueError(
             f"`image_grid_thw` describes {len(tokens)} images of {sum(tokens)} tokens, but `input_ids` has "
-            f"{len(runs)} images of {is_image.sum()} tokens: give every image of the row once, in the order of its "
+            f"{len(runs)} images of {is_image.sum()} tokens: give every image once, in the order of its "
             "tokens, as `hf_prefix_tree.fold_images` does."
         )
-    for i, ((row, start), count) in enumerate(zip(runs, tokens, strict=True)):
+    for i, ((index, start), count) in enumerate(zip(runs, tokens, strict=True)):
         run = slice(start, start + count)
-        follows = tree[row, PREDECESSOR, start + 1 : start + count] == np.arange(start, start + count - 1)
-        unforked = tree[row, SUBTREE_END, run] == tree[row, SUBTREE_END, start]  # of a chain all are the same
-        if not (len(follows) == count - 1 and follows.all() and unforked.all() and is_image[row, run].all()):
+        follows = tree[index, PREDECESSOR, start + 1 : start + count] == np.arange(start, start + count - 1)
+        unforked = tree[index, SUBTREE_END, run] == tree[index, SUBTREE_END, start]  # of a chain all are the same
+        if not (len(follows) == count - 1 and follows.all() and unforked.all() and is_image[index, run].all()):
             raise ValueError(
                 f"image {i} of `image_grid_thw` needs {count} tokens, but branches fork or end inside it: fold the "
                 "branches with `hf_prefix_tree.fold_images`, and don't truncate inside an image."

@@ -305,12 +305,9 @@ def check_call(module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: boo
     if not state.verifying:
         (_verify_outside_graphs if torch.compiler.is_compiling() else _verify_call)(module, state)
     call_checks.refuse_other_inputs(module, kwargs, state.image_refusal)
-    if kwargs.get("labels") is not None and not state.verifying:
-        if state.router_config is not None:
-            call_checks.warn_of_router_loss(state.router_config, kwargs)
-        if not is_weighted:
-            call_checks.refuse_counted_items(kwargs.get("num_items_in_batch"), kwargs.get("loss_weights"))
-            _refuse_other_losses(module, state)
+    if kwargs.get("labels") is not None and not state.verifying and not is_weighted:
+        call_checks.refuse_counted_items(kwargs.get("num_items_in_batch"), kwargs.get("loss_weights"))
+        _refuse_other_losses(module, state)
 
 
 def _refuse_other_losses(module: PreTrainedModel, state: _TreeState) -> None:
@@ -358,7 +355,11 @@ def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[TreeContext
         call_checks.refuse_partial_batch(kwargs)
         trains = module.training and torch.is_grad_enabled() and kwargs.get("labels") is not None
         if trains and state_of(module).previous_flag is not None:
-            _warn_of_training_without_trees()
+            logger.warning_once(  # type: ignore[attr-defined]
+                "A prepared model trains on a call without a tree. A stock `Trainer` would take the mean of "
+                "micro-batches, not of their tokens (`model.accepts_loss_kwargs = False`). Call "
+                "`unprepare_model(model)` before it."
+            )
         return None
     sentinel = kwargs.get(UNPREPARED_SENTINEL)
     if isinstance(sentinel, torch.Tensor) and not sentinel.is_floating_point():
@@ -369,12 +370,14 @@ def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[TreeContext
     tree = kwargs["prefix_tree"]
     labels = kwargs.get("labels")
     supervised = None if labels is None else gather_supervised(tree, labels, kwargs.get("loss_weights"))
-    # The check of the model may run in another precision than training, and on short rows. Before FLASH is taken, it
-    # is compared with Triton on the rows themselves.
+    # The check of the model may run in another precision than training, and on short sequences. Before FLASH is
+    # taken, it is compared with Triton on the packed sequences themselves.
     backend = "auto" if state.verifying and state.attn_backend == "flash" else state.attn_backend
     context = TreeContext(tree, supervised, backend, state.has_sinks)
     context.loss_computed = is_weighted
-    kwargs = {name: value for name, value in kwargs.items() if name not in ("loss_weights", "tree_stats")}
+    token_branches = kwargs.get("token_branches")
+    beside_model = ("loss_weights", "token_branches", "tree_stats")
+    kwargs = {name: value for name, value in kwargs.items() if name not in beside_model}
     kwargs |= {"prefix_tree": context, "position_ids": tree[:, DEPTH].long()}
     if kwargs.get("image_grid_thw") is not None:
         kwargs |= place_images(module, tree, kwargs["input_ids"], kwargs["image_grid_thw"])
@@ -382,21 +385,17 @@ def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[TreeContext
         # without one, Transformers takes the restarting positions for packed documents and severs branches
         kwargs["attention_mask"] = torch.ones((tree.shape[0], tree.shape[2]), dtype=torch.int64, device=tree.device)
     context.attention_mask = kwargs["attention_mask"]
+    if token_branches is not None and call_checks.has_router_loss(state.router_config, kwargs):
+        # The auxiliary loss weighs tokens by this mask; the backbone gets the other one. Without branches: 0 / 0.
+        kwargs["attention_mask"] = token_branches.masked_fill(~token_branches.any(), 1)
+        context.mask_counts_branches = True
     if supervised is not None:
         kwargs |= {"labels": supervised.labels, "shift_labels": supervised.labels}
     return context, kwargs
 
 
-@functools.cache
-def _warn_of_training_without_trees() -> None:
-    logger.warning(
-        "A prepared model trains on a call without a tree. A stock `Trainer` would take the mean of micro-batches, "
-        "not of their tokens (`model.accepts_loss_kwargs = False`). Call `unprepare_model(model)` before it."
-    )
-
-
 def _leave(module: PreTrainedModel, context: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    if not context.has_masks:
+    if not context.masks:
         raise ValueError(
             f"{type(module).__name__} asked for no mask of the tree (it masks by itself), so branches would see each "
             f"other. {FALLBACK_HINT}"

@@ -3,12 +3,12 @@
 itself.
 
 The forest has a fork, a strict prefix, a second tree and one path longer than the smallest sliding window and than
-every window that only the model's own code reads. Three numbers are compared, each the largest over the checked tokens
-of the root mean square over the vocabulary: the tree's error against the branches; the model's own spread (a branch
-alone against the same branch right-padded); and, as a control that must be large, the error of a plain causal run over
-the same packed sequence. Four short forwards without gradients.
+every window that only the code of the model reads. Three numbers are compared, each the largest over the checked
+tokens of the root mean square over the vocabulary: the tree's error against the branches; the spread of the model (a
+branch alone against the same branch right-padded); and, as a control that must be large, the error of a plain causal
+run over the same packed sequence. Four short forwards without gradients.
 
-Code that is from no known package may mix tokens in its own way over distances that no short forest has. A run whose
+Code that is from no known package may mix tokens over distances that no short forest has. A run whose
 attention mixes nothing shows whether it does.
 """
 
@@ -34,7 +34,7 @@ from hf_prefix_tree.modeling.attention.implementations import (
     default_implementation,
     uses_attention_interface,
 )
-from hf_prefix_tree.modeling.batch import BLOCK_SIZE, concatenate_trees
+from hf_prefix_tree.modeling.batch import BLOCK_SIZE, PREDECESSOR, concatenate_trees
 from hf_prefix_tree.modeling.checks import checked_length, position_limit
 from hf_prefix_tree.modeling.positions import image_model
 from hf_prefix_tree.modeling.recurrent.hooks import has_convolution
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 CHECKED_TOKENS = 6  # the last ones of each branch: what a fork, a window or a neighbour would disturb
 SECOND_TREE = 12  # its tokens; the control is of more than them
-FAR = 1024  # tokens of a row that unknown code is tested on
+FAR = 1024  # tokens of a sequence that unknown code is tested on
 _VALUES = "prefix_tree_values"  # the attention that mixes nothing
 # Error tolerance per dtype, relative to the logits: a few units of the dtype over some tens of layers.
 ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -84,38 +84,38 @@ def verify_tree_forward(model: PreTrainedModel, forward: Callable, unknown: Sequ
 
 
 def _refuse_bypass(model: PreTrainedModel, forward: Callable, unknown: Sequence[str]) -> None:
-    """Raises where a token's logits depend on other tokens although attention hands each token its own value."""
+    """Raises where a token's logits depend on earlier tokens although attention mixes none."""
     length = min(FAR, position_limit(model.config.get_text_config()))
     ids = np.random.default_rng(0).integers(0, _vocab_size(model), size=(2, length))
     ids[1, length // 2 :] = ids[0, length // 2 :]
-    rows = torch.from_numpy(ids).to(model.device)[:, None]
+    sequences = torch.from_numpy(ids).to(model.device)[:, None]
     keep = torch.arange(length // 2, length, device=model.device)
     with undisturbed(model), torch.no_grad(), coarsest_dtype(model) as dtypes:
-        first, second = (plain_logits(model, forward, row, keep, {}, attention=_VALUES) for row in rows)
+        first, second = (plain_logits(model, forward, x, keep, {}, attention=_VALUES) for x in sequences)
     error, scale = distance(first, second), distance(first, torch.zeros_like(first))
     if not error <= rounding_of({first.dtype, *dtypes}) * scale / 10:
         names = ", ".join(dict.fromkeys(unknown))
         raise ValueError(
             f"{type(model).__name__} lets tokens depend on earlier ones around Transformers' attention interface "
-            f"(error {error:.1e} of {scale:.1e}), in code that is not Transformers' own and cannot follow a tree: "
+            f"(error {error:.1e} of {scale:.1e}), in code that is not of Transformers and cannot follow a tree: "
             f"{names}. Have it call the function of `ALL_ATTENTION_FUNCTIONS`, or train on unfolded branches with a "
             "stock trainer."
         )
 
 
-def _own_values(
+def _attend_to_itself(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
     """An attention that mixes nothing."""
     return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(_VALUES, _own_values)
+AttentionInterface.register(_VALUES, _attend_to_itself)
 
 
 def verify_images(model: PreTrainedModel, forward: Callable) -> str | None:
     """
-    The same comparison with images in a shared prefix and in a branch of its own.
+    The same comparison with images in a shared prefix and in a single branch.
 
     Args:
         model (`PreTrainedModel`): The prepared causal LM.
@@ -193,24 +193,20 @@ class Forest:
 
 def _verify(model: PreTrainedModel, forward: Callable, forest: Forest) -> None:
     trees, device = forest.trees, model.device
-    # two blocks at least: the kernels that will train are the ones to check
-    row = concatenate_trees(trees, pad_token_id=0, pad_to_multiple_of=2 * BLOCK_SIZE)
-    row = {key: value.to(device) for key, value in row.items()}
+    batch, positions = checked_batch(model, trees)
     images = {key: value.to(device) for key, value in forest.images.items()}
-    positions = checked_positions(trees)
-    where = torch.from_numpy(np.unique(np.concatenate(positions))).to(device)  # row order: that of the gathered logits
-    labels = torch.full_like(row["labels"], IGNORE_INDEX)
-    labels[0, where] = row["input_ids"][0, where]
-    predecessors = row["prefix_tree"][0, 2].long()
-    # A plain run has a position for each token, and a learned table may end before the row: its last tokens, then.
+    where = (batch["labels"][0] != IGNORE_INDEX).nonzero()[:, 0]  # in the order of the gathered logits
+    predecessors = batch["prefix_tree"][0, PREDECESSOR].long()
+    # A plain run has a position for each token, and a learned table may end before the packed sequence: then
+    # its last tokens.
     limit, tokens = position_limit(model.config.get_text_config()), sum(map(len, trees))
     first = max(tokens - limit, 0)
     seen = where[predecessors[where] >= first]
     with undisturbed(model), torch.no_grad(), coarsest_dtype(model) as dtypes:
-        causal = plain_logits(model, forward, row["input_ids"][:, first:tokens], predecessors[seen] - first, images)
-        logits = tree_logits(model, forward, {**row, **images, "labels": labels})
+        causal = plain_logits(model, forward, batch["input_ids"][:, first:tokens], predecessors[seen] - first, images)
+        logits = tree_logits(model, forward, {**batch, **images})
         logits_at = dict(zip(where.tolist(), logits, strict=True))
-        found_causal = dict(zip(seen.tolist(), causal, strict=True))
+        causal_at = dict(zip(seen.tolist(), causal, strict=True))
         error = control = spread = scale = 0.0
         branches = [branch for tree in trees for branch in tree.branches()]
         for i, (branch, checked) in enumerate(zip(branches, positions, strict=True)):
@@ -221,11 +217,11 @@ def _verify(model: PreTrainedModel, forward: Callable, forest: Forest) -> None:
             padded = torch.nn.functional.pad(ids, (0, min(5, limit - ids.shape[1])))
             padded_logits = plain_logits(model, forward, padded, keep, branch_images, length=ids.shape[1])
             error = max(error, distance(torch.stack([logits_at[position] for position in checked]), alone))
-            mixed = [found_causal.get(position, logit) for position, logit in zip(checked, alone, strict=True)]
+            mixed = [causal_at.get(position, logit) for position, logit in zip(checked, alone, strict=True)]
             control = max(control, distance(torch.stack(mixed), alone))
             spread = max(spread, distance(padded_logits, alone))
             scale = max(scale, distance(alone, torch.zeros_like(alone)))
-    numbers = f"error {error:.1e}, own spread {spread:.1e}, causal control {control:.1e}, logits {scale:.1e}"
+    numbers = f"error {error:.1e}, spread {spread:.1e}, causal control {control:.1e}, logits {scale:.1e}"
     logger.info("Tree path of %s on %s: %s.", type(model).__name__, device.type, numbers)
     rounding = rounding_of({logits.dtype, *dtypes}) * scale  # autocast computes in 16 bits and may return float32
     if rounding <= ROUNDING[torch.float32] * scale and spread > 4 * rounding:
@@ -272,7 +268,7 @@ def tree_logits(model: PreTrainedModel, forward: Callable, batch: dict[str, torc
 
 
 def make_forest(model: PreTrainedModel, longest: int, with_late_fork: bool = False) -> Forest:
-    """With a short branch, if asked for, that is far from its prefix in the row, and near to it on the path."""
+    """With a short branch, if asked for, far from its prefix in the packed sequence and near to it on the path."""
     config = model.config.get_text_config()
     if longest <= SECOND_TREE:
         raise ValueError(
@@ -320,24 +316,29 @@ def _forest_with_images(model: PreTrainedModel, flat: bool) -> Forest:
             branch |= {"pixel_values": torch.cat([patches[i] for i in chosen]), "image_grid_thw": grids[chosen]}
         branches.append(branch)
     tree, images = fold_images(branches, image_token_id=token)
-    own_images = [{name: x for name, x in branch.items() if isinstance(x, torch.Tensor)} for branch in branches]
-    return Forest([tree], images, own_images)
+    branch_images = [{name: x for name, x in branch.items() if isinstance(x, torch.Tensor)} for branch in branches]
+    return Forest([tree], images, branch_images)
 
 
 def _vocab_size(model: PreTrainedModel) -> int:
-    # Input embeddings may have rows that are not in the head (images, prompts), and the head rows that are no tokens.
+    # Input embeddings may have entries that the head lacks (images, prompts), and the head some that are no tokens.
     tables = (model.get_input_embeddings(), model.get_output_embeddings())
     weights = [table.weight for table in tables if getattr(table, "weight", None) is not None]
     return min(getattr(weight, "ds_shape", weight.shape)[0] for weight in weights)  # ZeRO-3 leaves them empty
 
 
-def checked_positions(trees: list[PrefixTree]) -> list[np.ndarray]:
-    """For each branch, the positions of its last tokens in the packed sequence."""
+def checked_batch(model: PreTrainedModel, trees: list[PrefixTree]) -> tuple[dict[str, torch.Tensor], list[np.ndarray]]:
+    """A batch whose labels are the last tokens of each branch, and their positions by branch."""
+    # two blocks at least: the kernels that will train are the ones to check
+    batch = concatenate_trees(trees, pad_token_id=0, pad_to_multiple_of=2 * BLOCK_SIZE)
     positions, start = [], 0
     for tree in trees:
         positions += [path[-CHECKED_TOKENS:] + start for path in tree.paths()]
         start += len(tree)
-    return positions
+    where = np.concatenate(positions)
+    batch["labels"] = torch.full_like(batch["labels"], IGNORE_INDEX)
+    batch["labels"][0, where] = batch["input_ids"][0, where]
+    return {key: value.to(model.device) for key, value in batch.items()}, positions
 
 
 def plain_logits(
@@ -402,7 +403,8 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     training = {module: module.training for module in model.modules()}
     buffers = {buffer: buffer.clone() for buffer in model.buffers()}
     # Vision-language models keep the offset that images give to the positions of the next call.
-    kept = {part: _plain_tensors(part) for part in model.modules() if isinstance(part, PreTrainedModel)}
+    parts = [vars(part) for part in model.modules() if isinstance(part, PreTrainedModel)]
+    kept = [{name: x for name, x in part.items() if x is None or isinstance(x, torch.Tensor)} for part in parts]
     model.eval()
     devices = [model.device] if model.device.type == "cuda" else []
     try:
@@ -413,10 +415,5 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
             module.training = flag
         for buffer, value in buffers.items():
             buffer.copy_(value)
-        for part, attributes in kept.items():
-            vars(part).update(attributes)
-
-
-def _plain_tensors(module: torch.nn.Module) -> dict[str, Any]:
-    """The attributes of a module that are tensors or not there yet, parameters and buffers aside."""
-    return {name: value for name, value in vars(module).items() if value is None or isinstance(value, torch.Tensor)}
+        for part, attributes in zip(parts, kept, strict=True):
+            part.update(attributes)

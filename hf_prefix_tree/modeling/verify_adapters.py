@@ -19,12 +19,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from hf_prefix_tree.data.supervision import IGNORE_INDEX
 from hf_prefix_tree.modeling.attention.implementations import FALLBACK_HINT
-from hf_prefix_tree.modeling.batch import BLOCK_SIZE, concatenate_trees
 from hf_prefix_tree.modeling.verify import (
     ROUNDING,
-    checked_positions,
+    checked_batch,
     coarsest_dtype,
     distance,
     is_materialized,
@@ -41,7 +39,7 @@ PATH = 24  # tokens of the longest path: what adapters do depends on no distance
 NOISE = 0.1  # standard deviation of what is added to the weights of adapters, of at most `WIDTH` inputs
 WIDTH = 64  # wider weights get less, so that adapters change a layer's output by as much, and bf16 stays comparable
 
-SMALL = 2**20  # the most numbers of a parameter whose gradient is compared; norms, biases and routers have fewer
+SMALL = 2**20  # the largest parameter whose gradient is compared; norms, biases and routers have fewer numbers
 
 Result = tuple[torch.Tensor, list[torch.Tensor]]  # logits, gradients of the parameters of adapters
 
@@ -83,19 +81,15 @@ def verify_adapters(model: PreTrainedModel, forward: Callable) -> None:
             for layer in layers:  # a deep model in 16 bits may round as much without adapters
                 layer._disable_adapters = True
             rounding = max(rounding, 2 * _error(runs.of_tree(), runs.of_branches())[0])
-    numbers = ", ".join(f"{name} {logits:.1e} / {grads:.1e}" for name, (logits, grads) in errors.items())
-    logger.info("Adapters of %s on trees (logits / gradients): %s.", type(model).__name__, numbers)
     # some draw for a dropout of 0, without effect
-    if (runs.draws and not torch.equal(again[0], tree[0])) or not _is_close(errors["two equal calls"], rounding / 10):
-        reason = "draws random numbers in each call, so that the branches of a tree share what they would draw apart"
-    elif not _is_close(errors["training"], rounding) or not _is_close(errors["evaluation"], rounding):
-        reason = "computes something over all tokens of a call, so that the branches of a tree change each other"
-    else:
-        return
-    raise ValueError(
-        f"PEFT adapter {_names(model, layers)} {reason} ({numbers}). Use LoRA or another adapter that treats each "
-        "token by itself."
+    reason = _judge(
+        f"Adapters of {type(model).__name__}", errors, rounding, runs.draws and (again[0] != tree[0]).any()
     )
+    if reason is not None:
+        raise ValueError(
+            f"PEFT adapter {_names(model, layers)} {reason}. Use LoRA or another adapter that treats each token by "
+            "itself."
+        )
 
 
 def verify_training(model: PreTrainedModel, forward: Callable, unknown: Sequence[str] = ()) -> None:
@@ -125,21 +119,26 @@ def verify_training(model: PreTrainedModel, forward: Callable, unknown: Sequence
         _in_training(model, compared),
     ):
         runs = _Runs(model, forward, compared, lambda: None)
-        expected, found, again = runs.of_branches(), runs.of_tree(), runs.of_tree()
-    rounding = rounding_of({expected[0].dtype, *dtypes})
-    errors = {"training": _error(found, expected), "two equal calls": _error(again, found)}
+        expected, tree, again = runs.of_branches(), runs.of_tree(), runs.of_tree()
+    errors = {"training": _error(tree, expected), "two equal calls": _error(again, tree)}
+    reason = _judge(f"Training mode of {type(model).__name__}", errors, rounding_of({expected[0].dtype, *dtypes}))
+    if reason is not None:
+        raise ValueError(
+            f"{type(model).__name__} {reason}, in training mode or in the backward. It runs "
+            f"{', '.join(dict.fromkeys([*unknown, *sorted(norms)]))}. {FALLBACK_HINT}"
+        )
+
+
+def _judge(name: str, errors: dict[str, tuple[float, float]], rounding: float, is_random: Any = False) -> str | None:
+    """Why these errors are not those of rounding, if so."""
     numbers = ", ".join(f"{name} {logits:.1e} / {grads:.1e}" for name, (logits, grads) in errors.items())
-    logger.info("Training mode of %s on trees (logits / gradients): %s.", type(model).__name__, numbers)
-    if not _is_close(errors["two equal calls"], rounding / 10):
+    logger.info("%s on trees (logits / gradients): %s.", name, numbers)
+    reason = None
+    if is_random or not _is_close(errors["two equal calls"], rounding / 10):
         reason = "draws random numbers in each call, so that the branches of a tree share what they would draw apart"
-    elif not _is_close(errors["training"], rounding):
+    elif not all(_is_close(error, rounding) for error in errors.values()):
         reason = "computes something over all tokens of a call, so that the branches of a tree change each other"
-    else:
-        return
-    raise ValueError(
-        f"{type(model).__name__} {reason}, in training mode or in the backward ({numbers}). It runs "
-        f"{', '.join(dict.fromkeys([*unknown, *sorted(norms)]))}. {FALLBACK_HINT}"
-    )
+    return reason and f"{reason} ({numbers})"
 
 
 def _refuse_inference_tensors(model: PreTrainedModel) -> None:
@@ -162,10 +161,10 @@ def _in_training(model: PreTrainedModel, parameters: list[torch.nn.Parameter]) -
         module.training = module is not model
         table = vars(module)
         names = [name for name in table if "drop" in name or "jitter" in name or name == "neftune_noise_alpha"]
-        found = [(table, name) for name in names]
-        found += [(table[name], key) for name in names if isinstance(table[name], dict) for key in table[name]]
-        found += [(table, "p")] if isinstance(module, torch.nn.modules.dropout._DropoutNd) else []
-        rates += [(where, key, where[key]) for where, key in found if isinstance(where[key], float)]
+        entries = [(table, name) for name in names]
+        entries += [(table[name], key) for name in names if isinstance(table[name], dict) for key in table[name]]
+        entries += [(table, "p")] if isinstance(module, torch.nn.modules.dropout._DropoutNd) else []
+        rates += [(where, key, where[key]) for where, key in entries if isinstance(where[key], float)]
         if table.get("gradient_checkpointing") is True:  # whose reentrant form wants inputs that have gradients
             rates.append((table, "gradient_checkpointing", True))
     try:
@@ -182,29 +181,24 @@ def _in_training(model: PreTrainedModel, parameters: list[torch.nn.Parameter]) -
 
 
 class _Runs:
-    """One forest, on a tree row and branch by branch, with the gradients of what is checked."""
+    """One forest, as a packed sequence and branch by branch, with the gradients of what is checked."""
 
     def __init__(
         self, model: PreTrainedModel, forward: Callable, parameters: list[torch.nn.Parameter], reset: Callable
     ) -> None:
         self.model, self.forward, self.parameters, self.reset = model, forward, parameters, reset
         trees = make_forest(model, PATH).trees
-        row = concatenate_trees(trees, pad_token_id=0, pad_to_multiple_of=2 * BLOCK_SIZE)
-        self.row = {key: value.to(model.device) for key, value in row.items()}
+        self.batch, positions = checked_batch(model, trees)
         self.branches = [torch.from_numpy(b.input_ids.copy()).to(model.device) for t in trees for b in t.branches()]
-        positions = checked_positions(trees)
         where = np.unique(np.concatenate(positions))
         self.chosen = [torch.from_numpy(np.searchsorted(where, p)).to(model.device) for p in positions]
-        labels = torch.full_like(self.row["labels"], IGNORE_INDEX)
-        labels[0, where] = self.row["input_ids"][0, where]
-        self.row["labels"] = labels
         self.draws = False  # whether a call moved the random state
         self.directions: torch.Tensor | None = None  # `[checked tokens, vocabulary]`: what gradients are taken of
 
     def of_tree(self) -> Result:
         """Logits of all checked tokens of all branches, `[tokens, vocabulary]`, and gradients."""
         chosen = torch.cat(self.chosen)
-        return self._run(lambda: tree_logits(self.model, self.forward, dict(self.row))[chosen], chosen)
+        return self._run(lambda: tree_logits(self.model, self.forward, dict(self.batch))[chosen], chosen)
 
     def of_branches(self) -> Result:
         """The same, each branch by itself."""
@@ -240,8 +234,8 @@ def _randomized(layers: list[Any]) -> Iterator[tuple[list[torch.nn.Parameter], C
     Adapters with noise on their weights, switched on, in training mode but for their dropout. Gives their parameters
     and what takes back the traces of a call in the layers (averages, samples).
     """
-    parameters = list({id(p): p for layer in layers for p in _own(layer.named_parameters())}.values())
-    modules = list(dict.fromkeys(module for layer in layers for module in _own(layer.named_modules())))
+    parameters = list({id(p): p for layer in layers for p in _of_adapter(layer.named_parameters())}.values())
+    modules = list(dict.fromkeys(module for layer in layers for module in _of_adapter(layer.named_modules())))
     values = [(parameter, _local(parameter).clone(), parameter.requires_grad) for parameter in parameters]
     before = _attributes(modules)
     try:
@@ -266,7 +260,7 @@ def _randomized(layers: list[Any]) -> Iterator[tuple[list[torch.nn.Parameter], C
             parameter.requires_grad_(flag)
 
 
-def _own(named: Iterable[tuple[str, Any]]) -> list[Any]:
+def _of_adapter(named: Iterable[tuple[str, Any]]) -> list[Any]:
     """The named values that belong to an adapter, not to the layer that it wraps."""
     return [x for name, x in named if name.split(".")[0] not in ("base_layer", "original_module")]
 

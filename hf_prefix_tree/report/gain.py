@@ -420,7 +420,7 @@ def estimate(
             The other ways to train, see [`Folded`]; the branches one by one if not given.
 
     Raises:
-        `ValueError`: If the FLOPs of the model are not counted, see [`step_flops`], or a branch is longer than
+        `ValueError`: If the costs of the model are not counted, see [`model_costs`], or a branch is longer than
             `max_packed_tokens`.
     """
     if ways is None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
 from hf_prefix_tree.modeling.batch import WEIGHTED_BY_CALLER
-from hf_prefix_tree.modeling.checks import backbone_of, base_causal_lm, rope_limit
+from hf_prefix_tree.modeling.checks import base_causal_lm, rope_limit
 from hf_prefix_tree.modeling.prepare import ensure_verified, install_tree_hooks, is_prepared
 from hf_prefix_tree.rl.config import MIN_REUSE, FoldingOptions
 from hf_prefix_tree.rl.folded_rows import FoldedRows, fold_rows, row_multiple
@@ -53,8 +53,8 @@ def fold_shared_prefixes(
     left and positions are absolute (GPT-2); the rows are longer than dynamic rotary frequencies allow; or NEFTune
     adds noise to each row. A call that `torch.compile` traces as a whole falls back without a warning.
 
-    The output's `loss` is recomputed from the unfolded log-probs, and a MoE's `aux_loss` from the router logits of
-    every row, so both equal those of the padded rows.
+    The output's `loss` is recomputed from the unfolded log-probs, and a MoE's `aux_loss` counts a token once for each
+    row, so both equal those of the padded rows.
 
     Args:
         model (`PreTrainedModel`, `PeftModel`, or a DDP, FSDP or DeepSpeed wrapper of one):
@@ -150,12 +150,9 @@ class _FoldedCalls:
         # Rotary scores depend on distances alone, so padding on the left changes nothing.
         self._is_rotary = bool(getattr(config, "rope_parameters", None))
         self._is_rotary &= not getattr(config, "attn_temperature_tuning", None)
-        backbone = backbone_of(base)
-        assert backbone is not None  # checked by `prepare_model`
         # before the hook of `prepare_model`, which reads the tree
         base.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         base.register_forward_hook(self._after, with_kwargs=True, always_call=True)
-        backbone.register_forward_hook(self._after_backbone)
 
     def _before(self, module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         self._running.append(None)
@@ -181,11 +178,6 @@ class _FoldedCalls:
         if call is None or output is None:  # not folded, or the call raised
             return None
         return call.unfold(output, module.config.get_text_config())
-
-    def _after_backbone(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
-        call = self._running[-1] if self._running else None
-        if call is not None:
-            call.router_logits = getattr(output, "router_logits", None)
 
     def _warn_once(self, reason: str) -> None:
         kind = reason.split(":")[0]
@@ -257,7 +249,6 @@ class _Call:
     rows: FoldedRows
     label_mask: torch.Tensor  # of the shape of the results
     num_items_in_batch: torch.Tensor | int | None
-    router_logits: tuple[torch.Tensor, ...] | None = None
 
     def unfold(self, output: Any, config: Any) -> Any:
         """The output of the rows, given that of the tree (TRL's `FusedCausalLMOutput`)."""
@@ -272,20 +263,9 @@ class _Call:
                 setattr(output, field.name, unfolded)
         divisor = mask.sum().clamp(min=1) if self.num_items_in_batch is None else self.num_items_in_batch
         output.loss = -output.log_probs.sum() / divisor
-        if output.aux_loss is not None:
-            output.aux_loss = self._aux_loss(config)
+        if output.aux_loss is not None:  # of the rows already, see `token_branches`
             output.loss = output.loss + getattr(config, "router_aux_loss_coef", 0.0) * output.aux_loss
         return output
-
-    def _aux_loss(self, config: Any) -> torch.Tensor:
-        """TRL's loss: the mean over the tokens of all rows. A mean over the tree would count a shared token once."""
-        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-        if self.router_logits is None:
-            raise ValueError("The backbone returned no `router_logits`: set `router_aux_loss_coef=0`.")
-        tokens = self.rows.tokens.to(self.router_logits[0].device, non_blocking=True)
-        row_logits = tuple(layer.reshape(-1, layer.shape[-1])[tokens] for layer in self.router_logits)
-        return load_balancing_loss_func(row_logits, config.num_experts, config.num_experts_per_tok)
 
 
 class FoldedForwardMixin(CheckpointMixin):

@@ -27,9 +27,9 @@ class FoldedRows:
     Padded rows as one packed sequence.
 
     Args:
-        batch (`dict[str, torch.Tensor]`): The inputs of the model: `input_ids`, `attention_mask`, `labels` (`[1, N]`)
-            and `prefix_tree` (`[1, 3, N]`). A token is labelled where any row wants its log-prob, so that the head
-            projects it once.
+        batch (`dict[str, torch.Tensor]`): The inputs of the model: `input_ids`, `attention_mask`, `labels`,
+            `token_branches` (`[1, N]`) and `prefix_tree` (`[1, 3, N]`). A token is labelled where any row wants its
+            log-prob, so that the head projects it once.
         where (`torch.Tensor` of shape `(T,)`, int64): For each of the T wanted tokens of the rows, in row-major
             order, its index among the M labelled tokens of the tree, which is the order of the model's results.
         tokens (`torch.Tensor` of shape `(R,)`, int64): For each of the R tokens of the rows without padding, in
@@ -90,7 +90,7 @@ def fold_rows(
     rank = np.cumsum(tree.weights > 0) - 1  # index among the labelled tokens
     tokens = np.concatenate(tree.paths())
     return FoldedRows(
-        {name: batch[name] for name in ("input_ids", "attention_mask", "labels", "prefix_tree")},
+        {name: batch[name] for name in ("input_ids", "attention_mask", "labels", "prefix_tree", "token_branches")},
         torch.from_numpy(rank[tokens[is_wanted[is_token]]]),
         torch.from_numpy(tokens),
     )

@@ -174,6 +174,13 @@ class TreeLossMixin(StepMixin):
             if "num_parts" in dataset.column_names:
                 tree_ids = split_tree_ids(tree_ids, list(dataset["num_parts"][:]))
             units = linked_rows(tree_ids)
+            if len(units) < len(dataset) and getattr(
+                self.model.config.get_text_config(), "output_router_logits", False
+            ):
+                logger.warning_once(  # type: ignore[attr-defined]
+                    "`train_dataset` has parts of split trees. The router's auxiliary loss is that of a micro-batch, "
+                    "so that of such a tree is inexact: raise `max_packed_tokens`, or set `router_aux_loss_coef=0`."
+                )
         is_collated = isinstance(self.data_collator, DataCollatorForPrefixTree)
         if len(units) == len(dataset):  # every row is free to move
             if strategy not in STRATEGIES or not units or (strategy == "sequential" and ranks == 1):

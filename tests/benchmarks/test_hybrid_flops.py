@@ -7,11 +7,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from benchmarks.flops import model_config
+from benchmarks.flops import flop_counts, model_config, step_flops
 from benchmarks.shapes import SHAPES, build
 from hf_prefix_tree.modeling.attention.masks.causal import dense_mask
 from hf_prefix_tree.modeling.batch import concatenate_trees
-from hf_prefix_tree.modeling.flops import activation_bytes, cost_per_count, flop_counts, step_flops
+from hf_prefix_tree.modeling.flops import activation_bytes, cost_per_count
 from hf_prefix_tree.tree.prefix_tree import fold
 from tests.support.models import kept_bytes, random_forest
 

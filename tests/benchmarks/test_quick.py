@@ -13,13 +13,12 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from benchmarks import attention, call_overhead, fold, mask, packed, prepare, step
 from benchmarks.common import write_csv
-from benchmarks.flops import MODELS, model_config
+from benchmarks.flops import MODELS, flop_counts, model_config
 from benchmarks.microbatches import BranchStep, pack, scan_starts_anew
 from benchmarks.packed import Packed
 from benchmarks.shapes import FOLD_SHAPES, QUICK, SHAPES, build, conversation_trees, leaf_first_rows, lightest_first
 from examples.demo.dialogues import generate_dialogues
 from hf_prefix_tree.modeling.attention.masks.causal import dense_mask
-from hf_prefix_tree.modeling.flops import flop_counts
 
 original_scan = modeling_qwen3_5.torch_chunk_gated_delta_rule
 ENVIRONMENT = {"device", "python", "torch", "transformers", "trl", "flash-attn-4", "cuda", "commit", "date"}

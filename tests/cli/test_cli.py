@@ -21,9 +21,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from benchmarks.flops import flop_counts, step_flops
 from hf_prefix_tree import __version__, fold, prepare_model
 from hf_prefix_tree.modeling.batch import concatenate_trees
-from hf_prefix_tree.modeling.flops import activation_bytes, flop_counts, model_costs, step_flops
+from hf_prefix_tree.modeling.flops import activation_bytes, model_costs
 from hf_prefix_tree.report.gain import MEASURED_TFLOPS, estimate, parts_of
 from hf_prefix_tree.report.plot import sampled_mask
 from hf_prefix_tree.report.text import console, draw_tree

@@ -137,7 +137,7 @@ def test_rows_of_a_batch_keep_their_own_positions(model_type):
 def test_mpt_refuses_a_batch_of_rows():
     model = prepare_model(build_model("mpt"))
     row = forest_row()
-    with pytest.raises(ValueError, match=r"ALiBi.*1 row.*2"):
+    with pytest.raises(ValueError, match=r"ALiBi.*1 packed sequence.*2"):
         model(**{key: torch.cat([value, value]) for key, value in row.items()})
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.logging import warning_once
 from trl.trainer.utils import add_fused_lm_head
 
 from conformance.build import build_model
@@ -147,7 +148,7 @@ def test_a_step_without_weight_has_a_divisor_of_0(plain_model):
 
 
 def test_a_training_call_without_labels_is_refused_where_it_has_weights(caplog):
-    refusals._warn_of_logits_without_labels.cache_clear()
+    warning_once.cache_clear()
     model, row = prepared(), batch()
     expected = model.eval()(**row).loss
     del row["labels"]
@@ -161,7 +162,7 @@ def test_a_training_call_without_labels_is_refused_where_it_has_weights(caplog):
         model.train()(**row)
     with pytest.raises(ValueError, match=r"`loss_weights` but no `labels`"):
         model(**row, labels=None)
-    refusals._warn_of_logits_without_labels.cache_clear()
+    warning_once.cache_clear()
     weights = row.pop("loss_weights").view(torch.float64)[0]
     with caplog.at_level(logging.WARNING, logger="hf_prefix_tree"):
         assert torch.equal(model(**row).logits, logits)  # who leaves both out takes care of both
@@ -360,7 +361,7 @@ def test_neftune_is_refused_in_training(kind, wrapper):
         embeddings.neftune_noise_alpha = 5.0
         hook = neftune_post_forward_hook if kind == "hook" else lambda m, a, out: neftune_post_forward_hook(m, a, out)
         handle = embeddings.register_forward_hook(hook)
-    with pytest.raises(ValueError, match=r"NEFTune.*scales its noise by the length of the row"):
+    with pytest.raises(ValueError, match=r"NEFTune.*scales its noise by the length of the packed sequence"):
         called.train()(**batch())
     with pytest.raises(ValueError, match="NEFTune"), torch.no_grad():
         called(**{key: x for key, x in batch().items() if key not in ("labels", "loss_weights")})
@@ -548,27 +549,6 @@ def test_the_self_check_sees_a_term_once_weights_are_there():
     model.calls_loss_function, model.only_in_training = True, False
     with pytest.raises(ValueError, match="another term"):
         model.train()(**batch())
-
-
-# ---- the router's auxiliary loss ----
-
-
-@pytest.mark.parametrize("by", ["config", "call"])
-def test_the_router_loss_of_shared_tokens_is_pointed_out_once(by, caplog):
-    refusals._warn_of_router_loss.cache_clear()
-    model, row = prepared("qwen3_moe"), batch()
-    with caplog.at_level(logging.WARNING, logger="hf_prefix_tree"):
-        model(**row)
-        model(**{key: x for key, x in row.items() if key not in ("labels", "loss_weights")}, output_router_logits=True)
-        model.config.router_aux_loss_coef = 0.0
-        model(**row, output_router_logits=True)
-        assert "router" not in caplog.text
-        model.config.router_aux_loss_coef = 0.01
-        kwargs = {"output_router_logits": True} if by == "call" else {}
-        model.config.output_router_logits = by == "config"
-        for _ in range(2):
-            model(**row, **kwargs)
-    assert caplog.text.count("auxiliary loss of the router counts a token that branches share once") == 1
 
 
 def test_a_batch_of_nemo_rows_passes_all_checks():

@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.utils.logging import warning_once
 from trl import SFTConfig, SFTTrainer
 
 from hf_prefix_tree import (
@@ -17,7 +18,6 @@ from hf_prefix_tree import (
     fold_shared_prefixes,
     prepare_model,
 )
-from hf_prefix_tree.modeling.prepare import _warn_of_training_without_trees
 from hf_prefix_tree.tree.prefix_tree import fold
 from tests.support.models import VOCAB, branch_runs, gradients
 from tests.support.trainer_runs import (
@@ -245,7 +245,7 @@ def test_a_stock_trainer_goes_on_with_a_model_that_knew_trees(tmp_path, caplog, 
         train_dataset=rows,
         processing_class=tokenizer(),
     )
-    _warn_of_training_without_trees.cache_clear()
+    warning_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="hf_prefix_tree"):
         trainer.train()
     log = trainer.state.log_history[0]

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from packaging.version import Version
+from torch import Tensor
 
 from hf_prefix_tree.modeling.attention.flash import FLASH_KINDS, attend_flash
 from hf_prefix_tree.modeling.attention.kernels import attend_flex
@@ -68,24 +69,15 @@ class AttentionCall(NamedTuple):
             config (`PretrainedConfig`): The config of the language model.
             device (`torch.device`): Where it runs.
             dtype (`torch.dtype`): The dtype that attention runs in.
-            length (`int`): Tokens of a row.
+            length (`int`): Tokens of a packed sequence.
             kwargs: `sinks` and `mask_kind`.
         """
         heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
         if not (isinstance(heads, int) and isinstance(kv_heads, int | None)):
             heads = kv_heads = 1  # where layers differ, the head sizes decide alone
-        head_dim = _head_dim(config)
-        return cls(
-            device,
-            dtype,
-            length,
-            heads,
-            heads if kv_heads is None else kv_heads,
-            head_dim,
-            getattr(config, "v_head_dim", None) or head_dim,
-            softcap=bool(getattr(config, "attn_logit_softcapping", None)),
-            **kwargs,
-        )
+        sizes = (_head_dim(config), getattr(config, "v_head_dim", None) or _head_dim(config))
+        softcap = bool(getattr(config, "attn_logit_softcapping", None))
+        return cls(device, dtype, length, heads, kv_heads or heads, *sizes, softcap=softcap, **kwargs)
 
 
 def _head_dim(config: Any) -> int:
@@ -171,7 +163,7 @@ def why_not_flex(device: torch.device, dtype: torch.dtype, head_dim: int, length
     if head_dim < 16:
         return f"FlexAttention needs a head size of at least 16, got {head_dim}"
     if length % BLOCK_SIZE != 0:
-        return f"rows of {length} tokens are no multiple of {BLOCK_SIZE}"
+        return f"packed sequences of {length} tokens are no multiple of {BLOCK_SIZE}"
     return None
 
 
@@ -204,7 +196,7 @@ def _why_not_flash(call: AttentionCall) -> str | None:
     if call.softcap:
         return "its gradients under a softcap are not tested"
     if call.length > 4096 * BLOCK_SIZE:
-        return f"it takes blocks of {BLOCK_SIZE} only, and rows above {4096 * BLOCK_SIZE} tokens have larger ones"
+        return f"it takes blocks of {BLOCK_SIZE} only, and sequences above {4096 * BLOCK_SIZE} tokens have larger ones"
     if torch.are_deterministic_algorithms_enabled():
         return "its backward is not deterministic, as `torch.use_deterministic_algorithms(True)` asks for"
     return None
@@ -219,7 +211,9 @@ def _flash_version() -> Version | None:
 
 
 _sparse: dict[tuple, str | None] = {}  # reasons by device and power of two of the length
-_checked: dict[tuple, str | None] = {}  # reasons by device, dtype, kind of mask, long or short rows, and head sizes
+_checked: dict[
+    tuple, str | None
+] = {}  # reasons by device, dtype, kind of mask, long or short sequences, and head sizes
 
 
 def _too_sparse(call: AttentionCall, mask: Callable[[], TreeBlockMask]) -> str | None:
@@ -227,7 +221,7 @@ def _too_sparse(call: AttentionCall, mask: Callable[[], TreeBlockMask]) -> str |
         return f"its speed under a {call.mask_kind} was not measured"
     blocks = call.length // BLOCK_SIZE
     if blocks < _LEAST_FLASH_BLOCKS:
-        return f"rows of fewer than {_LEAST_FLASH_BLOCKS} blocks are not known to gain"
+        return f"sequences of fewer than {_LEAST_FLASH_BLOCKS} blocks are not known to gain"
     key = (call.device, blocks.bit_length())
     if key not in _sparse:
         block_mask = mask()
@@ -254,20 +248,20 @@ def _agrees_with_triton(call: AttentionCall, mask: Callable[[], TreeBlockMask]) 
 
 def _difference_to_triton(call: AttentionCall, mask: TreeBlockMask) -> str | None:
     """Compares output and gradients of both kernels on random numbers under the mask; `None` where they agree."""
-    rows = mask.kv_num_blocks.shape[0]
-    kv_heads = max(1, min(call.kv_heads, _CHECKED_TOKENS // (rows * call.length)))
+    batch_size = mask.kv_num_blocks.shape[0]
+    kv_heads = max(1, min(call.kv_heads, _CHECKED_TOKENS // (batch_size * call.length)))
     heads = kv_heads * (call.heads // call.kv_heads)
     generator = torch.Generator(call.device).manual_seed(0)  # leaves the training's random state alone
 
-    def random(heads: int, size: int) -> torch.Tensor:
-        shape = (rows, call.length, heads, size)  # as in a model: tokens before heads
+    def random(heads: int, size: int) -> Tensor:
+        shape = (batch_size, call.length, heads, size)  # as in a model: tokens before heads
         return torch.randn(shape, device=call.device, dtype=call.dtype, generator=generator).transpose(1, 2)
 
     sizes = ((heads, call.head_dim), (kv_heads, call.head_dim), (kv_heads, call.value_dim))
     leaves = [random(*size).requires_grad_() for size in sizes]
     grad = random(heads, call.value_dim)
 
-    def run(attend: Callable) -> list[torch.Tensor]:
+    def run(attend: Callable) -> list[Tensor]:
         output = attend(*leaves, mask)
         return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
 

@@ -3,11 +3,11 @@
 
 FlexAttention's FLASH backend runs the same kernels. Called directly they expose options that FlexAttention does not:
 
-- Query heads that share keys are rows of the batch, views of the same keys. Otherwise the kernels sum the gradients of
-  keys and values in float32 in memory.
-- The longest blocks start first, those of all heads together: in the backward the first keys of a row, which most
-  queries see, in the forward its last queries. In the kernels' own order those of the last head would start last, and
-  all wait for them.
+- Query heads that share keys are sequences of the batch, views of the same keys. Otherwise the kernels sum the
+  gradients of keys and values in float32 in memory.
+- The longest blocks start first, those of all heads together: in the backward the first keys, which many queries see,
+  in the forward the last queries. In the order of the kernels those of the last head would start last, and all wait
+  for them.
 - The mask looks up the tree by address. The kernels wrap every index of a tensor that a mask reads.
 
 A custom operator keeps compiled layers one graph. Everything private of `flash-attn-4` is touched here.
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_prefix_tree.modeling.attention.masks.causal import TreeBlockMask
 
@@ -31,89 +32,87 @@ FLASH_KINDS = ("causal", "window", "chunk")  # of masks that are written in the 
 
 
 def attend_flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: TreeBlockMask, *, scale: float | None = None
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: TreeBlockMask, *, scale: float | None = None
+) -> Tensor:
     """
     Attention under a block mask by `flash-attn-4`; arguments and result as for [`~attention.kernels.attend_flex`],
     without softcap and sinks.
     """
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    rows = [mask.subtree_end] if mask.limit is None else [mask.subtree_end, mask.depth, mask.limit]
+    tensors = [mask.subtree_end] if mask.limit is None else [mask.subtree_end, mask.depth, mask.limit]
     lists = [
         *(mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices),
         *(mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices),
     ]
-    output, _ = _flash(query, key, value, rows, lists, mask.kind, scale)
+    output, _ = _flash(query, key, value, tensors, lists, mask.kind, scale)
     return output.transpose(1, 2)
 
 
 @torch.library.custom_op("hf_prefix_tree::flash", mutates_args=())
 def _flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rows: Sequence[torch.Tensor],
-    lists: Sequence[torch.Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tensors: Sequence[Tensor],
+    lists: Sequence[Tensor],
     kind: str,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
     output, lse = _empty_results(query, key, value)
     groups = lse.shape[1]
     query, key, value = map(_dense, (query, key, value))
     with _kernels_of(query.device):
-        for row, own_lse in enumerate(lse):
+        for index, lse_of_one in enumerate(lse):
             _flash_attn_fwd(
-                *_operands(row, groups, query, key, value),
+                *_operands(index, groups, query, key, value),
                 softmax_scale=scale,
                 return_lse=True,
-                out=_by_group(output[row], groups),
-                lse=own_lse,
-                **_mask(row, rows, lists[:4], kind),
+                out=_by_group(output[index], groups),
+                lse=lse_of_one,
+                **_mask(index, tensors, lists[:4], kind),
             )
     return output, lse
 
 
 @torch.library.custom_op("hf_prefix_tree::flash_backward", mutates_args=())
 def _flash_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    rows: Sequence[torch.Tensor],
-    lists: Sequence[torch.Tensor],
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    tensors: Sequence[Tensor],
+    lists: Sequence[Tensor],
     kind: str,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
     query_grad, key_grad, value_grad = _empty_gradients(grad, query, key, value)
     groups = lse.shape[1]
     grad, query, key, value = map(_dense, (grad, query, key, value))
     with _kernels_of(query.device):
-        for row, own_lse in enumerate(lse):
+        for index, lse_of_one in enumerate(lse):
             _flash_attn_bwd(
-                *_operands(row, groups, query, key, value),
-                _by_group(output[row], groups),
-                _by_group(grad[row], groups),
-                own_lse,
+                *_operands(index, groups, query, key, value),
+                _by_group(output[index], groups),
+                _by_group(grad[index], groups),
+                lse_of_one,
                 softmax_scale=scale,
-                dq=_by_group(query_grad[row], groups),
-                dk=key_grad[row],
-                dv=value_grad[row],
-                **_mask(row, rows, lists[4:], kind),
+                dq=_by_group(query_grad[index], groups),
+                dk=key_grad[index],
+                dv=value_grad[index],
+                **_mask(index, tensors, lists[4:], kind),
             )
     return query_grad, key_grad, value_grad
 
 
 @_flash.register_fake
-def _empty_results(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_results(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """The output, and the log-sum-exp of each group of heads, `(B, groups, kv_heads, N)`."""
     batch_size, length, heads, _ = query.shape
     kv_heads = key.shape[2]
@@ -123,63 +122,61 @@ def _empty_results(
 
 @_flash_backward.register_fake
 def _empty_gradients(
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of the queries, and for each group of heads those of keys and values, `(B, groups, N, ...)`."""
     groups = query.shape[2] // key.shape[2]
     key_grad, value_grad = (x.new_empty(x.shape[0], groups, *x.shape[1:]) for x in (key, value))
     return query.new_empty(query.shape), key_grad, value_grad
 
 
-def _keep(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, value, rows, lists, *ctx.others = inputs
-    ctx.num_rows = len(rows)
-    ctx.save_for_backward(query, key, value, *output, *rows, *lists)
+def _keep(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, tensors, lists, *ctx.rest = inputs
+    ctx.num_tensors = len(tensors)
+    ctx.save_for_backward(query, key, value, *output, *tensors, *lists)
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple:
-    query, key, value, output, lse, *others = ctx.saved_tensors  # once: checkpointing recomputes it, and then lets go
-    rows, lists = others[: ctx.num_rows], others[ctx.num_rows :]
-    query_grad, *grads = _flash_backward(grad, query, key, value, output, lse, rows, lists, *ctx.others)
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple:
+    query, key, value, output, lse, *rest = ctx.saved_tensors  # once: checkpointing recomputes it, and then lets go
+    tensors, lists = rest[: ctx.num_tensors], rest[ctx.num_tensors :]
+    query_grad, *grads = _flash_backward(grad, query, key, value, output, lse, tensors, lists, *ctx.rest)
     # not in the operator: compiled layers add the groups up where they read them
     grads = [x.sum(dim=1) if x.shape[1] > 1 else x[:, 0] for x in grads]
-    return query_grad, *grads, [None] * len(rows), [None] * len(lists), None, None
+    return query_grad, *grads, [None] * len(tensors), [None] * len(lists), None, None
 
 
 _flash.register_autograd(_differentiate, setup_context=_keep)
 
 
-def _dense(x: torch.Tensor) -> torch.Tensor:
+def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _operands(
-    row: int, groups: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of a row: each group of queries, and for each the same keys and values."""
+def _operands(index: int, groups: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of a packed sequence: each group of queries, and for each the same keys and values."""
     shared = (-1, -1, -1)
-    return _by_group(query[row], groups), key[row].expand(groups, *shared), value[row].expand(groups, *shared)
+    return _by_group(query[index], groups), key[index].expand(groups, *shared), value[index].expand(groups, *shared)
 
 
-def _by_group(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """A view of a row's heads `(N, heads, size)` as `(groups, N, heads / groups, size)`."""
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """A view of the heads of a packed sequence `(N, heads, size)` as `(groups, N, heads / groups, size)`."""
     length, heads, size = x.shape
     of_token, of_head, _ = x.stride()
     return x.as_strided((groups, length, heads // groups, size), (of_head, of_token, groups * of_head, 1))
 
 
-def _mask(row: int, rows: Sequence[torch.Tensor], lists: Sequence[torch.Tensor], kind: str) -> dict[str, Any]:
-    """The keyword arguments that make up the mask of a row. The tensors must live until the kernel has run."""
+def _mask(index: int, tensors: Sequence[Tensor], lists: Sequence[Tensor], kind: str) -> dict[str, Any]:
+    """The keyword arguments for the mask of a packed sequence. The tensors must live until the kernel has run."""
     from cutlass import Int64
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    assert all(x.is_contiguous() and x.dtype == torch.int32 for x in rows)  # they are read by address
-    row_tensors = [x[row] if x.dim() == 2 else x for x in rows]  # a limit is the same for all
-    size = rows[0].shape[1] // lists[0].shape[-1]
+    assert all(x.is_contiguous() and x.dtype == torch.int32 for x in tensors)  # they are read by address
+    of_sequence = [x[index] if x.dim() == 2 else x for x in tensors]  # a limit is the same for all
+    size = tensors[0].shape[1] // lists[0].shape[-1]
     return {
         "mask_mod": _mask_mod(kind),
-        "aux_scalars": tuple(Int64(x.data_ptr()) for x in row_tensors),
-        "block_sparse_tensors": BlockSparseTensorsTorch(*(x[row, None] for x in lists), block_size=(size, size)),
+        "aux_scalars": tuple(Int64(x.data_ptr()) for x in of_sequence),
+        "block_sparse_tensors": BlockSparseTensorsTorch(*(x[index, None] for x in lists), block_size=(size, size)),
     }
 
 
@@ -187,7 +184,7 @@ def _mask(row: int, rows: Sequence[torch.Tensor], lists: Sequence[torch.Tensor],
 def _mask_mod(kind: str) -> Callable:
     """
     Whether a pair is visible, in the language of the kernels; see [`~attention.masks.causal.dense_mask`]. The
-    scalars are the addresses of the tree rows.
+    scalars are the addresses of the tensors.
     """
     import cutlass
     import cutlass.cute as cute
@@ -229,7 +226,7 @@ _compiling = threading.RLock()  # the backward runs in other threads
 
 @contextmanager
 def _kernels_of(device: torch.device) -> Iterator[None]:
-    """For kernels of this GPU that are compiled now, in our order of blocks; those of other masks are kept apart."""
+    """For kernels of this GPU that are compiled now, in our order of blocks; kept apart by mask."""
     import flash_attn.cute.flash_bwd_sm90 as backward
     import flash_attn.cute.flash_fwd_sm90 as forward
     from flash_attn.cute.tile_scheduler import SingleTileScheduler
@@ -253,10 +250,10 @@ def _scheduler(last_first: bool = False) -> type:
 
         @staticmethod
         def create(params: Any, context: Any = None, *, loc: Any = None, ip: Any = None) -> Any:
-            head, row, block = cute.arch.block_idx()
+            head, sequence, block = cute.arch.block_idx()
             if last_first:
                 block = params.num_block - 1 - block
-            return SingleTileScheduler(params, (block, head, row), loc=loc, ip=ip)
+            return SingleTileScheduler(params, (block, head, sequence), loc=loc, ip=ip)
 
         @staticmethod
         def get_grid_shape(params: Any, *, loc: Any = None, ip: Any = None) -> tuple:

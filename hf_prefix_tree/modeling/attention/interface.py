@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, causal_mask_function
@@ -55,7 +56,6 @@ def prefix_tree_mask(
     *,
     config: Any,
     mask_function: Callable,
-    q_length: int,
     dtype: torch.dtype,
     device: torch.device,
     local_size: int | None = None,
@@ -66,17 +66,10 @@ def prefix_tree_mask(
     """The mask function behind `"prefix_tree"`; called by Transformers once per layer type and forward."""
     context = active_tree()
     if context is None:
-        return AttentionMaskInterface()[default_implementation(config.__class__)](
-            config=config,
-            mask_function=mask_function,
-            q_length=q_length,
-            dtype=dtype,
-            device=device,
-            use_vmap=use_vmap,
-            allow_is_causal_skip=allow_is_causal_skip,
-            **kwargs,
-            **({} if local_size is None else {"local_size": local_size}),
-        )
+        kwargs |= {"config": config, "mask_function": mask_function, "dtype": dtype, "device": device}
+        kwargs |= {"use_vmap": use_vmap, "allow_is_causal_skip": allow_is_causal_skip}
+        kwargs |= {} if local_size is None else {"local_size": local_size}
+        return AttentionMaskInterface()[default_implementation(config.__class__)](**kwargs)
     if mask_function is bidirectional_mask_function:
         return None  # of a cross attention that this call does not use; an attention that does refuses it
     is_overlaid = use_vmap or (
@@ -85,7 +78,7 @@ def prefix_tree_mask(
     limit = limit_asked_by(config, local_size, is_overlaid)
     if is_overlaid and not limit:
         raise ValueError(
-            f"{type(config).__name__}: this model overlays its causal mask with one of its own, which the tree mask "
+            f"{type(config).__name__}: this model overlays its causal mask with another one, which the tree mask "
             f"does not carry. {FALLBACK_HINT}"
         )
     additive = not uses_attention_interface(config.__class__)
@@ -99,9 +92,10 @@ def prefix_tree_mask(
     call = AttentionCall.of(config, device, attention_dtype(device, dtype), length, **options)
     build: Any = functools.partial(context.mask, flex=True, **limit)
     backend = choose_backend(context.attn_backend, call, build, no_flex)
-    if additive:
-        return context.additive_mask(dtype, **limit)
-    mask = context.mask(flex=backend != "sdpa", **limit)
+    mask = context.mask(flex=backend != "sdpa" and not additive, **limit)
+    if additive:  # numbers to add to the scores
+        assert isinstance(mask, Tensor)
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
     if isinstance(mask, TreeBlockMask):
         mask.backend = backend
     return mask
@@ -109,13 +103,15 @@ def prefix_tree_mask(
 
 def prefix_tree_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attention_mask: Mask | None,
     prefix_tree: TreeContext | None = None,
+    is_causal: bool | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """
     The attention function behind `"prefix_tree"`, with the signature that Transformers expects.
 
@@ -126,35 +122,30 @@ def prefix_tree_attention(
         value (`torch.Tensor` of shape `(B, kv_heads, N, value_dim)`): Values.
         attention_mask (`torch.Tensor` or `BlockMask`, *optional*): The result of [`prefix_tree_mask`].
         prefix_tree ([`TreeContext`], *optional*): The call's tree; without it the model's default attention runs.
+        is_causal (`bool`, *optional*): What the layer asks for; a tree is causal.
+        indices (`torch.Tensor` of shape `(B, N, chosen)`, *optional*): The keys that an indexer chose.
 
     Returns:
         `tuple`: the output `(B, N, heads, value_dim)` and the attention weights where the default gives them.
     """
-    if prefix_tree is None:
-        context = active_tree()
-        if context is None and not _made_for_a_tree(module, attention_mask):
-            if kwargs.get("indices") is not None:  # what eager and sdpa find in their mask
-                attention_mask = _keep_chosen(attention_mask, kwargs.pop("indices"), key.shape[2], query.dtype)
-            return default_attention(module)(module, query, key, value, attention_mask, **kwargs)
-        if context is not None and not context.owns(attention_mask):
-            raise ValueError(
-                f"{type(module).__name__} got neither the tree nor the tree's mask: this architecture drops the "
-                f"keyword arguments of the call or attends to something else. {FALLBACK_HINT}"
-            )
-        assert attention_mask is not None
-        return _tree_attention(module, query, key, value, attention_mask, **kwargs)
-    if not isinstance(prefix_tree, TreeContext):
+    context = TreeContext.at_layer(prefix_tree) or active_tree()
+    if context is None and not _made_for_a_tree(module, attention_mask):
+        if indices is not None:  # what eager and sdpa find in their mask
+            attention_mask = _keep_chosen(attention_mask, indices, key.shape[2], query.dtype)
+        kwargs |= {} if is_causal is None else {"is_causal": is_causal}
+        return default_attention(module)(module, query, key, value, attention_mask, **kwargs)
+    if context is not None and not torch.compiler.is_compiling() and not context.owns(attention_mask):
         raise ValueError(
-            "`prefix_tree` reached the attention as a raw tensor: call `hf_prefix_tree.prepare_model(model)` before "
-            "training (and use peft >= 0.21: older versions go around the model's hooks)."
-        )
-    if not torch.compiler.is_compiling() and not prefix_tree.owns(attention_mask):
-        raise ValueError(
-            f"{type(module).__name__} got an attention mask that is not the tree's (the model builds or changes "
-            f"masks by itself). {FALLBACK_HINT}"
+            f"{type(module).__name__} got an attention mask that is not the tree's: this architecture builds or "
+            f"changes masks by itself, drops the keyword arguments of the call or attends to something else. "
+            f"{FALLBACK_HINT}"
         )
     assert attention_mask is not None
-    return _tree_attention(module, query, key, value, attention_mask, **kwargs)
+    if is_causal is False:
+        raise ValueError(f"{type(module).__name__} attends to both sides, which no tree does. {FALLBACK_HINT}")
+    if indices is not None:
+        attention_mask = _keep_chosen(attention_mask, indices, key.shape[2], query.dtype)
+    return _attend(module, query, key, value, attention_mask, FALLBACK_HINT, **kwargs)
 
 
 def _made_for_a_tree(module: torch.nn.Module, mask: Mask | None) -> bool:
@@ -163,46 +154,29 @@ def _made_for_a_tree(module: torch.nn.Module, mask: Mask | None) -> bool:
     # it is sdpa the boolean masks of both mean the same.
     if isinstance(mask, BlockMask):
         return True
-    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         return False
     config: Any = module.config
     return default_implementation(config.__class__) == "eager"
 
 
-def _tree_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: Mask,
-    is_causal: bool | None = None,
-    indices: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    if is_causal is False:
-        raise ValueError(f"{type(module).__name__} attends to both sides, which no tree does. {FALLBACK_HINT}")
-    if indices is not None:
-        mask = _keep_chosen(mask, indices, key.shape[2], query.dtype)
-    return _attend(module, query, key, value, mask, FALLBACK_HINT, **kwargs)
-
-
 def _attend(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     mask: Mask,
     hint: str,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """The attention of both implementations, by the kernel that the mask is made for."""
     refuse_attention_dropout("attention_dropout", dropout)  # of a config that names it otherwise
-    unknown = [name for name, x in kwargs.items() if isinstance(x, torch.Tensor) and name not in _NOT_FOR_ATTENTION]
+    unknown = [name for name, x in kwargs.items() if isinstance(x, Tensor) and name not in _NOT_FOR_ATTENTION]
     if position_bias is not None or unknown:
         raise ValueError(
             f"{type(module).__name__} hands its attention {unknown or ['position_bias']}, which is not supported. "
@@ -225,9 +199,9 @@ def _attend(
     return output.transpose(1, 2).contiguous(), None
 
 
-def _keep_chosen(mask: Mask | None, indices: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
+def _keep_chosen(mask: Mask | None, indices: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """The mask without the keys that an indexer did not choose: `indices` is `[B, queries, chosen]`."""
-    if not isinstance(mask, torch.Tensor):
+    if not isinstance(mask, Tensor):
         raise ValueError("sparse attention needs a dense mask: use `attn_backend='auto'`, which gives it one.")
     chosen = torch.zeros((*indices.shape[:2], length), dtype=torch.bool, device=indices.device)
     chosen = chosen.scatter(-1, indices.long(), True)[:, None]
@@ -241,7 +215,7 @@ def diffusion_mask(
     q_length: int,
     dtype: torch.dtype,
     device: torch.device,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: Tensor | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
     **kwargs: Any,
@@ -255,7 +229,7 @@ def diffusion_mask(
         )
     if use_vmap:
         raise ValueError(
-            f"{type(config).__name__}: this model overlays its mask with one of its own, which a diffusion language "
+            f"{type(config).__name__}: this model overlays its mask with another one, which a diffusion language "
             "model can't keep. Use a text model with plain attention."
         )
     longest = q_length if context.longest is None else context.longest
@@ -279,13 +253,8 @@ def diffusion_mask(
 
 
 def diffusion_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Mask | None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask | None, **kwargs: Any
+) -> tuple[Tensor, None]:
     """
     The attention function behind `"diffusion"`, with the signature that Transformers expects.
 
@@ -300,7 +269,7 @@ def diffusion_attention(
         `tuple`: the output `(B, N, heads, value_dim)`, and `None` for the attention weights.
     """
     is_ours = isinstance(attention_mask, BlockMask) or (
-        isinstance(attention_mask, torch.Tensor) and attention_mask.dtype == torch.bool
+        isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool
     )
     if not is_ours:
         raise ValueError(

@@ -1,6 +1,6 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """The arithmetic of masked attention, whatever the mask stands for: dense in plain PyTorch, or FlexAttention compiled
-once for all row lengths.
+once for all lengths.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 
@@ -24,15 +25,15 @@ def attention_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 
 def attend_dense(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
     *,
     scale: float | None = None,
     softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None = None,
+) -> Tensor:
     """
     Attention under a dense mask: SDPA, or matmul and softmax where it has a softcap or sinks.
 
@@ -67,19 +68,12 @@ def attend_dense(
 
 
 def attend_flex(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: BlockMask,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, *, sinks: Tensor | None = None, **options: Any
+) -> Tensor:
     """
     The same under a block mask; arguments and result as for [`attend_dense`], N a multiple of 128.
     """
-    output, lse = flex_with_lse(query, key, value, mask, scale=scale, softcap=softcap)
+    output, lse = flex_with_lse(query, key, value, mask, **options)
     if sinks is None:
         return output
     # softmax over keys and sink = softmax over keys * sigmoid(lse - sink), in float32
@@ -88,26 +82,30 @@ def attend_flex(
 
 
 def flex_with_lse(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     mask: BlockMask,
     *,
     scale: float | None = None,
     softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """
     FlexAttention by Triton; arguments as for [`attend_flex`].
 
     Returns:
         `tuple`: the output `(B, heads, N, value_dim)` and the log-sum-exp of the scores `(B, heads, N)`, float32.
     """
-    score_mod = None if softcap is None else _softcap_mod(softcap)
-    attend = _triton if torch.compiler.is_compiling() else functools.partial(_call_compiled, _triton)
-    return attend(_without_gaps(query), _without_gaps(key), _without_gaps(value), mask, score_mod, scale)
+    args: Any = (
+        *map(_without_gaps, (query, key, value)),
+        mask,
+        None if softcap is None else _softcap_mod(softcap),
+        scale,
+    )
+    return _triton(*args) if torch.compiler.is_compiling() else _call_compiled(_triton, *args)
 
 
-def _without_gaps(x: torch.Tensor) -> torch.Tensor:
+def _without_gaps(x: Tensor) -> Tensor:
     """
     `x`, copied if it is a slice of something larger, as of a fused projection: the kernels are slower on that (7% in
     bf16 with heads of 128, on an H200), and the backward would keep all of it. Tokens may lie before heads, as
@@ -119,13 +117,8 @@ def _without_gaps(x: torch.Tensor) -> torch.Tensor:
 
 
 def _triton(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: BlockMask,
-    score_mod: Callable | None,
-    scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, score_mod: Callable | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
     # The compiler does not know that a dynamic length is a multiple of the block, and would check every load (25-30%
     # slower): tell it. One graph then serves every length at the speed of a static one.
     is_divisible = True if query.shape[2] % mask.BLOCK_SIZE[0] == 0 else False  # noqa: SIM210 - becomes a guard
@@ -170,7 +163,7 @@ _FLOAT32_OPTIONS: dict[int, dict[str, Any]] = {
 def _splits_products(device_type: str) -> bool:
     """
     Whether float32 products are taken as sums of products of parts, three in TF32 or six in bfloat16, on the tensor
-    cores: as exact as float32, and many times faster than what Triton does otherwise. Whoever allowed TF32 gets that.
+    cores: as exact as float32, and many times faster than what Triton does otherwise. TF32 is used where allowed.
     """
     if device_type != "cuda" or torch.cuda.get_device_capability()[0] != 9:
         return False
@@ -180,13 +173,13 @@ def _splits_products(device_type: str) -> bool:
 
 @contextmanager
 def one_graph_for_all_lengths() -> Iterator[None]:
-    """Dynamo's settings for code whose row length varies; they matter while it compiles."""
+    """Dynamo's settings for code whose sequence length varies; they matter while it compiles."""
     with torch._dynamo.config.patch(_DYNAMO_OPTIONS), torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
         yield
 
 
 # - A recompile limit that is hit runs attention unfused, in silence: fail instead. The limit is raised because every
-#   dtype, head size and kind of mask of every model in the process needs a graph of its own.
+#   dtype, head size and kind of mask of every model in the process needs another graph.
 # - DDP would cut a layer's graph at its buckets, which is meant for the graph of a whole model.
 # - Floats (softcap, scale) are constants of a model.
 # - Hooks on a layer's modules that come or go after it was compiled (adapters, router logits) must be seen.
@@ -213,9 +206,7 @@ def _compiled(function: Callable) -> Callable:
 
 @functools.cache
 def _softcap_mod(softcap: float) -> Callable:
-    def score_mod(
-        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
-    ) -> torch.Tensor:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
     return score_mod

@@ -22,7 +22,6 @@ import torch
 
 from hf_prefix_tree.modeling.attention.implementations import FALLBACK_HINT
 from hf_prefix_tree.modeling.context import TreeContext, active_tree
-from hf_prefix_tree.modeling.positions import Handle
 from hf_prefix_tree.modeling.recurrent.layers import convolve_on_tree, delta_rule_on_tree, mamba2_on_tree
 
 
@@ -61,7 +60,7 @@ _replaced: dict[Key, _Replaced] = {}
 
 
 class _Use:
-    """One model's use of replaced functions. Ends with `remove` or with the model; a copy of the model has its own."""
+    """One model's use of replaced functions. Ends with `remove` or with the model; a copy of the model has another."""
 
     def __init__(self, keys: list[Key]) -> None:
         self.keys = keys
@@ -87,7 +86,7 @@ def _release(keys: list[Key]) -> None:
             _replaced.pop(key).restore()
 
 
-def follow_branches(model: torch.nn.Module) -> list[Handle]:
+def follow_branches(model: torch.nn.Module) -> list[_Use]:
     """
     Makes the recurrent layers of a model follow the branches of a tree.
 
@@ -95,7 +94,7 @@ def follow_branches(model: torch.nn.Module) -> list[Handle]:
         model (`torch.nn.Module`): A model all of whose recurrent layers can follow a tree.
 
     Returns:
-        `list[Handle]`: what undoes it; empty for a model without recurrent layers.
+        `list`: what undoes it; empty for a model without recurrent layers.
     """
     # where the forward is from: that is where it finds the functions, whatever was made of the mixer's class
     files = {inspect.unwrap(type(mixer).forward).__module__: None for mixer in _mixers(model)}
@@ -129,9 +128,9 @@ def why_not_served(mixer: torch.nn.Module) -> str | None:
     known = [name for name in _ON_TREE if name in calls]
     if "causal_conv1d_fn" not in known:
         return "it calls no function that could"
-    deaf = [name for name in known if not calls[name]]
-    if deaf:
-        return f"in this Transformers it does not hand `{deaf[0]}` the keyword arguments of the call"
+    dropping = [name for name in known if not calls[name]]
+    if dropping:
+        return f"in this Transformers it does not hand `{dropping[0]}` the keyword arguments of the call"
     return None
 
 
@@ -155,13 +154,8 @@ def _tree_aware(replaced: _Replaced) -> Callable:
 
     @functools.wraps(original, updated=())
     def function(*args: Any, prefix_tree: Any = None, **kwargs: Any) -> Any:
-        if isinstance(prefix_tree, TreeContext):
-            return _run(name, original, prefix_tree, *args, **kwargs)
-        if prefix_tree is not None:
-            raise ValueError(
-                "`prefix_tree` reached a recurrent layer as a raw tensor: call `hf_prefix_tree.prepare_model(model)` "
-                "before training (and use peft >= 0.21: older versions go around the model's hooks)."
-            )
+        if (context := TreeContext.at_layer(prefix_tree)) is not None:
+            return _run(name, original, context, *args, **kwargs)
         # The compiler cannot read a context variable; the self-verification ran without it. Nobody uses a function
         # that somebody wrapped and kept: newer ones call it through theirs.
         if not torch.compiler.is_compiling() and replaced.users and active_tree() is not None:

@@ -11,12 +11,11 @@ In the delta rule (Gated DeltaNet: one decay for each head, Kimi delta attention
 of a head, `[key_dim, value_dim]`, changes by `S <- A_t S + k_t v_t'`, so a segment is an affine map of it. Its matrix
 part comes from the model's scan: columns with values of zero that start from the identity end as the product of the
 `A_t`. Finding the maps costs a scan of `value_dim + key_dim` columns. On a GPU with flash-linear-attention the
-segments of a call lie one after another; elsewhere the scan of the modeling file gets them as the rows of padded
-batches.
+segments of a call lie one after another; elsewhere the scan of the modeling file gets them as padded batches.
 
 In Mamba2 the state of a head changes by `h <- exp(A dt_t) h + dt_t B_t x_t'`, so a segment multiplies the state before
 it by one number for each head, `exp(A sum(dt))`, and the maps of segments cost one scan. The scan of the modeling
-file, a kernel of mamba-ssm or the reference, takes a state for each row of a batch: segments are the rows of padded
+file, a kernel of mamba-ssm or the reference, takes a state for each sequence of a batch: segments make up padded
 batches.
 """
 
@@ -30,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hf_prefix_tree.modeling.context import TreeContext
 from hf_prefix_tree.modeling.recurrent.scan import Batch, Recurrence, Segments, scan_on_tree, segments_of
@@ -37,13 +37,13 @@ from hf_prefix_tree.tree.layout import Int64Array
 
 
 def convolve_on_tree(
-    convolve: Callable[..., torch.Tensor],
+    convolve: Callable[..., Tensor],
     context: TreeContext,
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     **kwargs: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """
     A causal convolution over time that follows the branches.
 
@@ -51,8 +51,8 @@ def convolve_on_tree(
         convolve (`Callable`): The convolution of the model, `convolve(hidden_states, weight, bias, **kwargs)`.
         context ([`TreeContext`]): The call's tree.
         hidden_states (`torch.Tensor` of shape `(B, channels, N)`): Inputs.
-        weight (`torch.Tensor` of shape `(channels, width)`): One filter for each channel; the last entry is the
-            token's own.
+        weight (`torch.Tensor` of shape `(channels, width)`): One filter for each channel; the last entry is for
+            the token itself.
         bias (`torch.Tensor` of shape `(channels,)`, *optional*): Of the convolution.
 
     Returns:
@@ -104,19 +104,19 @@ logger = logging.getLogger(__name__)
 
 def delta_rule_on_tree(
     kernel: str,
-    scan: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    scan: Callable[..., tuple[Tensor, Tensor]],
     context: TreeContext,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     *,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """
     The delta rule over the branches of a tree.
 
@@ -128,25 +128,25 @@ def delta_rule_on_tree(
         value (`torch.Tensor` of shape `(B, N, heads, value_dim)`): Values.
         g (`torch.Tensor` of shape `(B, N, heads)` or `(B, N, heads, key_dim)`): Logarithm of the decay.
         beta (`torch.Tensor` of shape `(B, N, heads)`): How much a token overwrites.
-        initial_state, output_final_state, cu_seqlens: Of a cache and of packed rows; refused.
+        initial_state, output_final_state, cu_seqlens: Of a cache and of packed sequences; refused.
 
     Returns:
         `tuple`: the output `(B, N, heads, value_dim)`, and no state.
     """
     if initial_state is not None or output_final_state or cu_seqlens is not None:
-        raise ValueError("A recurrent layer got a cache or packed rows together with `prefix_tree`; pass neither.")
+        raise ValueError("A recurrent layer got a cache or packed sequences beside `prefix_tree`; pass neither.")
     recurrence = delta_rule(kernel, scan, query, key, value, g, beta, **kwargs)
     return scan_on_tree(segments_of(context), recurrence).view(value.shape), None
 
 
 def delta_rule(
     kernel: str,
-    scan: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    scan: Callable[..., tuple[Tensor, Tensor]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
     **kwargs: Any,
 ) -> Recurrence:
     """The [`Recurrence`] of these inputs; arguments as in [`delta_rule_on_tree`]."""
@@ -155,15 +155,15 @@ def delta_rule(
     heads, key_dim, value_dim = value.shape[2], key.shape[3], value.shape[3]
     precise = torch.promote_types(value.dtype, torch.float32)
 
-    def run(batch: Batch, taken: list[torch.Tensor], state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(batch: Batch, taken: list[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
         q, k, v, log_decay, overwrite = taken
         call = scan if scan_line is None else functools.partial(scan_line, cu_seqlens=batch.bounds)
         return call(q, k, v, g=log_decay, beta=overwrite, initial_state=state, output_final_state=True, **kwargs)
 
-    def forward(batch: Batch, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(batch: Batch, state: Tensor | None) -> tuple[Tensor, Tensor]:
         return run(batch, [batch.take(x) for x in inputs], state)
 
-    def affine(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def affine(batch: Batch) -> tuple[Tensor, Tensor]:
         k, v, log_decay, overwrite = (batch.take(x) for x in inputs[1:])
         v = torch.nn.functional.pad(v, (0, key_dim))
         segments = len(batch.tokens) if batch.bounds is None else len(batch.bounds) - 1
@@ -194,24 +194,24 @@ def line_kernel(name: str, device_type: str) -> Callable | None:
 
 
 def mamba2_on_tree(
-    scan: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    scan: Callable[..., tuple[Tensor, Tensor]],
     context: TreeContext,
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
     *,
     chunk_size: int,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    initial_states: torch.Tensor | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
     **kwargs: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """
     The scan of Mamba2 over the branches of a tree.
 
@@ -242,22 +242,22 @@ def mamba2_on_tree(
 
 
 def mamba2(
-    scan: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
+    scan: Callable[..., tuple[Tensor, Tensor]],
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
     **options: Any,
 ) -> Recurrence:
     """The [`Recurrence`] of these inputs; arguments as in [`mamba2_on_tree`], `dt` the step sizes themselves."""
     inputs = [x.reshape(-1, *x.shape[2:]) for x in (hidden_states, dt, B, C)]
 
-    def forward(batch: Batch, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(batch: Batch, state: Tensor | None) -> tuple[Tensor, Tensor]:
         x, step, b, c = (batch.take(x) for x in inputs)
         return scan(x, step, A, b, c, initial_states=state, return_final_states=True, **options)
 
-    def affine(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def affine(batch: Batch) -> tuple[Tensor, Tensor]:
         _, end = forward(batch, None)
         decay = (A.float() * batch.take(inputs[1]).sum(dim=1)).exp()
         return end, decay[..., None, None]

@@ -22,22 +22,23 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hf_prefix_tree.modeling.context import TreeContext
 from hf_prefix_tree.tree.layout import Int64Array, ranges
 
-SHORTEST_ROW = 64  # tokens; segments up to it share a padded batch: the chunk size of most scans
+SHORTEST_PADDED = 64  # tokens; segments up to it share a padded batch: the chunk size of most scans
 
 
 class Batch(NamedTuple):
-    """The segments of one call of a scan: one after another, or as the rows of a padded batch."""
+    """The segments of one call of a scan: one after another, or as a padded batch."""
 
-    tokens: torch.Tensor  # [1, T] or [segments, longest], int64: positions in the flattened rows
-    padding: torch.Tensor | None  # bool of the same shape, `None` where nothing is padded
-    bounds: torch.Tensor | None  # int64 [segments + 1]: where segments start and end in [1, T]; `None` where padded
+    tokens: Tensor  # [1, T] or [segments, longest], int64: positions in the flattened batch
+    padding: Tensor | None  # bool of the same shape, `None` where nothing is padded
+    bounds: Tensor | None  # int64 [segments + 1]: where segments start and end in [1, T]; `None` where padded
     first: int | None = None  # where the tokens begin, if they follow one another
 
-    def take(self, flat: torch.Tensor) -> torch.Tensor:
+    def take(self, flat: Tensor) -> Tensor:
         """The tokens of the segments, zero where padded: `(B * N, ...)` to `(*tokens.shape, ...)`."""
         if self.first is not None:
             return flat.narrow(0, self.first, self.tokens.shape[1])[None]
@@ -58,7 +59,7 @@ class Schedule(NamedTuple):
 
 class Segments:
     """
-    The segments of a batch of rows, in preorder; positions count through all rows.
+    The segments of a batch, in preorder; positions count through all packed sequences.
 
     Args:
         context ([`TreeContext`]): The call's tree.
@@ -87,7 +88,7 @@ class Segments:
             unreal = context.attention_mask.reshape(-1).cpu().numpy()[start] == 0
             has_child = np.bincount(parents + 1, minlength=len(start) + 1)[1:] > 0
             is_real = ~(unreal & (parents < 0) & (length == 1) & ~has_child)
-            is_real[0] |= not is_real.any()  # of rows that are all padding one token, so that every layer has work
+            is_real[0] |= not is_real.any()  # of a batch that is all padding one token, so that every layer has work
         renumbered = np.append(np.cumsum(is_real) - 1, -1)
         self.start, self.length = start[is_real], length[is_real]
         self.parent = renumbered[parents[is_real]]
@@ -99,7 +100,7 @@ class Segments:
         self.is_parent = np.zeros(len(level), bool)
         self.is_parent[self.parent[self.parent >= 0]] = True
         self._schedules: dict[tuple[bytes, bool], Schedule] = {}
-        self._indices: dict[str, tuple[torch.Tensor, ...]] = {}
+        self._indices: dict[str, tuple[Tensor, ...]] = {}
 
     def schedule(self, segments: Int64Array, *, padded: bool) -> Schedule:
         """
@@ -114,7 +115,7 @@ class Segments:
             self._schedules[key] = self._padded(segments) if padded else self._in_a_line(segments)
         return self._schedules[key]
 
-    def indices(self, name: str, build: Callable[[], tuple[Int64Array, ...]]) -> tuple[torch.Tensor, ...]:
+    def indices(self, name: str, build: Callable[[], tuple[Int64Array, ...]]) -> tuple[Tensor, ...]:
         """The arrays of `build` as tensors on the device; built once under this name."""
         if name not in self._indices:
             self._indices[name] = tuple(torch.from_numpy(values).to(self.device) for values in build())
@@ -130,7 +131,7 @@ class Segments:
         return Schedule(segments, [batch], [len(segments)], tokens)
 
     def _padded(self, segments: Int64Array) -> Schedule:
-        size = np.maximum(self.length[segments], SHORTEST_ROW)
+        size = np.maximum(self.length[segments], SHORTEST_PADDED)
         bucket = np.ceil(np.log2(size)).astype(np.int64)
         order, batches, tokens = [], [], []
         for key in np.unique(bucket):
@@ -167,17 +168,17 @@ class Recurrence(NamedTuple):
     """The operations of a kind of recurrent layer that a scan on a tree needs."""
 
     # The segments of a batch from their states (`None`: from zero) to their outputs and the states they end in.
-    scan: Callable[[Batch, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+    scan: Callable[[Batch, Tensor | None], tuple[Tensor, Tensor]]
     # The segments of a batch to their affine maps: the state reached from zero, and what multiplies the state before.
-    affine: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]]
+    affine: Callable[[Batch], tuple[Tensor, Tensor]]
     # The second part of a map, applied to the states before.
-    apply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    apply: Callable[[Tensor, Tensor], Tensor]
     padded: bool  # whether `scan` takes a padded batch, not one segment after another
 
 
-def scan_on_tree(segments: Segments, recurrence: Recurrence) -> torch.Tensor:
+def scan_on_tree(segments: Segments, recurrence: Recurrence) -> Tensor:
     """
-    The outputs of a scan over all segments, in row order.
+    The outputs of a scan over all segments, in the order of the tokens.
 
     Args:
         segments ([`Segments`]): The segments of the packed sequences.
@@ -196,7 +197,7 @@ def forking_is_cheaper(segments: Segments) -> bool:
     return (segments.num_levels - 2) * call_tokens <= scanned_again
 
 
-def fork(segments: Segments, recurrence: Recurrence) -> torch.Tensor:
+def fork(segments: Segments, recurrence: Recurrence) -> Tensor:
     """[`scan_on_tree`] level by level: as many calls as the tree has levels."""
     schedules = [
         segments.schedule(np.flatnonzero(segments.level == level), padded=recurrence.padded)
@@ -211,10 +212,10 @@ def fork(segments: Segments, recurrence: Recurrence) -> torch.Tensor:
     for schedule, parent in zip(schedules[1:], parents, strict=True):
         more, ends = _scan(recurrence, schedule, ends.index_select(0, parent))
         outputs += more
-    return _in_row_order(segments, f"forked, padded={recurrence.padded}", schedules, outputs)
+    return _in_token_order(segments, f"forked, padded={recurrence.padded}", schedules, outputs)
 
 
-def link(segments: Segments, recurrence: Recurrence) -> torch.Tensor:
+def link(segments: Segments, recurrence: Recurrence) -> Tensor:
     """[`scan_on_tree`] by the affine maps of the segments that have children: two calls."""
     everything = segments.schedule(np.arange(len(segments.start)), padded=recurrence.padded)
     above = segments.schedule(np.flatnonzero(segments.is_parent), padded=recurrence.padded)
@@ -238,21 +239,17 @@ def link(segments: Segments, recurrence: Recurrence) -> torch.Tensor:
             ends.append(offset + recurrence.apply(factor, ends[-1].index_select(0, before)))
     states = torch.cat([*ends, torch.zeros_like(offsets[0][:1])])
     outputs, _ = _scan(recurrence, everything, states.index_select(0, parents))
-    return _in_row_order(segments, f"linked, padded={recurrence.padded}", [everything], outputs)
+    return _in_token_order(segments, f"linked, padded={recurrence.padded}", [everything], outputs)
 
 
-def _scan(
-    recurrence: Recurrence, schedule: Schedule, before: torch.Tensor | None
-) -> tuple[list[torch.Tensor], torch.Tensor]:
+def _scan(recurrence: Recurrence, schedule: Schedule, before: Tensor | None) -> tuple[list[Tensor], Tensor]:
     """Outputs of each call, and the states that the segments end in, in the schedule's order."""
     states = [None] * len(schedule.counts) if before is None else before.split(schedule.counts)
     done = [recurrence.scan(batch, state) for batch, state in zip(schedule.batches, states, strict=True)]
     return [output for output, _ in done], torch.cat([end for _, end in done])
 
 
-def _in_row_order(
-    segments: Segments, name: str, schedules: list[Schedule], outputs: list[torch.Tensor]
-) -> torch.Tensor:
+def _in_token_order(segments: Segments, name: str, schedules: list[Schedule], outputs: list[Tensor]) -> Tensor:
     if len(outputs) == 1 and (first := schedules[0].batches[0].first) is not None:
         flat = outputs[0][0]
         after = segments.num_tokens - first - len(flat)

@@ -10,43 +10,20 @@ device. [`tree_mask_mod`] is the mask as FlexAttention's function of a pair.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from hf_prefix_tree.modeling.attention.masks import chunk, window
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE, DEPTH, SUBTREE_END
 
-
-class MaskKind(Protocol):
-    """The functions that the module of a kind defines; see `masks/window.py`."""
-
-    def sees(self, query_depth: torch.Tensor, key_depth: torch.Tensor, limit: Any, /) -> torch.Tensor: ...
-
-    def block_bounds(
-        self,
-        query_low: torch.Tensor,
-        query_high: torch.Tensor,
-        key_low: torch.Tensor,
-        key_high: torch.Tensor,
-        limit: int,
-        /,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def keys_seen(self, depth: npt.NDArray[np.int64], limit: int, /) -> npt.NDArray[np.int64]: ...
-
-    def asked_by(self, config: Any, local_size: int | None, is_overlaid: bool) -> int | None: ...
-
-    def size_in(self, config: Any) -> int | None: ...
-
-    def layers_in(self, config: Any) -> int: ...
-
-
-# The first kind that a config asks for is the mask of the layer.
-KINDS: dict[str, MaskKind] = {"chunk": chunk, "window": window}
+# The kinds by name: modules that define the functions of `masks/window.py`. The first one that a config asks for is
+# the mask of the layer.
+KINDS: dict[str, Any] = {"chunk": chunk, "window": window}
 
 
 def limit_asked_by(config: Any, local_size: int | None, is_overlaid: bool) -> dict[str, int]:
@@ -56,7 +33,7 @@ def limit_asked_by(config: Any, local_size: int | None, is_overlaid: bool) -> di
     Args:
         config (`PretrainedConfig`): The config of the language model.
         local_size (`int`, *optional*): Window or chunk size that Transformers asks the mask function for.
-        is_overlaid (`bool`): Whether the model lays a mask of its own over the causal one.
+        is_overlaid (`bool`): Whether the model lays another mask over the causal one.
     """
     for name, kind in KINDS.items():
         limit = kind.asked_by(config, local_size, is_overlaid)
@@ -119,14 +96,14 @@ def kind_of(limit: Mapping[str, int | None]) -> tuple[str, int | None]:
     return given[0] if given else ("causal", None)
 
 
-def dense_mask(prefix_tree: torch.Tensor, **limit: int | None) -> torch.Tensor:
+def dense_mask(prefix_tree: Tensor, **limit: int | None) -> Tensor:
     """
     The mask as one boolean per pair of tokens.
 
     Args:
-        prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): The tree rows of the batch contract.
+        prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): As in the batch contract.
         limit: At most one of `window` (`int`), tokens of path distance that a token sees, and `chunk` (`int`): a token
-            sees its own chunk of so many tokens of depth.
+            sees the tokens of its chunk, of so many tokens of depth.
 
     Returns:
         `torch.Tensor` of shape `(B, 1, N, N)`, bool: `True` where the query (third axis) sees the key (fourth).
@@ -148,8 +125,8 @@ def dense_mask(prefix_tree: torch.Tensor, **limit: int | None) -> torch.Tensor:
     index = torch.arange(subtree_end.shape[1], device=subtree_end.device, dtype=subtree_end.dtype)
     mask = (index[:, None] < subtree_end[:, None, :]).tril_()  # in place: no other N x N tensor
     for start in range(0, len(index) if number is not None else 0, 1024):
-        rows = slice(start, start + 1024)
-        mask[:, rows] &= KINDS[kind].sees(depth[:, rows, None], depth[:, None, :], number)
+        queries = slice(start, start + 1024)
+        mask[:, queries] &= KINDS[kind].sees(depth[:, queries, None], depth[:, None, :], number)
     return mask[:, None]
 
 
@@ -157,13 +134,13 @@ class TreeBlockMask(BlockMask):
     """A block mask, what runs it (`"flex"`: Triton, or `"flash"`), and what the pairs of a partial block depend on."""
 
     backend: str = "flex"
-    subtree_end: torch.Tensor  # [B, N] int32
-    depth: torch.Tensor  # [B, N] int32
+    subtree_end: Tensor  # [B, N] int32
+    depth: Tensor  # [B, N] int32
     kind: str  # "causal" or one of `KINDS`
-    limit: torch.Tensor | None  # [1] int32: the window, or the size of chunks
+    limit: Tensor | None  # [1] int32: the window, or the size of chunks
 
 
-def tree_block_mask(prefix_tree: torch.Tensor, **limit: int | None) -> TreeBlockMask:
+def tree_block_mask(prefix_tree: Tensor, **limit: int | None) -> TreeBlockMask:
     """
     The mask as FlexAttention's [`~torch.nn.attention.flex_attention.BlockMask`].
 
@@ -172,13 +149,13 @@ def tree_block_mask(prefix_tree: torch.Tensor, **limit: int | None) -> TreeBlock
     The bounds of another kind are by the smallest and the largest depth of a block.
 
     Args:
-        prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): The tree rows; N a multiple of 128.
+        prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): As in the batch contract; N a multiple of 128.
         limit: As in [`dense_mask`].
     """
     kind, number = kind_of(limit)
     length = prefix_tree.shape[2]
     assert length % BLOCK_SIZE == 0  # `why_not_flex` refuses others
-    subtree_end, depth = _rows(prefix_tree)
+    subtree_end, depth = _bounds_and_depths(prefix_tree)
     size = block_size(length)
     end_low, end_high = _block_bounds(subtree_end, size)
     block = torch.arange(end_low.shape[1], device=subtree_end.device, dtype=subtree_end.dtype)
@@ -208,13 +185,13 @@ def tree_block_mask(prefix_tree: torch.Tensor, **limit: int | None) -> TreeBlock
     return mask
 
 
-def tree_mask_mod(prefix_tree: torch.Tensor, **limit: int | None) -> Callable[..., torch.Tensor]:
+def tree_mask_mod(prefix_tree: Tensor, **limit: int | None) -> Callable[..., Tensor]:
     """
     The mask as a `mask_mod` of FlexAttention: a function of batch, head, query and key that tells whether the query
     sees the key. `create_block_mask` takes it, but [`tree_block_mask`] is much faster.
 
     Args:
-        prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): The tree rows of the batch contract.
+        prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): As in the batch contract.
         limit: As in [`dense_mask`].
 
     Example:
@@ -224,10 +201,10 @@ def tree_mask_mod(prefix_tree: torch.Tensor, **limit: int | None) -> Callable[..
     >>> from hf_prefix_tree import Branch, DataCollatorForPrefixTree, fold, tree_mask_mod
     >>> paths = [5, 6, 7, 8, 9], [5, 6, 7, 3], [5, 6, 4, 2]
     >>> tree = fold([Branch(path, [1] * len(path)) for path in paths])
-    >>> rows = DataCollatorForPrefixTree(pad_token_id=0, pad_to_multiple_of=8)([tree])["prefix_tree"]
+    >>> packed = DataCollatorForPrefixTree(pad_token_id=0, pad_to_multiple_of=8)([tree])["prefix_tree"]
     >>> query, key = torch.arange(8)[:, None], torch.arange(8)
-    >>> for row in tree_mask_mod(rows)(0, 0, query, key).int():
-    ...     print(*(".#"[seen] for seen in row))
+    >>> for keys in tree_mask_mod(packed)(0, 0, query, key).int():
+    ...     print(*(".#"[seen] for seen in keys))
     # . . . . . . .
     # # . . . . . .
     # # # . . . . .
@@ -236,8 +213,8 @@ def tree_mask_mod(prefix_tree: torch.Tensor, **limit: int | None) -> Callable[..
     # # # . . # . .
     # # . . . . # .
     # # . . . . # #
-    >>> for row in tree_mask_mod(rows, window=2)(0, 0, query, key).int():
-    ...     print(*(".#"[seen] for seen in row))
+    >>> for keys in tree_mask_mod(packed, window=2)(0, 0, query, key).int():
+    ...     print(*(".#"[seen] for seen in keys))
     # . . . . . . .
     # # . . . . . .
     . # # . . . . .
@@ -250,15 +227,13 @@ def tree_mask_mod(prefix_tree: torch.Tensor, **limit: int | None) -> Callable[..
     ```
     """
     kind, number = kind_of(limit)
-    subtree_end, depth = _rows(prefix_tree)
+    subtree_end, depth = _bounds_and_depths(prefix_tree)
     return _mask_mod(subtree_end, depth, kind, _on_device(number, depth))
 
 
-def _rows(prefix_tree: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _bounds_and_depths(prefix_tree: Tensor) -> tuple[Tensor, Tensor]:
     # Clones, not views: the compiler would also specialise on the tensor that they are views of.
-    subtree_end, depth = (
-        prefix_tree[:, row].clone(memory_format=torch.contiguous_format) for row in (SUBTREE_END, DEPTH)
-    )
+    subtree_end, depth = (prefix_tree[:, x].clone(memory_format=torch.contiguous_format) for x in (SUBTREE_END, DEPTH))
     return subtree_end, depth
 
 
@@ -288,7 +263,7 @@ _MOST_BLOCKS = 4096
 _LISTED_AT_ONCE = 2**22  # pairs of blocks: bounds what a listing needs beside its result
 
 
-def _block_bounds(values: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _block_bounds(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Smallest and largest value of each block, `[B, nb]` each; the last block may be shorter."""
     missing = -values.shape[1] % size
     if missing:
@@ -296,40 +271,38 @@ def _block_bounds(values: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.
     return values.unflatten(1, (-1, size)).aminmax(dim=-1)
 
 
-def listed_blocks(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per row of blocks, how many are set and which, the set ones first: `[B, 1, nb]` and `[B, 1, nb, nb]` int32."""
+def listed_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Per block of queries, how many blocks are set, `[B, 1, nb]`, and which, those first, `[B, 1, nb, nb]`; int32."""
     batch_size, num_blocks, _ = blocks.shape
     column = torch.arange(num_blocks, device=blocks.device, dtype=torch.int32)
     counts = torch.empty((batch_size, 1, num_blocks), dtype=torch.int32, device=blocks.device)
     indices = torch.empty((batch_size, 1, num_blocks, num_blocks), dtype=torch.int32, device=blocks.device)
-    rows = max(1, _LISTED_AT_ONCE // (batch_size * num_blocks))
-    for start in range(0, num_blocks, rows):
-        listed = blocks[:, start : start + rows]
+    at_once = max(1, _LISTED_AT_ONCE // (batch_size * num_blocks))
+    for start in range(0, num_blocks, at_once):
+        listed = blocks[:, start : start + at_once]
         rank = listed.cumsum(dim=-1, dtype=torch.int32)  # set blocks up to this one
         count = rank[..., -1:]
         place = torch.where(listed, rank - 1, count + column - rank).long()
-        indices[:, 0, start : start + rows].scatter_(-1, place, column.expand_as(place))
-        counts[:, 0, start : start + rows] = count[..., 0]
+        indices[:, 0, start : start + at_once].scatter_(-1, place, column.expand_as(place))
+        counts[:, 0, start : start + at_once] = count[..., 0]
     return counts, indices
 
 
-def _on_device(number: int | None, like: torch.Tensor) -> torch.Tensor | None:
+def _on_device(number: int | None, like: Tensor) -> Tensor | None:
     return None if number is None else torch.full((1,), number, device=like.device, dtype=like.dtype)
 
 
-def _mask_mod(
-    subtree_end: torch.Tensor, depth: torch.Tensor, kind: str, limit: torch.Tensor | None
-) -> Callable[..., torch.Tensor]:
+def _mask_mod(subtree_end: Tensor, depth: Tensor, kind: str, limit: Tensor | None) -> Callable[..., Tensor]:
     # Code objects that read tensors, never Python numbers: FlexAttention compiles each once for each kind. A window
     # may be a scalar of the model, but the kernel reads it from a tensor: one compiled graph for all windows.
-    def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (q < subtree_end[b, k])
 
     if limit is None:
         return visible
     sees = KINDS[kind].sees
 
-    def visible_and_seen(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    def visible_and_seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (q < subtree_end[b, k]) & sees(depth[b, q], depth[b, k], limit[0])
 
     return visible_and_seen

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Chunked attention on a tree: a token sees the tokens of its path in its own chunk of depths."""
+"""Chunked attention on a tree: a token sees the tokens of its path in its chunk of depths."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
+from torch import Tensor
 
 
-def sees(query_depth: torch.Tensor, key_depth: torch.Tensor, chunk: int | torch.Tensor) -> torch.Tensor:
+def sees(query_depth: Tensor, key_depth: Tensor, chunk: int | Tensor) -> Tensor:
     """Which keys of its path a query sees; for the dense mask and the `mask_mod`."""
     return query_depth // chunk == key_depth // chunk
 
 
 def block_bounds(
-    query_low: torch.Tensor, query_high: torch.Tensor, key_low: torch.Tensor, key_high: torch.Tensor, chunk: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query_low: Tensor, query_high: Tensor, key_low: Tensor, key_high: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
     """
     Pairs of blocks, by the smallest and the largest depth of each, of which some pair may be visible (their ranges of
     chunks meet), and those of which all are (all depths are of one chunk).

@@ -1,8 +1,8 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """The masks of diffusion language models: at most two spans of keys that each query sees.
 
-Every mask here is: query q sees key k iff `start0 <= k < end0` or `start1 <= k < end1`, for spans of q's own, and k is
-attended; and every token sees itself, so that no row of the softmax is empty. That covers full attention, block-causal
+Every mask here is: query q sees key k iff `start0 <= k < end0` or `start1 <= k < end1`, for the spans of q, and k is
+attended; and every token sees itself, so that no softmax is over nothing. That covers full attention, block-causal
 attention, and the `[x_t | x_0]` sequences of block diffusion. [`spans`] builds these numbers; [`dense_mask`] is the
 reference, an N x N tensor; [`block_mask`] describes the same mask to FlexAttention, built directly from block-wise
 minima and maxima: O(N + (N/128)^2) time and memory, no N x N tensor and no wait for the device.
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from hf_prefix_tree.modeling.attention.masks.causal import listed_blocks
@@ -23,20 +24,20 @@ START0, END0, START1, END1, ATTENDED = range(5)
 
 
 def spans(
-    attention_mask: torch.Tensor,
+    attention_mask: Tensor,
     layout: str = "full",
     block_size: int | None = None,
     *,
-    window_start: torch.Tensor | None = None,
-    causal_before: torch.Tensor | None = None,
-) -> torch.Tensor:
+    window_start: Tensor | None = None,
+    causal_before: Tensor | None = None,
+) -> Tensor:
     """
     The spans of keys that each token of a batch sees.
 
     - `"full"`: every token sees every attended one.
-    - `"block_causal"`: a token sees its own block and all earlier ones.
+    - `"block_causal"`: a token sees its block and all earlier ones.
     - `"block_diffusion"`: the sequence is `[x_t | x_0]`, twice as long. A masked token sees its masked block and all
-      earlier clean blocks; a clean token sees the clean blocks up to its own.
+      earlier clean blocks; a clean token sees the clean blocks up to its block.
     - `"hybrid"`: the same sequence, but a clean token sees the clean tokens up to itself: they are those of an
       autoregressive model, and the one after them is not among them.
 
@@ -97,7 +98,7 @@ def spans(
     return torch.cat([noisy, clean], dim=2)
 
 
-def dense_mask(spans: torch.Tensor) -> torch.Tensor:
+def dense_mask(spans: Tensor) -> Tensor:
     """
     The mask as one boolean per pair of tokens.
 
@@ -114,7 +115,7 @@ def dense_mask(spans: torch.Tensor) -> torch.Tensor:
     return (seen | (index[:, None] == index[None, :]))[:, None]
 
 
-def block_mask(spans: torch.Tensor) -> BlockMask:
+def block_mask(spans: Tensor) -> BlockMask:
     """
     The mask as FlexAttention's [`~torch.nn.attention.flex_attention.BlockMask`].
 
@@ -156,11 +157,9 @@ def block_mask(spans: torch.Tensor) -> BlockMask:
     )
 
 
-def _mask_mod(
-    start0: torch.Tensor, end0: torch.Tensor, start1: torch.Tensor, end1: torch.Tensor, attended: torch.Tensor
-) -> Callable[..., torch.Tensor]:
+def _mask_mod(start0: Tensor, end0: Tensor, start1: Tensor, end1: Tensor, attended: Tensor) -> Callable[..., Tensor]:
     # One code object for every layout, that reads tensors and never Python numbers: it is compiled once.
-    def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         in0 = (k >= start0[b, q]) & (k < end0[b, q])
         in1 = (k >= start1[b, q]) & (k < end1[b, q])
         return ((in0 | in1) & (attended[b, k] != 0)) | (k == q)

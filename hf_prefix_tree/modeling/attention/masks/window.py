@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
+from torch import Tensor
 
 
-def sees(query_depth: torch.Tensor, key_depth: torch.Tensor, window: int | torch.Tensor) -> torch.Tensor:
+def sees(query_depth: Tensor, key_depth: Tensor, window: int | Tensor) -> Tensor:
     """Which keys of its path a query sees; for the dense mask and the `mask_mod`."""
     return query_depth - key_depth < window
 
 
 def block_bounds(
-    query_low: torch.Tensor, query_high: torch.Tensor, key_low: torch.Tensor, key_high: torch.Tensor, window: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query_low: Tensor, query_high: Tensor, key_low: Tensor, key_high: Tensor, window: int
+) -> tuple[Tensor, Tensor]:
     """
     Pairs of blocks, by the smallest and the largest depth of each, of which some pair may be visible (the closest
     depths are near enough), and those of which all are (the farthest are).
