@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from datasets import Dataset, Features, List, Value, load_dataset
 from datasets import IterableDataset as StreamedDataset
 from torch.utils.data import DataLoader, IterableDataset
@@ -17,7 +16,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from hf_prefix_tree.data.baselines import read_samples
 from hf_prefix_tree.data.counts import TRUNCATION, kept_of, truncation_of, without_unsupervised
 from hf_prefix_tree.data.rows import columns_of, rows_of_batch
-from hf_prefix_tree.data.supervision import read_sample
 from hf_prefix_tree.data.trees import cached_map
 from hf_prefix_tree.eagle3.collator import (
     DOCUMENT_KEYS,
@@ -26,26 +24,17 @@ from hf_prefix_tree.eagle3.collator import (
     STRATEGIES,
     DataCollatorForEagle3,
     Document,
-    as_document,
     eagle3_row,
+    read_document,
 )
+from hf_prefix_tree.eagle3.vocabulary import rank_and_size
+from hf_prefix_tree.training.checks import padding_token_of
 from hf_prefix_tree.training.sampling import PaddedStream, rank_loader
 from hf_prefix_tree.tree.folding import check_integer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedTokenizerBase
-
-
-def documents_of(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> list[Document]:
-    """
-    The documents of token rows, given with their indices, without empty ones.
-
-    Raises:
-        `ValueError`: If a row can't be read; its index is named.
-    """
-    documents = [as_document(read_sample(row, f"row {index}")) for index, row in rows]
-    return [(ids, mask) for ids, mask in documents if len(ids)]
 
 
 _MAX_BATCH = 10_000  # documents of a dataset that are packed together
@@ -124,12 +113,12 @@ def pack_eagle3_dataset(
     samples = samples if isinstance(samples, (Dataset, StreamedDataset, Sequence)) else list(samples)
     samples = read_samples(samples, tokenizer, num_proc=num_proc, **options)
     if isinstance(samples, StreamedDataset):
-        return _mapped(samples, _pack_batch, PACKED_COLUMNS, settings)
+        return _mapped(samples, _packed, PACKED_COLUMNS, settings)
     if isinstance(samples, Dataset):
         # Documents of different batches don't share a row, so large ones pack tighter; a batch is in memory as lists.
         size = min(-(-len(samples) // (num_proc or 1)), _MAX_BATCH)
         processes = {"batch_size": max(1, size), "num_proc": num_proc, "desc": "Packing documents"}
-        rows = _mapped(samples, _pack_batch, PACKED_COLUMNS, settings, **processes)
+        rows = _mapped(samples, _packed, PACKED_COLUMNS, settings, **processes)
     else:
         rows = _packed(enumerate(samples), **settings)
     if not len(rows):
@@ -137,28 +126,44 @@ def pack_eagle3_dataset(
     return rows
 
 
+def _documents(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> list[Document]:
+    """The documents of token rows, given with their indices, without empty ones."""
+    documents = [read_document(row, f"row {index}") for index, row in rows]
+    return [document for document in documents if document[0]]
+
+
 def _packed(
     samples: Iterable[tuple[int, Mapping[str, Any]]], length: int, pad_token_id: int, strategy: str
 ) -> list[dict[str, list[int]]]:
-    documents = [(ids[:length], mask[:length]) for ids, mask in documents_of(samples)]
-    return [eagle3_row(row, length, pad_token_id) for row in STRATEGIES[strategy](documents, length)]
+    documents = [(ids[:length], mask[:length]) for ids, mask in _documents(samples)]
+    rows = STRATEGIES[strategy]([len(ids) for ids, _ in documents], length)
+    return [eagle3_row([documents[index] for index in row], length, pad_token_id) for row in rows]
 
 
-def _pack_batch(batch: Mapping[str, Any], indices: Iterable[int], **settings: Any) -> dict[str, list[list[int]]]:
-    rows = _packed(zip(indices, rows_of_batch(batch), strict=True), **settings)
-    return {name: [row[name] for row in rows] for name in PACKED_COLUMNS}
+def _truncated(samples: Iterable[tuple[int, Mapping[str, Any]]], length: int) -> list[dict[str, Any]]:
+    return [  # `first=1`: no step of the draft predicts a document's first token
+        {"input_ids": ids[:length], "loss_mask": mask[:length], TRUNCATION: truncation_of(mask, length, first=1)}
+        for ids, mask in _documents(samples)
+    ]
+
+
+def _map_batch(
+    batch: Mapping[str, Any], indices: Iterable[int], function: Any, columns: Sequence[str], **settings: Any
+) -> dict[str, list[Any]]:
+    rows = function(zip(indices, rows_of_batch(batch), strict=True), **settings)
+    return {name: [row[name] for row in rows] for name in columns}
 
 
 def _mapped(dataset: Any, function: Any, columns: Sequence[str], settings: dict[str, Any], **kwargs: Any) -> Any:
-    """A dataset or a stream after a function that makes documents of its rows."""
+    """A dataset or a stream whose rows are those that a function makes of its samples."""
     return cached_map(
         dataset,
-        function,
+        _map_batch,
         batched=True,
         with_indices=True,
         remove_columns=columns_of(dataset),
         features=Features({name: Value("int64") if name == TRUNCATION else List(Value("int64")) for name in columns}),
-        fn_kwargs=settings,
+        fn_kwargs={"function": function, "columns": columns, **settings},
         **kwargs,
     )
 
@@ -233,23 +238,18 @@ def build_eagle3_dataloader(
     Raises:
         `ValueError`: If an argument is out of range, a row is malformed, or none is left.
     """
-    check_integer(batch_size, "batch_size", 1)
-    check_integer(seq_length, "seq_length", 1)
+    for name, value in (("batch_size", batch_size), ("seq_length", seq_length)):
+        check_integer(value, name, 1)
     for name, value in (("packed_sequence_size", packed_sequence_size), ("seed", seed), ("num_workers", num_workers)):
         check_integer(value, name)
     if isinstance(dataset, (str, os.PathLike)):
-        is_file = os.path.isfile(dataset)
-        dataset = (
-            load_dataset("json", data_files=os.fspath(dataset), split="train")
-            if is_file
-            else load_dataset(os.fspath(dataset), split=split)
-        )
-    pad = padding_token(tokenizer, pad_token_id)
-    options: dict[str, Any] = {"tokenizer": tokenizer, "on_error": on_error}
-    options |= {"supervise_reasoning": supervise_reasoning, "reasoning_end": reasoning_end}
+        name, is_file = os.fspath(dataset), os.path.isfile(dataset)
+        dataset = load_dataset("json", data_files=name, split="train") if is_file else load_dataset(name, split=split)
+    pad = padding_token_of(tokenizer, pad_token_id)
+    options = {"supervise_reasoning": supervise_reasoning, "reasoning_end": reasoning_end, "on_error": on_error}
     rows = prepare_eagle3_rows(
         dataset,
-        options,
+        {"tokenizer": tokenizer, **options},
         seq_length=seq_length,
         packed_sequence_size=packed_sequence_size,
         strategy=strategy,
@@ -257,10 +257,9 @@ def build_eagle3_dataloader(
         num_proc=num_proc,
     )
     rank, ranks = _place(dp_mesh)
-    length = packed_sequence_size or seq_length
     settings: dict[str, Any] = {
         "batch_size": batch_size,
-        "collate_fn": DataCollatorForEagle3(pad, length=length),
+        "collate_fn": DataCollatorForEagle3(pad, length=packed_sequence_size or seq_length),
         "num_workers": num_workers,
         "pin_memory": torch.cuda.is_available(),
         "generator": torch.Generator().manual_seed(seed),  # seeds of workers: not from the global generator
@@ -306,12 +305,11 @@ def prepare_eagle3_rows(
     cap = ("packed_sequence_size", packed_sequence_size) if packed_sequence_size else ("seq_length", seq_length)
     dataset = read_samples(dataset, **options, num_proc=num_proc, counts=counts)
     if isinstance(dataset, Dataset | StreamedDataset):
-        processes = {"num_proc": num_proc, "desc": "Truncating documents"} if isinstance(dataset, Dataset) else {}
-        columns_of_documents = (*DOCUMENT_KEYS, TRUNCATION)
-        documents = _mapped(dataset, _columns_of_documents, columns_of_documents, {"length": cap[1]}, **processes)
+        processes = {"num_proc": num_proc, "desc": "Truncating documents"}  # which a stream ignores
+        documents = _mapped(dataset, _truncated, (*DOCUMENT_KEYS, TRUNCATION), {"length": cap[1]}, **processes)
         rows = without_unsupervised(documents, cap)
     else:
-        truncated = _truncated_documents(enumerate(dataset), cap[1])
+        truncated = _truncated(enumerate(dataset), cap[1])
         kept = kept_of([document[TRUNCATION] for document in truncated], cap)
         rows = [{name: truncated[index][name] for name in DOCUMENT_KEYS} for index in kept]
     if not isinstance(rows, StreamedDataset) and not len(rows):
@@ -319,14 +317,6 @@ def prepare_eagle3_rows(
     if packed_sequence_size:
         return pack_eagle3_dataset(rows, packed_sequence_size, pad_token_id, strategy, num_proc=num_proc)
     return rows
-
-
-def padding_token(tokenizer: PreTrainedTokenizerBase | None, pad_token_id: int | None = None) -> int:
-    """The id that pads: `pad_token_id`, the tokenizer's padding token, or its end token."""
-    for token_id in (pad_token_id, *((tokenizer.pad_token_id, tokenizer.eos_token_id) if tokenizer else ())):
-        if token_id is not None:
-            return token_id
-    raise ValueError("No padding token: pass `pad_token_id`, or a tokenizer with a `pad_token`.")
 
 
 class RankRows(IterableDataset):
@@ -348,18 +338,6 @@ class RankRows(IterableDataset):
         self.stream.set_epoch(epoch)
 
 
-def _truncated_documents(rows: Iterable[tuple[int, Mapping[str, Any]]], length: int) -> list[dict[str, Any]]:
-    return [  # `first=1`: no step of the draft predicts a document's first token
-        {"input_ids": ids[:length], "loss_mask": mask[:length], TRUNCATION: truncation_of(mask, length, first=1)}
-        for ids, mask in documents_of(rows)
-    ]
-
-
-def _columns_of_documents(batch: Mapping[str, Any], indices: list[int], length: int) -> dict[str, list[Any]]:
-    rows = _truncated_documents(zip(indices, rows_of_batch(batch), strict=True), length)
-    return {name: [row[name] for row in rows] for name in (*DOCUMENT_KEYS, TRUNCATION)}
-
-
 def _place(dp_mesh: DeviceMesh | None) -> tuple[int, int]:
     """Rank and number of ranks along the data-parallel dimension."""
     if dp_mesh is not None:
@@ -369,6 +347,4 @@ def _place(dp_mesh: DeviceMesh | None) -> tuple[int, int]:
                 "example `mesh['dp']`."
             )
         return dp_mesh.get_local_rank(), dp_mesh.size()
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
+    return rank_and_size()

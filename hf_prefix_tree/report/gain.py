@@ -28,8 +28,8 @@ from hf_prefix_tree.data.rows import MESSAGE_KINDS, RowOptions, row_kind
 from hf_prefix_tree.data.selection import find_group_column
 from hf_prefix_tree.modeling.attention.masks.causal import mean_keys_seen
 from hf_prefix_tree.modeling.flops import model_costs
+from hf_prefix_tree.tree.packing import split_tree
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
-from hf_prefix_tree.tree.splitting import split_tree
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
