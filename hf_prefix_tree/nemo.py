@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from hf_prefix_tree.data.nodes import _prompt_and_completions
-from hf_prefix_tree.data.supervision import IGNORE_INDEX, Sample, check_features, located, read_sample
+from hf_prefix_tree.data.supervision import IGNORE_INDEX, check_features, located
 from hf_prefix_tree.diffusion.collator import DataCollatorForDiffusionLM
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE, concatenate_trees
 from hf_prefix_tree.tree.folding import INT32_MAX, check_integer, integer_array
@@ -219,16 +219,13 @@ class DLLMCollator(DataCollatorForDiffusionLM):
 
     pad_token_id: int | None = 0
     keeps_sample_index: ClassVar[bool] = False
+    keeps_padding: ClassVar[bool] = True
 
     def __call__(self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         names = ("input_ids", "loss_mask", "attention_mask")
         check_features(features)
         for index, feature in enumerate(features):
-            for name in names:
-                if feature.get(name) is None:
-                    raise ValueError(f"`features[{index}]` has the keys {list(feature)} and no `{name}`.")
+            if missing := [f"`{name}`" for name in names if feature.get(name) is None]:
+                raise ValueError(f"`features[{index}]` has the keys {list(feature)} and no {', '.join(missing)}.")
         batch = super().__call__([{name: feature[name] for name in names} for feature in features], return_tensors)
         return {name: batch[name] for name in (*names, "input_lengths")}
-
-    def _read(self, feature: Mapping[str, Any], index: int) -> Sample:
-        return read_sample(feature, f"`features[{index}]`", padded=True)

@@ -16,7 +16,7 @@ from hf_prefix_tree.diffusion.model import prepared_for_diffusion
 from hf_prefix_tree.modeling.attention.masks.spans import spans
 from hf_prefix_tree.modeling.checks import base_causal_lm
 from hf_prefix_tree.training.checks import check_mask_token
-from hf_prefix_tree.tree.folding import integer_array
+from hf_prefix_tree.tree.folding import check_integer, integer_array
 
 
 @torch.no_grad()
@@ -95,9 +95,17 @@ def diffusion_generate(
     """
     base = base_causal_lm(model)
     steps = block_size if steps_per_block is None else steps_per_block
-    _check(max_new_tokens, block_size, steps, temperature, objective, mask_token_id, base)
-    config = base.generation_config
-    ends = _as_list(config.eos_token_id if eos_token_id is None else eos_token_id)
+    for name, value in (("max_new_tokens", max_new_tokens), ("block_size", block_size)):
+        check_integer(value, name, 1)
+    integer_array([steps], "steps_per_block", 1, block_size)  # a step keeps a token
+    if temperature < 0:
+        raise ValueError(f"`temperature` must be at least 0, got {temperature}.")
+    if objective not in OBJECTIVES:
+        raise ValueError(f"`objective` must be one of {OBJECTIVES}, got {objective!r}.")
+    check_mask_token(mask_token_id, base.get_input_embeddings().num_embeddings)
+    config: Any = base.generation_config
+    eos_token_id = config.eos_token_id if eos_token_id is None else eos_token_id
+    ends = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
     if pad_token_id is None:
         pad_token_id = config.pad_token_id if config.pad_token_id is not None else (ends or [0])[0]
 
@@ -144,31 +152,6 @@ def diffusion_generate(
     finally:
         model.train(was_training)
     return torch.cat([input_ids, _new_tokens(tokens, lengths, max_new_tokens, end_ids, pad_token_id)], dim=1)
-
-
-def _check(
-    max_new_tokens: int,
-    block_size: int,
-    steps: int,
-    temperature: float,
-    objective: str,
-    mask_token_id: int,
-    model: Any,
-) -> None:
-    integer_array([max_new_tokens], "max_new_tokens", 1)
-    integer_array([block_size], "block_size", 1)
-    integer_array([steps], "steps_per_block", 1, block_size)  # a step keeps a token
-    if temperature < 0:
-        raise ValueError(f"`temperature` must be at least 0, got {temperature}.")
-    if objective not in OBJECTIVES:
-        raise ValueError(f"`objective` must be one of {OBJECTIVES}, got {objective!r}.")
-    check_mask_token(mask_token_id, model.get_input_embeddings().num_embeddings)
-
-
-def _as_list(ids: int | Iterable[int] | None) -> list[int]:
-    if ids is None:
-        return []
-    return [ids] if isinstance(ids, int) else list(ids)
 
 
 def _left_aligned(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

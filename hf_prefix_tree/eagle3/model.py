@@ -16,10 +16,11 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.utils import ModelOutput
 
-from hf_prefix_tree.eagle3.attention import Documents, step_attention
+from hf_prefix_tree.eagle3.attention import document_tree, step_attention
 from hf_prefix_tree.eagle3.config import Eagle3DraftConfig
 from hf_prefix_tree.eagle3.loss import StepSums, position_losses, shifted, supervised_positions, weighted_steps
 from hf_prefix_tree.eagle3.vocabulary import d2t_from_ids, ids_from_d2t, problem_of_ids, t2d_from_ids
+from hf_prefix_tree.modeling.context import TreeContext
 
 if TYPE_CHECKING:
     from hf_prefix_tree.eagle3.target import Eagle3Target
@@ -62,7 +63,7 @@ class Eagle3Layer(nn.Module):
         hidden: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        documents: Documents,
+        documents: TreeContext,
         *earlier: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
@@ -72,7 +73,7 @@ class Eagle3Layer(nn.Module):
             embeddings (`torch.Tensor` of shape `(B, N, hidden)`): Embeddings of this step's tokens.
             hidden (`torch.Tensor` of shape `(B, N, hidden)`): The state after the step before.
             cos, sin (`torch.Tensor` of shape `(B, N, head_dim)`): RoPE of this step's positions.
-            documents ([`Documents`]): The documents.
+            documents ([`~hf_prefix_tree.modeling.context.TreeContext`]): See [`step_attention`].
             earlier (`torch.Tensor`): Keys and values of the steps before, by turns.
 
         Returns:
@@ -219,7 +220,7 @@ class Eagle3DraftModel(PreTrainedModel):
         Returns:
             [`Eagle3Output`]
         """
-        documents = Documents(seq_lens, input_ids.shape[1], self.attn_backend)
+        documents = TreeContext(document_tree(seq_lens, input_ids.shape[1]), attn_backend=self.attn_backend)
         draft_ids = self.draft_ids
         in_vocabulary = t2d_from_ids(draft_ids, self.config.vocab_size) if self.t2d is None else self.t2d
         supervised = [supervised_positions(loss_mask, doc_remaining, k).flatten() for k in range(ttt_steps)]
@@ -251,7 +252,7 @@ class Eagle3DraftModel(PreTrainedModel):
         tokens: torch.Tensor,
         positions: torch.Tensor,
         hidden: torch.Tensor,
-        documents: Documents,
+        documents: TreeContext,
         cache: list[torch.Tensor],
     ) -> torch.Tensor:
         """One pass of the layer; its keys and values are appended to the cache."""
@@ -278,7 +279,8 @@ class Eagle3DraftModel(PreTrainedModel):
             `torch.Tensor` of shape `(num_tokens,)`, int64: target ids.
         """
         length = aux_hidden_states.shape[1]
-        documents = Documents(torch.tensor([[length]], device=input_ids.device), length, "sdpa")
+        tree = document_tree(torch.tensor([[length]], device=input_ids.device), length)
+        documents = TreeContext(tree, attn_backend="sdpa")
         positions = torch.arange(length, device=input_ids.device)[None]
         hidden = self.fc(aux_hidden_states.to(self.fc.weight.dtype))
         tokens = input_ids[:, 1:]

@@ -274,8 +274,8 @@ class Eagle3Trainer(StepMixin, Trainer):
     def _checking_states(self, collator: DataCollatorForEagle3, *datasets: Any) -> DataCollatorForEagle3:
         """A collator that refuses hidden states of another target, if one of the datasets has hidden states."""
         sets = [one for given in datasets for one in (given.values() if isinstance(given, Mapping) else [given])]
-        sets = [one for one in sets if one is not None and not isinstance(one, str)]
-        if self.target.model is not None and not any(HIDDEN_STATES in columns_of(one) for one in sets):
+        columns = [columns_of(one) for one in sets if one is not None and not isinstance(one, str)]
+        if self.target.model is not None and not any(HIDDEN_STATES in names for names in columns):
             return collator
         collator = copy(collator)
         collator.target_fingerprint, collator.states_folder = self.target.fingerprint, self.target.folder

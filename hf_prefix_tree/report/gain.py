@@ -204,8 +204,10 @@ def fold_rows(
     try:
         kind = row_kind(dataset.column_names)
         as_served = "per_turn" if kind in MESSAGE_KINDS else reasoning
-        renamed = _tools_column(dataset, tools, group_by)
-        served, counts = _prepare(dataset, tokenizer, **options, **renamed, reasoning=as_served)
+        # rows that are not grouped find their tools by the column that they will be grouped by
+        is_renamed = isinstance(tools, Mapping) and group_by != "group" and group_by in dataset.column_names
+        names = {"group": group_by} if is_renamed else None
+        served, counts = _prepare(dataset, tokenizer, **options, column_names=names, reasoning=as_served)
         trees = served
         branches = {row: tree.branches() for row, tree in served.items()}
         if group_by == "auto":
@@ -235,9 +237,9 @@ def fold_rows(
     cut = {"truncated": counts["truncated"], "missing": missing}
     ways["tree"] = sequences_of_trees(list(trees.values()), max_packed_tokens, **cut)
     label = group_by or ("group" if "group" in dataset.column_names else None)
-    names = ["all"] * len(dataset) if label is None else list(map(str, dataset[label]))
-    rows = Counter(names)
-    of_tree = list(rows) if group_by is not None else names  # the group of each tree, before empty ones are left out
+    of_row = ["all"] * len(dataset) if label is None else list(map(str, dataset[label]))
+    rows = Counter(of_row)
+    of_tree = list(rows) if group_by is not None else of_row  # the group of each tree, before empty ones are left out
     members: dict[str, list[PrefixTree]] = {}
     for source, tree in trees.items():
         members.setdefault(of_tree[source], []).append(tree)
@@ -251,12 +253,6 @@ def fold_rows(
         ways=ways,
         has_training_template=at_best is not None,
     )
-
-
-def _tools_column(dataset: Dataset, tools: Any, group_by: str | None) -> dict[str, Any]:
-    """Lets rows that are not grouped find their tools by the column that they will be grouped by."""
-    is_other = isinstance(tools, Mapping) and group_by != "group" and group_by in dataset.column_names
-    return {"column_names": {"group": group_by}} if is_other else {}
 
 
 def _prepare(
@@ -284,6 +280,9 @@ def stock_at_best(reading: RowOptions) -> RowOptions | None:
 
 def _summed(trees: Iterable[PrefixTree]) -> Any:
     return functools.reduce(operator.add, (tree.stats() for tree in trees))
+
+
+_SIZES = ("branches", "branch_tokens", "tree_tokens", "supervised_tokens", "token_ratio", "pair_ratio", "longest_path")
 
 
 def counts_of(groups: Sequence[Group], max_packed_tokens: int | None = None) -> dict[str, int | float]:
@@ -315,14 +314,8 @@ def counts_of(groups: Sequence[Group], max_packed_tokens: int | None = None) -> 
     counts: dict[str, int | float] = {
         "rows": sum(group.rows for group in groups),
         "trees": len(trees),
-        "branches": stats.branches,
+        **{name: getattr(stats, name) for name in _SIZES},
         "max_branches": max(len(tree.branch_nodes) for tree in trees),
-        "branch_tokens": stats.branch_tokens,
-        "tree_tokens": stats.tree_tokens,
-        "supervised_tokens": stats.supervised_tokens,
-        "token_ratio": stats.token_ratio,
-        "pair_ratio": stats.pair_ratio,
-        "longest_path": stats.longest_path,
         "largest_tree": max(map(len, trees)),
     }
     if max_packed_tokens is not None:

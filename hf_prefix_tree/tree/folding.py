@@ -174,9 +174,8 @@ def branches_of_nodes(parents: Any, input_ids: Any, weights: Any) -> list[Branch
     """The branches of explicit nodes. See `PrefixTree.from_nodes`."""
     parents = parent_array(parents)
     ids = [integer_array(x, f"input_ids[{node}]") for node, x in enumerate(as_list(input_ids, "input_ids"))]
-    node_weights = [np.ones(len(x)) for x in ids]
-    if weights is not None:
-        node_weights = [weight_array(w, f"weights[{node}]") for node, w in enumerate(as_list(weights, "weights"))]
+    given = [np.ones(len(x)) for x in ids] if weights is None else as_list(weights, "weights")
+    node_weights = [weight_array(w, f"weights[{node}]") for node, w in enumerate(given)]
     for name, lists in (("input_ids", ids), ("weights", node_weights)):
         if len(lists) != len(parents):
             raise ValueError(f"`{name}` has {len(lists)} lists for {len(parents)} `parents`; pass one list per node.")
