@@ -131,7 +131,7 @@ def prefix_tree_collate_fn(
         weighting (`str`, *optional*, defaults to `"tree"`):
             See [`fold`].
         pad_to_multiple_of (`int`, *optional*, defaults to 128):
-            The row is padded to a multiple of it.
+            The packed sequence is padded to a multiple of it.
         ignore_idx (`int`, *optional*, defaults to `CROSS_ENTROPY_IGNORE_IDX`):
             Label of positions that predict nothing.
 

@@ -152,7 +152,7 @@ class DataCollatorForDiffusionLM:
                 values[row, :raw] = content[:length]
         batch["labels"] = np.where(batch["loss_mask"] != 0, batch["input_ids"], IGNORE_INDEX)
         batch["input_lengths"] = np.array([len(sample.input_ids) for sample in samples], dtype=np.int64)
-        # rows that fill an uneven step have no index
+        # dataset rows that fill an uneven step have no index
         indices = [-1 if f.keys() == PADDING_FEATURE.keys() else f.get(SAMPLE_INDEX) for f in features]
         if any(index is not None for index in indices):
             if None in indices:
@@ -177,7 +177,7 @@ class DataCollatorForDiffusionLM:
 
 def supervised_tokens(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """
-    Which tokens of a collated batch are supervised: its `loss_mask`, without rows that fill an uneven step.
+    Which tokens of a collated batch are supervised: its `loss_mask`, without dataset rows that fill an uneven step.
 
     Args:
         batch (`Mapping[str, torch.Tensor]`): Of [`DataCollatorForDiffusionLM`].

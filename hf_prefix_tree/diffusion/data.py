@@ -37,7 +37,7 @@ def prepare_diffusion_rows(
     counts: MutableMapping[str, Any] | None = None,
 ) -> Any:
     """
-    Rows for [`DataCollatorForDiffusionLM`], each with its `sample_index`, on which its noise depends.
+    Dataset rows for [`DataCollatorForDiffusionLM`], each with its `sample_index`, on which its noise depends.
 
     Args:
         dataset (`Dataset` or `IterableDataset`):
@@ -48,7 +48,7 @@ def prepare_diffusion_rows(
         chat_template_kwargs (`Mapping[str, Any]`, *optional*):
             Further variables for the chat template.
         on_error (`str`, *optional*, defaults to `"raise"`):
-            Whether a row that can't be read is an error, or skipped (`"skip"`).
+            Whether a dataset row that can't be read is an error, or skipped (`"skip"`).
         num_proc (`int`, *optional*):
             Processes that render.
         cap (`tuple[str, int]`, *optional*):
@@ -61,7 +61,7 @@ def prepare_diffusion_rows(
         A dataset of the same type. Of texts it has `input_ids`, which end with the response, and `loss_mask`.
 
     Raises:
-        `ValueError`: If the rows are of no known kind, or malformed, or none is left.
+        `ValueError`: If the dataset rows are of no known kind, or malformed, or none is left.
     """
     columns = columns_of(dataset)
     options: dict[str, Any] = {"on_error": on_error, "chat_template_kwargs": dict(chat_template_kwargs or {})}

@@ -29,7 +29,7 @@ Document = tuple[list[int], list[int]]  # token ids; loss mask, 0 or 1
 
 
 def read_document(row: Mapping[str, Any], where: str = "") -> Document:
-    """The token ids and the loss mask of a row, see [`read_sample`]."""
+    """The token ids and the loss mask of a dataset row, see [`read_sample`]."""
     sample = read_sample(row, where)
     return sample.input_ids.tolist(), (sample.weights > 0).astype(int).tolist()
 
@@ -192,15 +192,15 @@ def _hidden_states(
         file, ids, seq_lens = feature.get(HIDDEN_STATES), batch["input_ids"][index], batch["seq_lens"][index]
         if file is None:
             if len(feature["input_ids"]):
-                raise ValueError(f"Some rows have `{HIDDEN_STATES}` and others don't: precompute all of them.")
+                raise ValueError(f"Some dataset rows have `{HIDDEN_STATES}` and others don't: precompute all of them.")
             continue
         states = _states_of(file, collator)
         tokens = states.pop("input_ids")
         starts = [lens[lens > 0].cumsum(0)[:-1] for lens in (states.pop("seq_lens"), seq_lens)]
         if not torch.equal(tokens, ids[: len(tokens)]) or not torch.equal(*starts):
             raise ValueError(
-                f"{file} was computed for other tokens or documents than this row has, whose documents "
-                f"start at {[0, *starts[1].tolist()]}: precompute it again."
+                f"{file} was computed for other tokens or documents than this dataset row has, whose "
+                f"documents start at {[0, *starts[1].tolist()]}: precompute it again."
             )
         for name, value in states.items():
             if name not in stacked:

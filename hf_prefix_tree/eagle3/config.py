@@ -73,7 +73,7 @@ class Eagle3Config(TrainingArguments):
     packing_strategy: str = option_field("best_fit", "How documents are packed.", ["best_fit", "next_fit"])
     supervise_reasoning: bool = option_field(True, "Whether reasoning is supervised.")
     reasoning_end: str = option_field("</think>", "Text that ends the reasoning of a turn.")
-    on_error: str = option_field("raise", "What happens to a row that cannot be read.", ["raise", "skip"])
+    on_error: str = option_field("raise", "What happens to a dataset row that cannot be read.", ["raise", "skip"])
     dataset_num_proc: int | None = option_field(None, "Processes that render and pack.")
     attn_backend: str = option_field("auto", "Attention of target and draft.", ["auto", "flex", "sdpa"])
     target_model_init_kwargs: dict[str, Any] | str | None = option_field(

@@ -53,26 +53,26 @@ def pack_eagle3_dataset(
     num_proc: int | None = None,
 ) -> Any:
     """
-    Pack documents into rows of `packed_sequence_size` positions.
+    Pack documents into sequences of `packed_sequence_size` positions.
 
     A document that is longer keeps its head; one without tokens is skipped. Of a `Dataset`, up to 10,000 documents are
-    packed together, of a stream 1,000: a row holds documents of one such part. As a step of a pipeline,
-    `dataset.map(pack_eagle3_dataset, batched=True, remove_columns=..., fn_kwargs=...)` packs each batch of rows by
-    itself, in several processes or on a stream; `best_fit` gets tighter with a larger `batch_size`.
+    packed together, of a stream 1,000: a packed sequence holds documents of one such part. As a step of a pipeline,
+    `dataset.map(pack_eagle3_dataset, batched=True, remove_columns=..., fn_kwargs=...)` packs each batch by itself,
+    in several processes or on a stream; `best_fit` gets tighter with a larger `batch_size`.
 
     Args:
         samples (iterable of `Mapping`, `Mapping` of lists, `Dataset` or `IterableDataset`):
             Token columns (`input_ids` with `loss_mask`, `labels`, `completion_mask` or `assistant_masks`, and maybe
             `attention_mask`), or with a `tokenizer` conversations or texts in any format that [`prepare_trees`] reads:
             each assistant turn is a document, with the context that it was sampled from. A mapping of lists is a
-            batch of rows, as `datasets.map` hands over.
+            batch of dataset rows, as `datasets.map` hands over.
         packed_sequence_size (`int`):
-            Positions of a row.
+            Positions of a packed sequence.
         pad_token_id (`int`):
             Token id of the padding.
         strategy (`str`, *optional*, defaults to `"next_fit"`):
-            `"next_fit"` fills a row in the order of the source until a document does not fit; `"best_fit"` puts the
-            longest documents first, each into the fullest row that still takes it.
+            `"next_fit"` fills a sequence in the order of the source until a document does not fit; `"best_fit"` puts
+            the longest documents first, each into the fullest sequence that still takes it.
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
             Renders conversations.
         supervise_reasoning (`bool`, *optional*, defaults to `True`):
@@ -80,16 +80,16 @@ def pack_eagle3_dataset(
         reasoning_end (`str`, *optional*, defaults to `"</think>"`):
             Text that ends the reasoning of a turn.
         on_error (`str`, *optional*, defaults to `"raise"`):
-            Whether a row that can't be read is an error or is skipped (`"skip"`).
+            Whether a dataset row that can't be read is an error or is skipped (`"skip"`).
         num_proc (`int`, *optional*):
             Processes, for a `Dataset`.
 
     Returns:
-        Rows as [`~hf_prefix_tree.eagle3.collator.eagle3_row`] describes them, in the form of `samples`: a list, a
+        Packed sequences of [`~hf_prefix_tree.eagle3.collator.eagle3_row`], in the form of `samples`: a list, a
         dictionary of lists, or a dataset.
 
     Raises:
-        `ValueError`: If no row could be produced, an argument is out of range, or a sample is malformed.
+        `ValueError`: If no sequence could be produced, an argument is out of range, or a sample is malformed.
 
     Example:
 
@@ -115,7 +115,7 @@ def pack_eagle3_dataset(
     if isinstance(samples, StreamedDataset):
         return _mapped(samples, _packed, PACKED_COLUMNS, settings)
     if isinstance(samples, Dataset):
-        # Documents of different batches don't share a row, so large ones pack tighter; a batch is in memory as lists.
+        # Documents of different batches share no sequence, so large ones pack tighter; a batch is held as lists.
         size = min(-(-len(samples) // (num_proc or 1)), _MAX_BATCH)
         processes = {"batch_size": max(1, size), "num_proc": num_proc, "desc": "Packing documents"}
         rows = _mapped(samples, _packed, PACKED_COLUMNS, settings, **processes)
@@ -188,30 +188,30 @@ def build_eagle3_dataloader(
     dp_mesh: DeviceMesh | None = None,
 ) -> DataLoader:
     """
-    A loader of EAGLE-3 rows, packed or padded.
+    A loader of packed or padded sequences for EAGLE-3.
 
-    Every data-parallel rank gets its own rows, and as many as the others: an uneven rest is filled with rows that
+    Every data-parallel rank gets other sequences, and as many: an uneven rest is filled with sequences that
     supervise nothing. Shuffling is seeded, by `seed` and the epoch, and uses no global generator: call
-    `loader.sampler.set_epoch(epoch)` before each epoch. A stream is read in full by every rank, which keeps its own
-    rows, and shuffled in a buffer; there it is `loader.dataset.set_epoch(epoch)`.
+    `loader.sampler.set_epoch(epoch)` before each epoch. A stream is read in full by every rank, which keeps its
+    part of it, and shuffled in a buffer; there it is `loader.dataset.set_epoch(epoch)`.
 
     Args:
         dataset (`Dataset`, `IterableDataset`, list of `dict`, or `str`):
-            Rows as [`pack_eagle3_dataset`] takes them, already packed rows, the path of a JSON Lines file of rows, or
+            Dataset rows as [`pack_eagle3_dataset`] takes them or makes them, the path of a JSON Lines file of them, or
             the name of a dataset on the Hub.
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
             Renders conversations, and names the padding token.
         batch_size (`int`, *optional*, defaults to `1`):
-            Rows of a batch, on each rank.
+            Sequences of a batch, on each rank.
         seq_length (`int`, *optional*, defaults to `2048`):
-            Positions of a padded row; a longer document keeps its head, or is left out if that supervises nothing, and
-            both are logged.
+            Positions of a padded sequence; a longer document keeps its head, or is left out if that supervises
+            nothing, and both are logged.
         packed_sequence_size (`int`, *optional*, defaults to `0`):
             Positions of a packed row, in place of `seq_length`. `0` pads instead, one document a row.
         strategy (`str`, *optional*, defaults to `"next_fit"`):
             See [`pack_eagle3_dataset`].
         shuffle (`bool`, *optional*, defaults to `True`):
-            Whether the rows are shuffled.
+            Whether the sequences are shuffled.
         seed (`int`, *optional*, defaults to `42`):
             Seed of the order.
         num_workers (`int`, *optional*, defaults to `0`):
@@ -223,20 +223,20 @@ def build_eagle3_dataloader(
         pad_token_id (`int`, *optional*):
             Defaults to the tokenizer's padding token, or its end token.
         on_error (`str`, *optional*, defaults to `"raise"`):
-            Whether a row that can't be read is an error, or skipped (`"skip"`) and counted.
+            Whether a dataset row that can't be read is an error, or skipped (`"skip"`) and counted.
         num_proc (`int`, *optional*):
             Processes that render and pack.
         split (`str`, *optional*, defaults to `"train"`):
             Split of a dataset on the Hub.
         dp_mesh (`DeviceMesh`, *optional*):
             One-dimensional mesh of the data-parallel ranks: ranks with the same place in it (those of a context-
-            parallel group) get the same rows. Without one, the whole world is data-parallel.
+            parallel group) get the same sequences. Without one, the whole world is data-parallel.
 
     Returns:
         [`~torch.utils.data.DataLoader`]: batches of [`DataCollatorForEagle3`].
 
     Raises:
-        `ValueError`: If an argument is out of range, a row is malformed, or none is left.
+        `ValueError`: If an argument is out of range, a dataset row is malformed, or none is left.
     """
     for name, value in (("batch_size", batch_size), ("seq_length", seq_length)):
         check_integer(value, name, 1)
@@ -286,7 +286,7 @@ def prepare_eagle3_rows(
     counts: MutableMapping[str, Any] | None = None,
 ) -> Any:
     """
-    Rows for [`DataCollatorForEagle3`]: packed ones, or documents of at most `seq_length` tokens. Truncation is logged,
+    Packed sequences for [`DataCollatorForEagle3`], or documents of at most `seq_length` tokens. Truncation is logged,
     and documents left with no supervised token are dropped. Rows that are packed already, or that name their
     precomputed hidden states, stay as they are.
 
@@ -294,7 +294,7 @@ def prepare_eagle3_rows(
         dataset: See [`build_eagle3_dataloader`].
         options (`Mapping[str, Any]`): `tokenizer`, and maybe others of `read_samples`: how text becomes documents.
         seq_length, packed_sequence_size, strategy, pad_token_id, num_proc: See [`build_eagle3_dataloader`].
-        counts (`MutableMapping[str, Any]`, *optional*): As for [`prepare_trees`], of rows of text.
+        counts (`MutableMapping[str, Any]`, *optional*): As for [`prepare_trees`], of dataset rows of text.
 
     Returns:
         A dataset where `dataset` is one, otherwise a list.
@@ -321,7 +321,7 @@ def prepare_eagle3_rows(
 
 class RankRows(IterableDataset):
     """
-    A rank's rows of a stream; every rank gets as many whole batches as the others.
+    A rank's part of a stream of dataset rows; every rank gets as many whole batches as the others.
 
     Args:
         stream: The rows.

@@ -136,10 +136,10 @@ class Eagle3Target:
         if self.model is None:
             if batch["attention_mask"].any():
                 raise ValueError(
-                    "The target of precomputed hidden states can't run: pass rows of `precompute_hidden_states`, or "
-                    "the target model."
+                    "The target of precomputed hidden states can't run: pass the dataset of `precompute_hidden_states`, "
+                    "or the target model."
                 )
-            # empty rows, which fill an uneven last step, have no file
+            # empty dataset rows, which fill an uneven last step, have no file
             last = self.head.new_zeros(*input_ids.shape, self.head.shape[1])
             aux = torch.cat([last] * len(self.aux_layer_ids), dim=-1)
             return dict(zip(STATES, (aux, last, torch.zeros_like(input_ids)), strict=True))
@@ -218,7 +218,7 @@ def precompute_hidden_states(
     target: Eagle3Target, rows: Any, output_dir: str | os.PathLike[str], split: str = "train"
 ) -> Dataset:
     """
-    Write the target's hidden states for every row, one file per row. The ranks of a process group share the work.
+    Write the target's hidden states for every dataset row, one file each. The ranks of a process group share the work.
 
     Files have checksums, which every reader compares. Files that are there already, whole, of the same rows and the
     same target, are kept: a run that was killed continues. The folder may be moved.
@@ -279,7 +279,7 @@ def precompute_hidden_states(
 
 
 def _is_computed(path: str, tokens: dict[str, torch.Tensor], fingerprint: str) -> bool:
-    """Whether the file of a row is there and whole, of this row and this target."""
+    """Whether the file of a dataset row is there and whole, of these tokens and this target."""
     try:
         metadata, tensors = read_tensors(path)
     except ValueError:

@@ -56,7 +56,7 @@ def resolve_target(target_model: Any, args: Eagle3Config, model: Any) -> Eagle3T
 def new_draft(
     target: Eagle3Target, args: Eagle3Config, rows: Any, collator: DataCollatorForEagle3, tokenizer: Any
 ) -> Eagle3DraftModel:
-    """A draft for the target: the vocabulary from the rows, embedding and head from the target."""
+    """A draft for the target: the vocabulary from the dataset rows, embedding and head from the target."""
     config = Eagle3DraftConfig.from_target(
         target.config, draft_vocab_size=args.draft_vocab_size, aux_layer_ids=target.aux_layer_ids
     )
@@ -78,7 +78,7 @@ def new_draft(
 
 
 def _counting_loader(rows: Any, args: Eagle3Config, collator: DataCollatorForEagle3) -> DataLoader:
-    """Each rank's part of the data, every row once; without the hidden states, which counting does not need."""
+    """Each rank's part of the dataset rows, every one once; without the hidden states, which counting does not need."""
     if HIDDEN_STATES in (getattr(rows, "column_names", None) or ()):
         rows = rows.remove_columns(HIDDEN_STATES)
     rank, ranks = args.process_index, args.world_size
@@ -123,7 +123,7 @@ class Eagle3Trainer(StepMixin, Trainer):
         data_collator ([`DataCollatorForEagle3`], *optional*):
             Defaults to one with the tokenizer's padding token.
         train_dataset, eval_dataset (`Dataset`, `IterableDataset` or list of `dict`, *optional*):
-            The rows. For evaluation also several sets of them by name, in a `dict`.
+            The dataset rows. For evaluation also several sets of them by name, in a `dict`.
         processing_class (`PreTrainedTokenizerBase`, *optional*):
             The tokenizer. Needed for conversations.
         kwargs:

@@ -103,7 +103,7 @@ def draft_size(target_vocab_size: int, draft_vocab_size: int | None) -> int:
 def count_supervised(dataloader: Iterable[Mapping[str, Any]], target_vocab_size: int) -> torch.Tensor:
     """How often the batches of this rank supervise each token, int64 of shape `(target_vocab_size,)`."""
     counts = torch.zeros(target_vocab_size, dtype=torch.int64)
-    sampler, left = getattr(dataloader, "sampler", None), None  # rows that are left, if not all are read
+    sampler, left = getattr(dataloader, "sampler", None), None  # dataset rows that are left, if not all are read
     if isinstance(sampler, torch.utils.data.DistributedSampler) and not sampler.drop_last:
         # without those that the sampler repeats to fill a batch
         left = len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]

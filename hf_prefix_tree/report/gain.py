@@ -1,8 +1,8 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """What folding gains on a data set: its trees, prepared as for training, against the ways to train without trees.
 
-Cost: that of `prepare_trees`, once per row and once per group, which `datasets` caches; all trees are in memory
-together.
+Cost: that of `prepare_trees`, once per dataset row and once per group, which `datasets` caches; all trees are
+in memory together.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Group:
     """
-    The trees of one group of rows.
+    The trees of one group of dataset rows.
 
     Args:
         name (`str`): The group's value.
-        rows (`int`): Rows that it was made of.
+        rows (`int`): Dataset rows that it was made of.
         trees (`list[PrefixTree]`): Its trees: one per row, or a single one where rows are folded together.
     """
 
@@ -61,7 +61,7 @@ class Folded:
         groups (`list[Group]`): Its groups that have a tree, by first appearance.
         losses (`str`): Data that was dropped or modified, empty if none was.
         group_by (`str`, *optional*): Column whose equal values make one tree.
-        ungrouped (`int`): Tokens of the trees if each row is one.
+        ungrouped (`int`): Tokens of the trees if each dataset row is one.
         contexts (`int`): Served contexts: turns, or completions of a prompt.
         ways (`dict[str, Sequences]`):
             `"stock_defaults"` (TRL's `SFTTrainer` as it is), `"stock_best"`, `"flat_steps"` (consecutive turns are one
@@ -183,11 +183,11 @@ def fold_rows(
 
     Args:
         dataset ([`~datasets.Dataset`]):
-            The rows, see [`prepare_trees`].
+            The dataset rows, see [`prepare_trees`].
         name (`str`):
             How results and errors call it.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
-            Needed for rows of text.
+            Needed for dataset rows of text.
         reasoning (`str`, *optional*, defaults to `"per_turn"`), tools (*optional*), max_length (`int`, *optional*):
             See [`prepare_trees`]. Longer branches are truncated.
         group_by (`str`, *optional*, defaults to `"auto"`):
@@ -204,7 +204,7 @@ def fold_rows(
     try:
         kind = row_kind(dataset.column_names)
         as_served = "per_turn" if kind in MESSAGE_KINDS else reasoning
-        # rows that are not grouped find their tools by the column that they will be grouped by
+        # dataset rows that are not grouped find their tools by the column that they will be grouped by
         is_renamed = isinstance(tools, Mapping) and group_by != "group" and group_by in dataset.column_names
         names = {"group": group_by} if is_renamed else None
         served, counts = _prepare(dataset, tokenizer, **options, column_names=names, reasoning=as_served)
@@ -258,7 +258,7 @@ def fold_rows(
 def _prepare(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase | None, **options: Any
 ) -> tuple[dict[int, PrefixTree], dict[str, Any]]:
-    """The trees by the row or group that they are made of, and the counts."""
+    """The trees by the dataset row or group that they are made of, and the counts."""
     counts: dict[str, Any] = {}
     prepared = prepare_trees(dataset, tokenizer, **options, counts=counts)
     trees = map(PrefixTree.from_dict, prepared)
@@ -266,7 +266,7 @@ def _prepare(
 
 
 def stock_at_best(reading: RowOptions) -> RowOptions | None:
-    """How TRL reads rows for `assistant_only_loss=True`; `None` if it has no chat template for that."""
+    """How TRL reads dataset rows for `assistant_only_loss=True`; `None` if it has no chat template for that."""
     if reading.kind not in MESSAGE_KINDS:
         return reading
     from trl.chat_template_utils import get_training_chat_template

@@ -34,7 +34,7 @@ def console() -> Console:
 
 
 def table(title: str, rows: Sequence[Sequence[str]]) -> Table:
-    """A table to print; the first of the rows is its head."""
+    """A table to print; its first row is the head."""
     drawn = Table(title=printable(title) or None, title_justify="left")
     for index, name in enumerate(rows[0]):
         drawn.add_column(name, justify="right" if index else "left", overflow="fold")
