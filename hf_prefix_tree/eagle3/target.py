@@ -136,7 +136,7 @@ class Eagle3Target:
         if self.model is None:
             if batch["attention_mask"].any():
                 raise ValueError(
-                    "The target of precomputed hidden states can't run: pass the dataset of `precompute_hidden_states`, "
+                    "The target of precomputed hidden states can't run: pass a dataset of `precompute_hidden_states`, "
                     "or the target model."
                 )
             # empty dataset rows, which fill an uneven last step, have no file
@@ -243,8 +243,6 @@ def precompute_hidden_states(
     """
     from datasets import Dataset
 
-    if target.model is None:
-        raise ValueError("`target` holds precomputed hidden states and can't run: pass one with its model.")
     if not len(rows):
         raise ValueError("`rows` is empty: pass at least one row.")
     folder = Path(output_dir).absolute()
@@ -252,7 +250,7 @@ def precompute_hidden_states(
     paths = [str(folder / f"{split}_{index:08d}.safetensors") for index in range(len(rows))]
     collate = DataCollatorForEagle3(pad_token_id=0)
     for index in range(rank, len(rows), num_ranks):
-        batch = {name: value.to(target.model.device) for name, value in collate([rows[index]]).items()}
+        batch = {name: value.to(target.head.device) for name, value in collate([rows[index]]).items()}
         tokens = {name: batch[name][0].cpu() for name in ("input_ids", "seq_lens")}
         if not _is_computed(paths[index], tokens, target.fingerprint):
             states = {name: value[0] for name, value in target.states(batch).items()}

@@ -78,7 +78,7 @@ def new_draft(
 
 
 def _counting_loader(rows: Any, args: Eagle3Config, collator: DataCollatorForEagle3) -> DataLoader:
-    """Each rank's part of the dataset rows, every one once; without the hidden states, which counting does not need."""
+    """Each rank's part of the data, every dataset row once; without hidden states, which counting does not need."""
     if HIDDEN_STATES in (getattr(rows, "column_names", None) or ()):
         rows = rows.remove_columns(HIDDEN_STATES)
     rank, ranks = args.process_index, args.world_size

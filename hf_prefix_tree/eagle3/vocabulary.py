@@ -118,17 +118,14 @@ def count_supervised(dataloader: Iterable[Mapping[str, Any]], target_vocab_size:
 
 def _ids_and_mask(batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     name = "loss_mask" if "loss_mask" in batch else "labels"
-    if "input_ids" not in batch or name not in batch:
+    values = [torch.as_tensor(batch[key]) for key in ("input_ids", name) if key in batch]
+    if len(values) < 2 or values[0].shape != values[1].shape:
         raise ValueError(
-            f"`dataloader` yields batches with the keys {sorted(batch)}, but `input_ids` and `loss_mask` are needed: "
-            "collate them with `DataCollatorForEagle3`."
+            f"`dataloader` yields batches with the keys {sorted(batch)}, but `input_ids` and `loss_mask` of one shape "
+            f"are needed, got the shapes {[tuple(value.shape) for value in values]}: collate them with "
+            "`DataCollatorForEagle3`."
         )
-    ids, mask = torch.as_tensor(batch["input_ids"]), torch.as_tensor(batch[name])
-    if ids.shape != mask.shape:
-        raise ValueError(
-            f"`dataloader` yields `input_ids` of shape {tuple(ids.shape)} and `{name}` of shape {tuple(mask.shape)}: "
-            "they must be equal."
-        )
+    ids, mask = values
     return ids.long(), (mask != IGNORE_INDEX) if name == "labels" else (mask != 0)
 
 
