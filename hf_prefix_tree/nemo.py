@@ -15,7 +15,8 @@ import torch
 from hf_prefix_tree.data.nodes import _prompt_and_completions
 from hf_prefix_tree.data.supervision import IGNORE_INDEX, check_features, located
 from hf_prefix_tree.diffusion.collator import DataCollatorForDiffusionLM
-from hf_prefix_tree.modeling.batch import BLOCK_SIZE, concatenate_trees
+from hf_prefix_tree.modeling.batch import BLOCK_SIZE
+from hf_prefix_tree.sft.collator import DataCollatorForPrefixTree
 from hf_prefix_tree.tree.folding import INT32_MAX, check_integer, integer_array
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
@@ -159,7 +160,6 @@ def prefix_tree_collate_fn(
             f"`features` must be a list of one group, got {got}. Use a batch size of 1, or "
             "`DataCollatorForPrefixTree` for several groups."
         )
-    check_integer(pad_token_id, "pad_token_id")
     check_integer(ignore_idx, "ignore_idx", least=-INT32_MAX)
     group = features[0]
     if isinstance(group, Mapping) and group.keys() >= {"prompt_ids", "completions"}:
@@ -178,7 +178,7 @@ def prefix_tree_collate_fn(
         lengths = integer_array(fields["node_lengths"], "node_lengths", maximum=INT32_MAX)
         weights = _unshifted_weights(input_ids, labels, lengths, ignore_idx)
         tree = PrefixTree.from_node_paths(input_ids, lengths, fields["sample_paths"], weights, weighting)
-    return concatenate_trees([tree], pad_token_id, pad_to_multiple_of)
+    return DataCollatorForPrefixTree(pad_token_id, weighting, pad_to_multiple_of)([tree])
 
 
 def _unshifted_weights(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_prefix_tree.tree.folding import check_integer, check_weighting
+from hf_prefix_tree.tree.folding import check_integer
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
 
 _THINK = 1  # first token of reasoning leaves only: a leaf shares no token with the trunk's continuation
@@ -62,7 +62,6 @@ def caterpillar(
     for name, value in sizes.items():
         check_integer(value, name, 1)
     check_integer(vocab_size, "vocab_size", 3)
-    check_weighting(weighting)
     rng = np.random.default_rng(seed)
 
     def piece(mean: int) -> list[int]:
