@@ -131,11 +131,16 @@ def diffusion_generate(
                 start = first + number * block_size
                 in_block = (place >= start[:, None]) & (place < start[:, None] + block_size)
                 block = (start[:, None] + torch.arange(block_size, device=tokens.device)).clamp(max=width - 1)
+                until = canvas_ends if objective == "mdlm" else torch.minimum(start + block_size, canvas_ends)
+                attended = place[:, : int(until.max())] < until[:, None]
+                before = start if objective == "hybrid" else None
+                options: Any = {"window_start": window, "causal_before": before, "block_size": block_size}
+                layout = spans(attended) if objective == "mdlm" else spans(attended, "block_causal", **options)
                 for step in range(steps):
                     todo = is_masked & in_block & ~done[:, None]
                     if not bool(todo.any()):
                         break
-                    logits = _block_logits(model, tokens, block, start, canvas_ends, window, objective, block_size)
+                    logits = _block_logits(model, tokens, block, attended, layout)
                     logits[..., mask_token_id] = -torch.inf
                     chosen, certainty = _choose(logits, temperature, generator)
                     certainty = certainty.masked_fill(~todo.gather(1, block), -1.0)
@@ -175,31 +180,16 @@ def _left_aligned(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) 
 
 
 def _block_logits(
-    model: torch.nn.Module,
-    tokens: torch.Tensor,
-    block: torch.Tensor,
-    start: torch.Tensor,
-    canvas_ends: torch.Tensor,
-    window: torch.Tensor | None,
-    objective: str,
-    block_size: int,
+    model: torch.nn.Module, tokens: torch.Tensor, block: torch.Tensor, attended: torch.Tensor, layout: torch.Tensor
 ) -> torch.Tensor:
     """Logits of the current block's places: `(B, block_size, vocab)`, float32 or more."""
-    ends = canvas_ends if objective == "mdlm" else torch.minimum(start + block_size, canvas_ends)
-    length = int(ends.max())
-    place = torch.arange(length, device=tokens.device).expand(len(tokens), -1)
-    attended = place < ends[:, None]
-    if objective == "mdlm":
-        layout = spans(attended)
-    else:
-        causal_before = start if objective == "hybrid" else None
-        layout = spans(attended, "block_causal", block_size, window_start=window, causal_before=causal_before)
+    length = attended.shape[1]
     inside = block.clamp(max=length - 1)  # of texts that are done already, other places
     where = inside + torch.arange(len(tokens), device=tokens.device)[:, None] * length
     outputs = model(
         input_ids=tokens[:, :length],
         attention_mask=attended.long(),
-        position_ids=place,
+        position_ids=torch.arange(length, device=tokens.device).expand(len(tokens), -1),
         diffusion_layout=layout,
         predict_positions=where.flatten(),
     )

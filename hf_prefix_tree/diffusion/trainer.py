@@ -49,20 +49,6 @@ def _ratio(total: torch.Tensor, count: torch.Tensor) -> float:
     return (total / safe_divisor(count, total)).item()
 
 
-def default_collator(args: DiffusionSFTConfig, tokenizer: Any) -> DataCollatorForDiffusionLM:
-    """The collator with the numbers of `args`; on a GPU it pads to whole blocks of FlexAttention."""
-    on_gpu = args.device.type == "cuda" and args.attn_backend != "sdpa"
-    return DataCollatorForDiffusionLM(
-        pad_token_id=padding_token_of(tokenizer),
-        block_size=args.block_size,
-        pad_seq_len_divisible=args.pad_to_multiple_of or (BLOCK_SIZE if on_gpu else None),
-        max_seq_len=args.max_length,
-        supervise_padding=args.supervise_padding,
-        response_window=args.response_window,
-        processing_class=tokenizer,
-    )
-
-
 class DiffusionSFTTrainer(StepMixin, PreparationMixin, SFTTrainer):
     """
     Supervised fine-tuning of a causal LM as a diffusion language model.
@@ -155,7 +141,17 @@ class DiffusionSFTTrainer(StepMixin, PreparationMixin, SFTTrainer):
         check_texts(self)
         refuse_tensor_parallelism(self)
         if data_collator is None:
-            self.data_collator = default_collator(args, self._tokenizer)
+            on_gpu = args.device.type == "cuda" and args.attn_backend != "sdpa"
+            self.data_collator = DataCollatorForDiffusionLM(
+                pad_token_id=padding_token_of(self._tokenizer),
+                block_size=args.block_size,
+                # whole blocks of FlexAttention
+                pad_seq_len_divisible=args.pad_to_multiple_of or (BLOCK_SIZE if on_gpu else None),
+                max_seq_len=args.max_length,
+                supervise_padding=args.supervise_padding,
+                response_window=args.response_window,
+                processing_class=self._tokenizer,
+            )
         num_embeddings = self.model.get_input_embeddings().num_embeddings
         self.mask_token_id: int | None = None
         if args.corruption != "random":  # which replaces tokens instead of masking them
