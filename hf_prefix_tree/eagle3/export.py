@@ -20,12 +20,12 @@ import torch
 import transformers
 from datasets.fingerprint import Hasher
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 
 from hf_prefix_tree.data.trees import write_files
 from hf_prefix_tree.eagle3.config import Eagle3DraftConfig, check_aux_layer_ids
 from hf_prefix_tree.eagle3.model import Eagle3DraftModel
-from hf_prefix_tree.eagle3.vocabulary import checksum_of, ids_from_d2t, problem_of_ids, t2d_from_ids
+from hf_prefix_tree.eagle3.vocabulary import checksum_of, ids_from_d2t, problem_of_ids, serialized, t2d_from_ids
 
 ENGINES = ("vllm", "sglang", "speculators")
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -102,14 +102,11 @@ def export_for_serving(
         described, layer = _speculators_config(config, dtype, verifier, num_speculative_tokens), _SPECULATORS_LAYER
     else:
         raise ValueError("`target_name_or_path` is needed: speculators' format names the target.")
-    tensors = {}
-    for name, tensor in _renamed(draft.state_dict(), _LAYER, layer).items():
-        tensor = tensor.detach().cpu()
-        tensors[name] = (tensor.to(dtype) if tensor.is_floating_point() else tensor).clone().contiguous()
+    tensors = _renamed(draft.state_dict(), _LAYER, layer)
+    tensors = {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
     content = (json.dumps(described, indent=2, sort_keys=True) + "\n").encode()
-    metadata = {"format": "pt", "config": Hasher.hash_bytes(content)}
-    metadata |= {"checksum": checksum_of(tensors, metadata)}
-    write_files({Path(path, WEIGHTS): save(tensors, metadata), Path(path, CONFIG): content})
+    weights = serialized(tensors, {"format": "pt", "config": Hasher.hash_bytes(content)})
+    write_files({Path(path, WEIGHTS): weights, Path(path, CONFIG): content})
 
 
 def validate_export(path: str | os.PathLike[str]) -> list[str]:

@@ -390,9 +390,13 @@ def write_tensors(
     path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> None:
     """Write a safetensors file that [`read_tensors`] can check. A reader sees it whole, or the one before it."""
+    write_files({Path(path): serialized(tensors, metadata)})
+
+
+def serialized(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
+    """The content of a safetensors file, whose metadata also hold a checksum."""
     held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    content = safetensors.torch.save(held, {**metadata, "checksum": checksum_of(held, metadata)})
-    write_files({Path(path): content})
+    return safetensors.torch.save(held, {**metadata, "checksum": checksum_of(held, metadata)})
 
 
 def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, torch.Tensor]]:

@@ -154,12 +154,10 @@ def read_tools(path: Path, option: str) -> list[Any] | dict[str, list[Any]]:
     Raises:
         `ValueError`: If there is no such file, or it holds something else.
     """
-    if not path.is_file():
-        raise ValueError(f"`{option}` is {path}, which is no file; pass a JSON file.")
     try:
         tools = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"`{option}` is {path}, which is broken JSON: {error}.") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"`{option}` is {path}, which is no JSON file that can be read: {error}.") from error
     if not isinstance(tools, list | dict):
         raise ValueError(
             f"`{option}` is {path}, which holds a {type(tools).__name__}; pass a list, or lists by group."
