@@ -169,10 +169,10 @@ class DataCollatorForEagle3:
 def _checked_row(row: Mapping[str, Any]) -> dict[str, list[int]]:
     """A packed row, if it is what [`eagle3_row`] makes of its documents."""
     columns = {name: integer_array(row.get(name), name, maximum=INT32_MAX) for name in PACKED_COLUMNS}
-    ids, mask, count = columns["input_ids"], columns["loss_mask"] != 0, columns["attention_mask"].sum()
+    ids, mask, count = columns["input_ids"], columns["loss_mask"] != 0, np.count_nonzero(columns["attention_mask"])
     starts = np.cumsum(columns["seq_lens"])[:-1]
     parts = zip(np.split(ids[:count], starts), np.split(mask[:count].astype(int), starts), strict=True)
-    documents = [(part.tolist(), mask.tolist()) for part, mask in parts if len(part)]
+    documents = [(part.tolist(), of_part.tolist()) for part, of_part in parts if len(part)]
     expected = eagle3_row(documents, len(ids), 0) | {"input_ids": ids.tolist()}
     for name, values in columns.items():
         if not np.array_equal(values, expected[name]):
