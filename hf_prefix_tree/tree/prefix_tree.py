@@ -403,6 +403,7 @@ def fold(branches: Iterable[Branch], weighting: str = "tree") -> PrefixTree:
 
     ```
     """
+    check_weighting(weighting)
     items = folding.as_list(branches, "branches")
     for index, item in enumerate(items):
         if not isinstance(item, Branch):
