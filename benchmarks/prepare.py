@@ -39,9 +39,8 @@ from hf_prefix_tree.data.prepare import prepare_trees
 from hf_prefix_tree.data.template import ChatTemplate
 from hf_prefix_tree.data.turns import conversation_branches
 from hf_prefix_tree.report.gain import read_tools
-from hf_prefix_tree.tree.packing import pack_rows
+from hf_prefix_tree.tree.packing import pack_rows, split_tree
 from hf_prefix_tree.tree.prefix_tree import PrefixTree, fold
-from hf_prefix_tree.tree.splitting import split_tree
 
 CPU = torch.device("cpu")
 Talk = tuple[list[Message], list[Any] | None]  # normalized messages and tools

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import TrlParser
 
 from hf_prefix_tree import Eagle3DraftModel
-from hf_prefix_tree.eagle3.decoding import speculative_generate
 from hf_prefix_tree.eagle3.export import load_exported
+from hf_prefix_tree.eagle3.model import speculative_generate
 from hf_prefix_tree.eagle3.target import Eagle3Target
 
 

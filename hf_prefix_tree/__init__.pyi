@@ -45,10 +45,10 @@ from hf_prefix_tree.sft.config import TreeSFTConfig as TreeSFTConfig
 from hf_prefix_tree.sft.mixin import TreeLossMixin as TreeLossMixin
 from hf_prefix_tree.sft.trainer import TreeSFTTrainer as TreeSFTTrainer
 from hf_prefix_tree.tree.packing import pack_rows as pack_rows
+from hf_prefix_tree.tree.packing import split_tree as split_tree
 from hf_prefix_tree.tree.prefix_tree import Branch as Branch
 from hf_prefix_tree.tree.prefix_tree import PrefixTree as PrefixTree
 from hf_prefix_tree.tree.prefix_tree import fold as fold
-from hf_prefix_tree.tree.splitting import split_tree as split_tree
 from hf_prefix_tree.tree.synthetic import caterpillar as caterpillar
 from hf_prefix_tree.tree.synthetic import caterpillar_set as caterpillar_set
 from hf_prefix_tree.version import __version__ as __version__

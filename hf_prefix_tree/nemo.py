@@ -13,9 +13,10 @@ import numpy.typing as npt
 import torch
 
 from hf_prefix_tree.data.nodes import _prompt_and_completions
-from hf_prefix_tree.data.supervision import IGNORE_INDEX, Sample, check_features, located, read_sample
+from hf_prefix_tree.data.supervision import IGNORE_INDEX, check_features, located
 from hf_prefix_tree.diffusion.collator import DataCollatorForDiffusionLM
-from hf_prefix_tree.modeling.batch import BLOCK_SIZE, concatenate_trees
+from hf_prefix_tree.modeling.batch import BLOCK_SIZE
+from hf_prefix_tree.sft.collator import DataCollatorForPrefixTree
 from hf_prefix_tree.tree.folding import INT32_MAX, check_integer, integer_array
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
@@ -131,7 +132,7 @@ def prefix_tree_collate_fn(
         weighting (`str`, *optional*, defaults to `"tree"`):
             See [`fold`].
         pad_to_multiple_of (`int`, *optional*, defaults to 128):
-            The row is padded to a multiple of it.
+            The packed sequence is padded to a multiple of it.
         ignore_idx (`int`, *optional*, defaults to `CROSS_ENTROPY_IGNORE_IDX`):
             Label of positions that predict nothing.
 
@@ -159,7 +160,6 @@ def prefix_tree_collate_fn(
             f"`features` must be a list of one group, got {got}. Use a batch size of 1, or "
             "`DataCollatorForPrefixTree` for several groups."
         )
-    check_integer(pad_token_id, "pad_token_id")
     check_integer(ignore_idx, "ignore_idx", least=-INT32_MAX)
     group = features[0]
     if isinstance(group, Mapping) and group.keys() >= {"prompt_ids", "completions"}:
@@ -178,7 +178,7 @@ def prefix_tree_collate_fn(
         lengths = integer_array(fields["node_lengths"], "node_lengths", maximum=INT32_MAX)
         weights = _unshifted_weights(input_ids, labels, lengths, ignore_idx)
         tree = PrefixTree.from_node_paths(input_ids, lengths, fields["sample_paths"], weights, weighting)
-    return concatenate_trees([tree], pad_token_id, pad_to_multiple_of)
+    return DataCollatorForPrefixTree(pad_token_id, weighting, pad_to_multiple_of)([tree])
 
 
 def _unshifted_weights(
@@ -219,16 +219,13 @@ class DLLMCollator(DataCollatorForDiffusionLM):
 
     pad_token_id: int | None = 0
     keeps_sample_index: ClassVar[bool] = False
+    keeps_padding: ClassVar[bool] = True
 
     def __call__(self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         names = ("input_ids", "loss_mask", "attention_mask")
         check_features(features)
         for index, feature in enumerate(features):
-            for name in names:
-                if feature.get(name) is None:
-                    raise ValueError(f"`features[{index}]` has the keys {list(feature)} and no `{name}`.")
+            if missing := [f"`{name}`" for name in names if feature.get(name) is None]:
+                raise ValueError(f"`features[{index}]` has the keys {list(feature)} and no {', '.join(missing)}.")
         batch = super().__call__([{name: feature[name] for name in names} for feature in features], return_tensors)
         return {name: batch[name] for name in (*names, "input_lengths")}
-
-    def _read(self, feature: Mapping[str, Any], index: int) -> Sample:
-        return read_sample(feature, f"`features[{index}]`", padded=True)

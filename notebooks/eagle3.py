@@ -46,7 +46,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_prefix_tree import DataCollatorForEagle3, Eagle3Config, Eagle3DraftConfig, Eagle3DraftModel, Eagle3Trainer
-from hf_prefix_tree.eagle3.decoding import speculative_generate
+from hf_prefix_tree.eagle3.model import speculative_generate
 
 torch.set_num_threads(1)  # the tensors are tiny
 VOCABULARY = 48

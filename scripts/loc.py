@@ -13,7 +13,7 @@ import tokenize
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "hf_prefix_tree"
-LIMITS = {"files": 105, "lines of code": 13_500, "modules in the root": 4, "lines of the longest file": 450}
+LIMITS = {"files": 100, "lines of code": 13_500, "modules in the root": 4, "lines of the longest file": 450}
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

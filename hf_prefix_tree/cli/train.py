@@ -29,12 +29,13 @@ from hf_prefix_tree.data.baselines import flat_steps, per_branch
 from hf_prefix_tree.data.formats import with_tools
 from hf_prefix_tree.data.prepare import prepare_trees
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
-from hf_prefix_tree.eagle3.data import padding_token, prepare_eagle3_rows
+from hf_prefix_tree.eagle3.data import prepare_eagle3_rows
 from hf_prefix_tree.eagle3.export import export_for_serving, validate_export
 from hf_prefix_tree.eagle3.model import Eagle3DraftModel
 from hf_prefix_tree.eagle3.target import TARGET_FILE, Eagle3Target, precompute_hidden_states
 from hf_prefix_tree.report.gain import load_rows, read_tools
 from hf_prefix_tree.report.text import console, preparation_tables
+from hf_prefix_tree.training.checks import padding_token_of
 from hf_prefix_tree.training.options import option_field
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
@@ -381,7 +382,7 @@ def _documents(rows: Dataset, tokenizer: Any, args: Any) -> Dataset:
         seq_length=args.seq_length,
         packed_sequence_size=args.packed_sequence_size,
         strategy=args.packing_strategy,
-        pad_token_id=padding_token(tokenizer),
+        pad_token_id=padding_token_of(tokenizer),
         num_proc=args.dataset_num_proc,
     )
 

@@ -22,9 +22,8 @@ import pyarrow as pa
 from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
 
 from hf_prefix_tree.data.trees import TREE_FEATURES, cached_map
-from hf_prefix_tree.tree.packing import fill, pack_rows
+from hf_prefix_tree.tree.packing import fill, pack_rows, split_tree
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
-from hf_prefix_tree.tree.splitting import split_tree
 
 logger = logging.getLogger(__name__)
 

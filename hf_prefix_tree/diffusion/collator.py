@@ -17,8 +17,9 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from hf_prefix_tree.data.supervision import IGNORE_INDEX, Sample, check_features, read_sample
-from hf_prefix_tree.tree.folding import check_integer, integer_array
+from hf_prefix_tree.data.supervision import IGNORE_INDEX, Sample, check_features, located, read_sample
+from hf_prefix_tree.training.sampling import PADDING_FEATURE, rounded_up
+from hf_prefix_tree.tree.folding import INT64_MAX, check_integer, integer_array
 
 SAMPLE_INDEX = "sample_index"
 
@@ -98,22 +99,23 @@ class DataCollatorForDiffusionLM:
     processing_class: Any = None
     return_tensors: str = "pt"
     keeps_sample_index: ClassVar[bool] = True  # the noise of a training depends on it
+    keeps_padding: ClassVar[bool] = False  # of features
 
     def __post_init__(self) -> None:
         _check_return_tensors(self.return_tensors)
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)  # of a processor
         for name in ("pad_token_id", "eos_token_id"):
             if getattr(self, name) is None:
-                setattr(self, name, _id_of(self.processing_class, name))
-            value = getattr(self, name)
-            if value is not None:
-                check_integer(value, name)
+                setattr(self, name, getattr(tokenizer, name, None))
         if self.pad_token_id is None:
-            where = "there is no `processing_class`" if self.processing_class is None else "the tokenizer has none"
-            raise ValueError(f"`pad_token_id` is not given and {where}: pass one; it may be the id of the EOS token.")
-        for name, least in (("block_size", 0), ("pad_seq_len_divisible", 0), ("max_seq_len", 1)):
-            value = getattr(self, name)
-            if value is not None:
-                check_integer(value, name, least)
+            raise ValueError(
+                "`pad_token_id` is not given, and `processing_class` has none: pass one; it may be the id of the EOS "
+                "token."
+            )
+        lowest = {"pad_token_id": 0, "eos_token_id": 0, "block_size": 0, "pad_seq_len_divisible": 0, "max_seq_len": 1}
+        for name, least in lowest.items():
+            if getattr(self, name) is not None:
+                check_integer(getattr(self, name), name, least)
 
     @property
     def block_pad_token_id(self) -> int:
@@ -126,11 +128,17 @@ class DataCollatorForDiffusionLM:
         return_tensors = return_tensors or self.return_tensors
         _check_return_tensors(return_tensors)
         check_features(features)
-        samples = [self._read(feature, index) for index, feature in enumerate(features)]
-        prefixes = [self._prefix(sample, index) for index, sample in enumerate(samples)]
-        ends = [self._fill_end(len(s.input_ids), prefix) for s, prefix in zip(samples, prefixes, strict=True)]
-        length = self._length(ends)
-
+        samples, ends = [], []  # an end is where the last block ends, also where that is beyond the cap
+        block = self.block_size or 1
+        for index, feature in enumerate(features):
+            where = f"`features[{index}]`"
+            sample = read_sample(feature, where, padded=self.keeps_padding)
+            with located(where):
+                prefix = self._prefix(sample)
+            samples.append(sample)
+            ends.append(prefix + rounded_up(len(sample.input_ids) - prefix, block))
+        multiple = math.lcm(block, self.pad_seq_len_divisible or 1) if (self.pad_seq_len_divisible or 1) > 1 else 1
+        length = max(1, min(rounded_up(max(ends), multiple), self.max_seq_len or INT64_MAX))
         batch: dict[str, Any] = {
             "input_ids": np.full((len(samples), length), self.pad_token_id, dtype=np.int64),
             "loss_mask": np.full((len(samples), length), self.supervise_padding, dtype=np.float32),
@@ -144,7 +152,8 @@ class DataCollatorForDiffusionLM:
                 values[row, :raw] = content[:length]
         batch["labels"] = np.where(batch["loss_mask"] != 0, batch["input_ids"], IGNORE_INDEX)
         batch["input_lengths"] = np.array([len(sample.input_ids) for sample in samples], dtype=np.int64)
-        indices = [feature.get(SAMPLE_INDEX) for feature in features]
+        # dataset rows that fill an uneven step have no index
+        indices = [-1 if f.keys() == PADDING_FEATURE.keys() else f.get(SAMPLE_INDEX) for f in features]
         if any(index is not None for index in indices):
             if None in indices:
                 raise ValueError(f"Some features have a `{SAMPLE_INDEX}` and others don't: give every one its own.")
@@ -153,39 +162,22 @@ class DataCollatorForDiffusionLM:
             return batch
         return {name: torch.from_numpy(value) for name, value in batch.items()}
 
-    def _read(self, feature: Mapping[str, Any], index: int) -> Sample:
-        return read_sample(feature, f"`features[{index}]`")
-
-    def _prefix(self, sample: Sample, index: int) -> int:
+    def _prefix(self, sample: Sample) -> int:
         """Where blocks start: 0, or the first supervised token, or the end of a sample without one."""
         if not self.response_window:
             return 0
         starts = np.flatnonzero(np.diff((sample.weights > 0).astype(np.int8), prepend=0) == 1)
         if len(starts) > 1:
             raise ValueError(
-                f"`features[{index}]` has more than one supervised run under response_window=True: {len(starts)}, at "
-                f"{starts.tolist()}. Make one sample per turn, or pass `response_window=False`."
+                f"more than one supervised run under response_window=True: {len(starts)}, at {starts.tolist()}. Make "
+                "one sample per turn, or pass `response_window=False`."
             )
         return int(starts[0]) if len(starts) else len(sample.input_ids)
-
-    def _fill_end(self, raw: int, prefix: int) -> int:
-        """Where the last block ends. A sample above the cap takes the whole length, so its end is beyond it."""
-        block = self.block_size or 1
-        return prefix + -(-(raw - prefix) // block) * block
-
-    def _length(self, ends: Sequence[int]) -> int:
-        length = max(ends)
-        if self.pad_seq_len_divisible is not None and self.pad_seq_len_divisible > 1:
-            multiple = math.lcm(self.block_size or 1, self.pad_seq_len_divisible)
-            length = -(-length // multiple) * multiple
-        if self.max_seq_len is not None:
-            length = min(length, self.max_seq_len)
-        return max(length, 1)
 
 
 def supervised_tokens(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """
-    Which tokens of a collated batch are supervised: its `loss_mask`, without rows that fill an uneven step.
+    Which tokens of a collated batch are supervised: its `loss_mask`, without dataset rows that fill an uneven step.
 
     Args:
         batch (`Mapping[str, torch.Tensor]`): Of [`DataCollatorForDiffusionLM`].
@@ -199,8 +191,3 @@ def supervised_tokens(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def _check_return_tensors(return_tensors: str) -> None:
     if not isinstance(return_tensors, str) or return_tensors not in ("pt", "np"):
         raise ValueError(f"`return_tensors` must be 'pt' or 'np', got {return_tensors!r}.")
-
-
-def _id_of(processing_class: Any, name: str) -> int | None:
-    """The id of a tokenizer, or of a processor's tokenizer."""
-    return getattr(getattr(processing_class, "tokenizer", processing_class), name, None)

@@ -51,7 +51,7 @@ class DiffusionSFTConfig(SFTConfig):
             How often evaluation draws noise for each sample. More draws make the NLL bound less noisy and cost as much
             more.
         chat_template_kwargs (`dict` or JSON `str`, *optional*):
-            Further variables for the chat template. A row's own take precedence.
+            Further variables for the chat template. Those of a dataset row take precedence.
         on_error (`str`, *optional*, defaults to `"raise"`):
             Whether a dataset row that can't be read stops the preparation, or is skipped (`"skip"`) and counted.
         attn_backend (`str`, *optional*, defaults to `"auto"`):
@@ -81,7 +81,7 @@ class DiffusionSFTConfig(SFTConfig):
     chat_template_kwargs: dict[str, Any] | str | None = option_field(
         None, "Further variables for the chat template, as a JSON object."
     )
-    on_error: str = option_field("raise", "What happens to a row that cannot be read.", ["raise", "skip"])
+    on_error: str = option_field("raise", "What happens to a dataset row that cannot be read.", ["raise", "skip"])
     attn_backend: str = option_field("auto", "Attention of the model.", ["auto", "flex", "sdpa"])
 
     def __post_init__(self) -> None:

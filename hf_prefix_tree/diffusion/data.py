@@ -7,11 +7,10 @@ the turn is. Cost: that of rendering, see `hf_prefix_tree.data.turns`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from datasets import IterableDataset
 
 from hf_prefix_tree.data.baselines import read_samples
@@ -19,15 +18,12 @@ from hf_prefix_tree.data.counts import TRUNCATION, truncation_of, without_unsupe
 from hf_prefix_tree.data.rows import columns_of
 from hf_prefix_tree.data.supervision import SUPERVISION, read_sample
 from hf_prefix_tree.data.trees import cached_map
-from hf_prefix_tree.diffusion.collator import SAMPLE_INDEX, DataCollatorForDiffusionLM
-from hf_prefix_tree.training.sampling import PADDING_FEATURE
+from hf_prefix_tree.diffusion.collator import SAMPLE_INDEX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 COLUMNS = ("input_ids", "attention_mask", *SUPERVISION, SAMPLE_INDEX)
-# Fills an uneven last step of distributed training: no token, so it counts nowhere.
-EMPTY_FEATURE: dict[str, Any] = {"input_ids": [], "loss_mask": [], SAMPLE_INDEX: -1}
 
 
 def prepare_diffusion_rows(
@@ -41,7 +37,7 @@ def prepare_diffusion_rows(
     counts: MutableMapping[str, Any] | None = None,
 ) -> Any:
     """
-    Rows for [`DataCollatorForDiffusionLM`], each with its `sample_index`, on which its noise depends.
+    Dataset rows for [`DataCollatorForDiffusionLM`], each with its `sample_index`, on which its noise depends.
 
     Args:
         dataset (`Dataset` or `IterableDataset`):
@@ -52,7 +48,7 @@ def prepare_diffusion_rows(
         chat_template_kwargs (`Mapping[str, Any]`, *optional*):
             Further variables for the chat template.
         on_error (`str`, *optional*, defaults to `"raise"`):
-            Whether a row that can't be read is an error, or skipped (`"skip"`).
+            Whether a dataset row that can't be read is an error, or skipped (`"skip"`).
         num_proc (`int`, *optional*):
             Processes that render.
         cap (`tuple[str, int]`, *optional*):
@@ -65,11 +61,11 @@ def prepare_diffusion_rows(
         A dataset of the same type. Of texts it has `input_ids`, which end with the response, and `loss_mask`.
 
     Raises:
-        `ValueError`: If the rows are of no known kind, or malformed, or none is left.
+        `ValueError`: If the dataset rows are of no known kind, or malformed, or none is left.
     """
     columns = columns_of(dataset)
-    variables = {"chat_template_kwargs": dict(chat_template_kwargs or {})}
-    dataset = read_samples(dataset, tokenizer, on_error=on_error, num_proc=num_proc, counts=counts, **variables)
+    options: dict[str, Any] = {"on_error": on_error, "chat_template_kwargs": dict(chat_template_kwargs or {})}
+    dataset = read_samples(dataset, tokenizer, num_proc=num_proc, counts=counts, **options)
     if "input_ids" in columns and not set(columns) & set(SUPERVISION):
         raise ValueError(
             f"`dataset` has `input_ids` and none of {', '.join(SUPERVISION)}: add a `loss_mask` (all ones to "
@@ -86,21 +82,6 @@ def prepare_diffusion_rows(
     options = {"with_indices": True, "num_proc": num_proc, "desc": "Truncating samples"}
     dataset = cached_map(dataset, _with_truncation, fn_kwargs={"length": length}, **options)
     return without_unsupervised(dataset, (name, length))
-
-
-class WithEmptyRows:
-    """
-    A collator that also takes the rows which fill an uneven step.
-
-    Args:
-        collator ([`DataCollatorForDiffusionLM`]): The collator.
-    """
-
-    def __init__(self, collator: DataCollatorForDiffusionLM) -> None:
-        self.collator = collator
-
-    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        return self.collator([EMPTY_FEATURE if dict(f) == PADDING_FEATURE else f for f in features])
 
 
 def _with_truncation(row: Mapping[str, Any], index: int, length: int) -> dict[str, int]:

@@ -16,7 +16,7 @@ from hf_prefix_tree.diffusion.model import prepared_for_diffusion
 from hf_prefix_tree.modeling.attention.masks.spans import spans
 from hf_prefix_tree.modeling.checks import base_causal_lm
 from hf_prefix_tree.training.checks import check_mask_token
-from hf_prefix_tree.tree.folding import integer_array
+from hf_prefix_tree.tree.folding import check_integer, integer_array
 
 
 @torch.no_grad()
@@ -95,9 +95,17 @@ def diffusion_generate(
     """
     base = base_causal_lm(model)
     steps = block_size if steps_per_block is None else steps_per_block
-    _check(max_new_tokens, block_size, steps, temperature, objective, mask_token_id, base)
-    config = base.generation_config
-    ends = _as_list(config.eos_token_id if eos_token_id is None else eos_token_id)
+    for name, value in (("max_new_tokens", max_new_tokens), ("block_size", block_size)):
+        check_integer(value, name, 1)
+    integer_array([steps], "steps_per_block", 1, block_size)  # a step keeps a token
+    if temperature < 0:
+        raise ValueError(f"`temperature` must be at least 0, got {temperature}.")
+    if objective not in OBJECTIVES:
+        raise ValueError(f"`objective` must be one of {OBJECTIVES}, got {objective!r}.")
+    check_mask_token(mask_token_id, base.get_input_embeddings().num_embeddings)
+    config: Any = base.generation_config
+    eos_token_id = config.eos_token_id if eos_token_id is None else eos_token_id
+    ends = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
     if pad_token_id is None:
         pad_token_id = config.pad_token_id if config.pad_token_id is not None else (ends or [0])[0]
 
@@ -123,11 +131,16 @@ def diffusion_generate(
                 start = first + number * block_size
                 in_block = (place >= start[:, None]) & (place < start[:, None] + block_size)
                 block = (start[:, None] + torch.arange(block_size, device=tokens.device)).clamp(max=width - 1)
+                until = canvas_ends if objective == "mdlm" else torch.minimum(start + block_size, canvas_ends)
+                attended = place[:, : int(until.max())] < until[:, None]
+                before = start if objective == "hybrid" else None
+                options: Any = {"window_start": window, "causal_before": before, "block_size": block_size}
+                layout = spans(attended) if objective == "mdlm" else spans(attended, "block_causal", **options)
                 for step in range(steps):
                     todo = is_masked & in_block & ~done[:, None]
                     if not bool(todo.any()):
                         break
-                    logits = _block_logits(model, tokens, block, start, canvas_ends, window, objective, block_size)
+                    logits = _block_logits(model, tokens, block, attended, layout)
                     logits[..., mask_token_id] = -torch.inf
                     chosen, certainty = _choose(logits, temperature, generator)
                     certainty = certainty.masked_fill(~todo.gather(1, block), -1.0)
@@ -144,31 +157,6 @@ def diffusion_generate(
     finally:
         model.train(was_training)
     return torch.cat([input_ids, _new_tokens(tokens, lengths, max_new_tokens, end_ids, pad_token_id)], dim=1)
-
-
-def _check(
-    max_new_tokens: int,
-    block_size: int,
-    steps: int,
-    temperature: float,
-    objective: str,
-    mask_token_id: int,
-    model: Any,
-) -> None:
-    integer_array([max_new_tokens], "max_new_tokens", 1)
-    integer_array([block_size], "block_size", 1)
-    integer_array([steps], "steps_per_block", 1, block_size)  # a step keeps a token
-    if temperature < 0:
-        raise ValueError(f"`temperature` must be at least 0, got {temperature}.")
-    if objective not in OBJECTIVES:
-        raise ValueError(f"`objective` must be one of {OBJECTIVES}, got {objective!r}.")
-    check_mask_token(mask_token_id, model.get_input_embeddings().num_embeddings)
-
-
-def _as_list(ids: int | Iterable[int] | None) -> list[int]:
-    if ids is None:
-        return []
-    return [ids] if isinstance(ids, int) else list(ids)
 
 
 def _left_aligned(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,31 +180,16 @@ def _left_aligned(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) 
 
 
 def _block_logits(
-    model: torch.nn.Module,
-    tokens: torch.Tensor,
-    block: torch.Tensor,
-    start: torch.Tensor,
-    canvas_ends: torch.Tensor,
-    window: torch.Tensor | None,
-    objective: str,
-    block_size: int,
+    model: torch.nn.Module, tokens: torch.Tensor, block: torch.Tensor, attended: torch.Tensor, layout: torch.Tensor
 ) -> torch.Tensor:
     """Logits of the current block's places: `(B, block_size, vocab)`, float32 or more."""
-    ends = canvas_ends if objective == "mdlm" else torch.minimum(start + block_size, canvas_ends)
-    length = int(ends.max())
-    place = torch.arange(length, device=tokens.device).expand(len(tokens), -1)
-    attended = place < ends[:, None]
-    if objective == "mdlm":
-        layout = spans(attended)
-    else:
-        causal_before = start if objective == "hybrid" else None
-        layout = spans(attended, "block_causal", block_size, window_start=window, causal_before=causal_before)
+    length = attended.shape[1]
     inside = block.clamp(max=length - 1)  # of texts that are done already, other places
     where = inside + torch.arange(len(tokens), device=tokens.device)[:, None] * length
     outputs = model(
         input_ids=tokens[:, :length],
         attention_mask=attended.long(),
-        position_ids=place,
+        position_ids=torch.arange(length, device=tokens.device).expand(len(tokens), -1),
         diffusion_layout=layout,
         predict_positions=where.flatten(),
     )

@@ -199,8 +199,7 @@ def objective_inputs(batch: Mapping[str, torch.Tensor], noise: Corrupted, args: 
     if args.objective == "mdlm":
         inputs["diffusion_layout"] = spans(attention_mask)
         return ObjectiveInputs(inputs, ids, noise.is_masked & supervised)
-    clean = {"input_ids": ids, "attention_mask": attention_mask, "position_ids": positions}
-    inputs = {name: torch.cat([inputs[name], clean[name]], dim=1) for name in inputs}
+    inputs = {name: torch.cat([x, ids if name == "input_ids" else x], dim=1) for name, x in inputs.items()}
     inputs["diffusion_layout"] = spans(
         attention_mask,
         "block_diffusion" if args.objective == "block" else "hybrid",

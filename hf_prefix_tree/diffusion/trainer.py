@@ -12,7 +12,7 @@ from trl import SFTTrainer
 
 from hf_prefix_tree.diffusion.collator import SAMPLE_INDEX, DataCollatorForDiffusionLM, supervised_tokens
 from hf_prefix_tree.diffusion.config import DiffusionSFTConfig
-from hf_prefix_tree.diffusion.data import COLUMNS, WithEmptyRows, prepare_diffusion_rows
+from hf_prefix_tree.diffusion.data import COLUMNS, prepare_diffusion_rows
 from hf_prefix_tree.diffusion.loss import mdlm_loss, objective_inputs, objective_loss
 from hf_prefix_tree.diffusion.model import prepare_diffusion_model
 from hf_prefix_tree.diffusion.noise import Corrupted, corrupt, noise_seeds, window_starts
@@ -44,46 +44,9 @@ class Sums(NamedTuple):
     predicted: torch.Tensor
     supervised: torch.Tensor
 
-    def training_metrics(self, objective: str, has_bound: bool) -> dict[str, float]:
-        """
-        The metrics of a logging window besides its loss.
-
-        Args:
-            objective (`str`): `"mdlm"`, `"block"` or `"hybrid"`.
-            has_bound (`bool`): Whether the noise bounds the negative log-likelihood, see `_bounds_nll`.
-        """
-        metrics = {"mean_token_accuracy": _ratio(self.correct, self.predicted)}
-        if has_bound:
-            metrics["nll_bound"] = _ratio(self.bound, self.supervised)
-        if objective == "hybrid":
-            metrics["next_token_loss"] = _ratio(self.next_token, self.supervised)
-        return metrics
-
-    def evaluation_metrics(self, objective: str, has_bound: bool) -> dict[str, float]:
-        """The same for a whole evaluation, with its loss and perplexity: NaN where it has no supervised token."""
-        metrics = {"loss": _ratio(self.loss, self.supervised), **self.training_metrics(objective, has_bound)}
-        if has_bound:
-            metrics["perplexity"] = math.exp(min(metrics["nll_bound"], 700.0))  # 700: the largest that has one
-        # a mean of nothing: 0 would be the best there is, and an error would end the training that evaluates
-        return metrics if self.supervised else dict.fromkeys(metrics, math.nan)
-
 
 def _ratio(total: torch.Tensor, count: torch.Tensor) -> float:
     return (total / safe_divisor(count, total)).item()
-
-
-def default_collator(args: DiffusionSFTConfig, tokenizer: Any) -> DataCollatorForDiffusionLM:
-    """The collator with the numbers of `args`; on a GPU it pads to whole blocks of FlexAttention."""
-    on_gpu = args.device.type == "cuda" and args.attn_backend != "sdpa"
-    return DataCollatorForDiffusionLM(
-        pad_token_id=padding_token_of(tokenizer),
-        block_size=args.block_size,
-        pad_seq_len_divisible=args.pad_to_multiple_of or (BLOCK_SIZE if on_gpu else None),
-        max_seq_len=args.max_length,
-        supervise_padding=args.supervise_padding,
-        response_window=args.response_window,
-        processing_class=tokenizer,
-    )
 
 
 class DiffusionSFTTrainer(StepMixin, PreparationMixin, SFTTrainer):
@@ -178,7 +141,17 @@ class DiffusionSFTTrainer(StepMixin, PreparationMixin, SFTTrainer):
         check_texts(self)
         refuse_tensor_parallelism(self)
         if data_collator is None:
-            self.data_collator = default_collator(args, self._tokenizer)
+            on_gpu = args.device.type == "cuda" and args.attn_backend != "sdpa"
+            self.data_collator = DataCollatorForDiffusionLM(
+                pad_token_id=padding_token_of(self._tokenizer),
+                block_size=args.block_size,
+                # whole blocks of FlexAttention
+                pad_seq_len_divisible=args.pad_to_multiple_of or (BLOCK_SIZE if on_gpu else None),
+                max_seq_len=args.max_length,
+                supervise_padding=args.supervise_padding,
+                response_window=args.response_window,
+                processing_class=self._tokenizer,
+            )
         num_embeddings = self.model.get_input_embeddings().num_embeddings
         self.mask_token_id: int | None = None
         if args.corruption != "random":  # which replaces tokens instead of masking them
@@ -203,9 +176,6 @@ class DiffusionSFTTrainer(StepMixin, PreparationMixin, SFTTrainer):
             num_proc=args.dataset_num_proc,
             cap=self._cap,
         )
-
-    def loader_collator(self, is_training: bool) -> WithEmptyRows:
-        return WithEmptyRows(self.data_collator)
 
     # ---- the loss and its metrics ----
 
@@ -249,7 +219,7 @@ class DiffusionSFTTrainer(StepMixin, PreparationMixin, SFTTrainer):
         salts = (self._passes.epoch,) if self._is_training else (_EVALUATION, self._draw)
         has_blocks = args.objective != "mdlm"
         return corrupt(
-            self._noise_kind(self._is_training),
+            "uniform" if args.corruption == "blockwise" and not self._is_training else args.corruption,
             batch["input_ids"],
             supervised,
             seeds=noise_seeds(batch[SAMPLE_INDEX], args.seed, *salts),
@@ -260,17 +230,6 @@ class DiffusionSFTTrainer(StepMixin, PreparationMixin, SFTTrainer):
             block_size=args.block_size if has_blocks else None,
             block_start=window_starts(supervised) if has_blocks and args.response_window else None,
         )
-
-    def _noise_kind(self, is_training: bool) -> str:
-        """Evaluation draws `"uniform"` noise for `"blockwise"`, which has no bound of the NLL."""
-        return "uniform" if self.args.corruption == "blockwise" and not is_training else self.args.corruption
-
-    def _bounds_nll(self, is_training: bool) -> bool:
-        """
-        Whether the masked tokens' `nll / p`, in expectation over the noise, bounds the negative log-likelihood: for
-        `"blockwise"` p is not the probability of the single token, and `"random"` noise has none.
-        """
-        return self._noise_kind(is_training) in ("uniform", "all_masked")
 
     def prediction_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
@@ -286,7 +245,25 @@ class DiffusionSFTTrainer(StepMixin, PreparationMixin, SFTTrainer):
         return torch.stack(losses).mean(), None, None
 
     def evaluation_metrics(self, sums: torch.Tensor) -> dict[str, float]:
-        return Sums(*sums).evaluation_metrics(self.args.objective, self._bounds_nll(False))
+        totals = Sums(*sums)
+        metrics = {"loss": _ratio(totals.loss, totals.supervised), **self._metrics_of(totals, "random")}
+        if "nll_bound" in metrics:
+            metrics["perplexity"] = math.exp(min(metrics["nll_bound"], 700.0))  # 700: the largest that has one
+        # a mean of nothing: 0 would be the best there is, and an error would end the training that evaluates
+        return metrics if totals.supervised else dict.fromkeys(metrics, math.nan)
 
     def window_metrics(self, sums: torch.Tensor, *_: Any) -> dict[str, float]:
-        return Sums(*sums).training_metrics(self.args.objective, self._bounds_nll(True))
+        return self._metrics_of(Sums(*sums), "random", "blockwise")
+
+    def _metrics_of(self, totals: Sums, *unbounded: str) -> dict[str, float]:
+        """
+        Under `unbounded` noise the masked tokens' `nll / p`, in expectation over the noise, is no bound of the
+        negative log-likelihood: `"random"` has no p, and that of `"blockwise"`, which evaluation replaces by
+        `"uniform"`, is not the probability of the single token.
+        """
+        metrics = {"mean_token_accuracy": _ratio(totals.correct, totals.predicted)}
+        if self.args.corruption not in unbounded:
+            metrics["nll_bound"] = _ratio(totals.bound, totals.supervised)
+        if self.args.objective == "hybrid":
+            metrics["next_token_loss"] = _ratio(totals.next_token, totals.supervised)
+        return metrics

@@ -9,15 +9,14 @@ FlexAttention and adds the diagonals to the softmax: O(N) memory, no key is copi
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask
 
 from hf_prefix_tree.modeling.attention.backend import takes_flex
 from hf_prefix_tree.modeling.attention.kernels import attention_dtype, flex_with_lse
-from hf_prefix_tree.modeling.attention.masks.causal import dense_mask, tree_block_mask
+from hf_prefix_tree.modeling.context import TreeContext
 
 
 def document_tree(seq_lens: torch.Tensor, length: int) -> torch.Tensor:
@@ -51,33 +50,8 @@ def document_tree(seq_lens: torch.Tensor, length: int) -> torch.Tensor:
     return torch.stack([end, depth, predecessor], dim=1).to(torch.int32)
 
 
-class Documents:
-    """
-    The documents of a batch, and the masks built so far.
-
-    Args:
-        seq_lens (`torch.Tensor` of shape `(B, D)`, int64): See [`document_tree`].
-        length (`int`): N.
-        attn_backend (`str`, *optional*, defaults to `"auto"`): `"flex"`, `"sdpa"` (dense) or `"auto"`.
-    """
-
-    def __init__(self, seq_lens: torch.Tensor, length: int, attn_backend: str = "auto") -> None:
-        self.tree = document_tree(seq_lens, length)
-        self.attn_backend = attn_backend
-
-    @functools.cached_property
-    def dense_mask(self) -> torch.Tensor:
-        """Bool, `(B, 1, N, N)`: `True` where the query (third axis) sees the key."""
-        return dense_mask(self.tree)
-
-    @functools.cached_property
-    def block_mask(self) -> BlockMask:
-        """The same for FlexAttention."""
-        return tree_block_mask(self.tree)
-
-
 def step_attention(
-    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], documents: Documents
+    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], documents: TreeContext
 ) -> torch.Tensor:
     """
     Attention of one step, with FlexAttention where the call allows it.
@@ -85,7 +59,7 @@ def step_attention(
     Args:
         query (`torch.Tensor` of shape `(B, heads, N, D)`): Queries of this step.
         keys, values (sequences of `torch.Tensor` of shape `(B, kv_heads, N, D)`): Those of steps 0 to k, in order.
-        documents ([`Documents`]): The documents.
+        documents ([`~hf_prefix_tree.modeling.context.TreeContext`]): That of the [`document_tree`].
 
     Returns:
         `torch.Tensor` of shape `(B, N, heads, D)`.
@@ -97,12 +71,13 @@ def step_attention(
 
 
 def dense_steps(
-    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], documents: Documents
+    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], documents: TreeContext
 ) -> torch.Tensor:
     """The reference; arguments as for [`step_attention`], returns `(B, heads, N, D)`."""
     keys, values = _repeated(query, keys), _repeated(query, values)
     scale = query.shape[-1] ** -0.5
-    scores = torch.matmul(query, keys[0].transpose(2, 3)).masked_fill(~documents.dense_mask, -torch.inf)
+    mask: Any = documents.mask(flex=False)
+    scores = torch.matmul(query, keys[0].transpose(2, 3)).masked_fill(~mask, -torch.inf)
     scores = torch.cat([scores, *_diagonals(query, keys[1:])], dim=-1) * scale
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     weights = torch.softmax(scores, dim=-1).to(query.dtype)
@@ -114,10 +89,11 @@ def dense_steps(
 
 
 def flex_steps(
-    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], documents: Documents
+    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], documents: TreeContext
 ) -> torch.Tensor:
     """FlexAttention over step 0, then the diagonals; arguments and result as for [`dense_steps`]."""
-    output, lse = flex_with_lse(query, keys[0], values[0], documents.block_mask)
+    mask: Any = documents.mask(flex=True)
+    output, lse = flex_with_lse(query, keys[0], values[0], mask)
     if len(keys) == 1:
         return output
     keys, values = _repeated(query, keys[1:]), _repeated(query, values[1:])

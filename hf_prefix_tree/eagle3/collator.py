@@ -13,24 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from hf_prefix_tree.data.supervision import Sample, check_features, located, read_sample
+from hf_prefix_tree.data.supervision import check_features, located, read_sample
 from hf_prefix_tree.eagle3.vocabulary import read_tensors
+from hf_prefix_tree.training.sampling import rounded_up
 from hf_prefix_tree.tree.folding import INT32_MAX, check_integer, integer_array
-from hf_prefix_tree.tree.packing import pack_rows
+from hf_prefix_tree.tree.packing import next_fit, pack_rows
 
-ROW_KEYS = ("input_ids", "loss_mask", "attention_mask", "position_ids", "doc_remaining")
-PACKED_COLUMNS = (*ROW_KEYS, "seq_lens")
+PACKED_COLUMNS = ("input_ids", "loss_mask", "attention_mask", "position_ids", "doc_remaining", "seq_lens")
 DOCUMENT_KEYS = ("input_ids", "loss_mask")
 HIDDEN_STATES = "hidden_states"  # column with the file of the precomputed hidden states
 
 Document = tuple[list[int], list[int]]  # token ids; loss mask, 0 or 1
 
 
-def as_document(sample: Sample) -> Document:
-    """The token ids and the loss mask of a sequence."""
+def read_document(row: Mapping[str, Any], where: str = "") -> Document:
+    """The token ids and the loss mask of a dataset row, see [`read_sample`]."""
+    sample = read_sample(row, where)
     return sample.input_ids.tolist(), (sample.weights > 0).astype(int).tolist()
 
 
@@ -61,8 +61,8 @@ def eagle3_row(documents: Sequence[Document], length: int, pad_token_id: int) ->
     padding = length - sum(lengths)
     seq_lens = [*lengths[:-1], lengths[-1] + padding] if lengths else [length]
     return {
-        "input_ids": [int(i) for ids, _ in documents for i in ids] + [pad_token_id] * padding,
-        "loss_mask": [int(m) for _, mask in documents for m in mask] + [0] * padding,
+        "input_ids": [i for ids, _ in documents for i in ids] + [pad_token_id] * padding,
+        "loss_mask": [m for _, mask in documents for m in mask] + [0] * padding,
         "attention_mask": [1] * (length - padding) + [0] * padding,
         "position_ids": [i for count in seq_lens for i in range(count)],
         "doc_remaining": [i for count in lengths for i in range(count - 1, -1, -1)] + [0] * padding,
@@ -70,25 +70,8 @@ def eagle3_row(documents: Sequence[Document], length: int, pad_token_id: int) ->
     }
 
 
-def _next_fit(documents: list[Document], length: int) -> list[list[Document]]:
-    packed: list[list[Document]] = []
-    room = 0
-    for document in documents:
-        size = len(document[0])
-        if size > room or not packed:
-            packed.append([])
-            room = length
-        packed[-1].append(document)
-        room -= size
-    return packed
-
-
-def _best_fit(documents: list[Document], length: int) -> list[list[Document]]:
-    return [[documents[i] for i in indices] for indices in pack_rows([len(ids) for ids, _ in documents], length)]
-
-
-# How documents are put into packed sequences, see `pack_eagle3_dataset`.
-STRATEGIES = {"next_fit": _next_fit, "best_fit": _best_fit}
+# How documents are put into packed sequences, by their lengths: see `pack_eagle3_dataset`.
+STRATEGIES = {"next_fit": next_fit, "best_fit": pack_rows}
 
 
 @dataclass
@@ -156,90 +139,73 @@ class DataCollatorForEagle3:
         for index, feature in enumerate(features):
             with located(f"`features[{index}]`"):
                 is_packed = feature.get("doc_remaining") is not None
-                read.append(_checked_row(feature) if is_packed else as_document(read_sample(feature)))
-        lengths = {len(row["input_ids"]) for row in read if isinstance(row, dict)}
+                read.append(_checked_row(feature) if is_packed else read_document(feature))
+        lengths = {len(item["input_ids"]) for item in read if isinstance(item, dict)}
         if len(lengths) > 1:
             raise ValueError(
                 f"`features` has packed sequences of {sorted(lengths)} tokens: pack them with one "
                 "`packed_sequence_size`."
             )
-        length = lengths.pop() if lengths else self._padded_length(read)
-        rows = [row if isinstance(row, dict) else self._padded(row, length) for row in read]
-        batch = {name: torch.tensor(np.array([row[name] for row in rows], dtype=np.int64)) for name in ROW_KEYS}
+        longest = max((len(item[0]) for item in read if isinstance(item, tuple)), default=0)
+        length = lengths.pop() if lengths else self.length or rounded_up(max(longest, 1), self.pad_to_multiple_of)
+        if longest > length:
+            raise ValueError(
+                f"`features` has a document of {longest} tokens for sequences of {length}: shorten it, as "
+                "`build_eagle3_dataloader` does, or pass a larger `length`."
+            )
+        rows = [
+            item if isinstance(item, dict) else eagle3_row([item] if item[0] else [], length, self.pad_token_id)
+            for item in read
+        ]
         count = max(len(row["seq_lens"]) for row in rows)
-        seq_lens = [[*row["seq_lens"], *[0] * (count - len(row["seq_lens"]))] for row in rows]
-        batch["seq_lens"] = torch.tensor(seq_lens, dtype=torch.int64)
+        for row in rows:
+            row["seq_lens"] += [0] * (count - len(row["seq_lens"]))
+        batch = {name: torch.tensor([row[name] for row in rows]) for name in PACKED_COLUMNS}
         if any(feature.get(HIDDEN_STATES) is not None for feature in features):
             batch |= _hidden_states(features, batch, self)
         return batch
 
-    def _padded_length(self, documents: Sequence[Document]) -> int:
-        if self.length is not None:
-            return self.length
-        longest = max(1, *(len(ids) for ids, _ in documents))
-        return -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
 
-    def _padded(self, document: Document, length: int) -> dict[str, list[int]]:
-        if len(document[0]) > length:
-            raise ValueError(
-                f"`features` has a document of {len(document[0])} tokens for sequences of {length}: shorten it, as "
-                "`build_eagle3_dataloader` does, or pass a larger `length`."
-            )
-        return eagle3_row([document] if len(document[0]) else [], length, self.pad_token_id)
-
-
-def _checked_row(row: Mapping[str, Any]) -> dict[str, npt.NDArray[np.int64]]:
-    """The columns of a packed row as arrays, if they are what [`eagle3_row`] makes of its documents."""
+def _checked_row(row: Mapping[str, Any]) -> dict[str, list[int]]:
+    """A packed row, if it is what [`eagle3_row`] makes of its documents."""
     columns = {name: integer_array(row.get(name), name, maximum=INT32_MAX) for name in PACKED_COLUMNS}
-    length, lengths, real = len(columns["input_ids"]), columns["seq_lens"], columns["seq_lens"].copy()
-    attended = np.arange(length) < columns["attention_mask"].sum()
-    real[-1:] -= length - attended.sum()  # padding counts to the last document, and is shorter
-    if lengths.sum() != length or lengths.min(initial=1) < 1 or real.min(initial=1) < (len(real) > 1):
-        raise ValueError(f"`seq_lens` is {lengths[:20]} for {attended.sum()} of {length} tokens; pack the row again.")
-    positions = np.arange(length) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    expected = {
-        "attention_mask": attended,
-        "position_ids": positions,
-        "doc_remaining": np.where(attended, np.repeat(real, lengths) - 1 - positions, 0),
-        "loss_mask": attended & (columns["loss_mask"] != 0) if len(columns["loss_mask"]) == length else attended,
-    }
-    for name, values in expected.items():
-        if not np.array_equal(columns[name], values):
-            raise ValueError(f"`{name}` is not that of a packed row with `seq_lens` {lengths[:20]}; pack it again.")
-    return columns
+    ids, mask, count = columns["input_ids"], columns["loss_mask"] != 0, np.count_nonzero(columns["attention_mask"])
+    starts = np.cumsum(columns["seq_lens"])[:-1]
+    parts = zip(np.split(ids[:count], starts), np.split(mask[:count].astype(int), starts), strict=True)
+    documents = [(part.tolist(), of_part.tolist()) for part, of_part in parts if len(part)]
+    expected = eagle3_row(documents, len(ids), 0) | {"input_ids": ids.tolist()}
+    for name, values in columns.items():
+        if not np.array_equal(values, expected[name]):
+            raise ValueError(
+                f"`{name}` is not that of a packed row with {count} tokens and `seq_lens` "
+                f"{columns['seq_lens'][:20]}; pack it again."
+            )
+    return expected
 
 
 def _hidden_states(
     features: Sequence[Mapping[str, Any]], batch: Mapping[str, torch.Tensor], collator: DataCollatorForEagle3
 ) -> dict[str, torch.Tensor]:
     """The precomputed states of a batch, zeros where there are no tokens; checked against the batch and the target."""
-    loaded = [None if f.get(HIDDEN_STATES) is None else _states_of(f[HIDDEN_STATES], collator) for f in features]
-    first = next(states for states in loaded if states is not None)
-    batch_size, length = batch["input_ids"].shape
-    stacked = {
-        name: value.new_zeros((batch_size, length, *value.shape[1:]))
-        for name, value in first.items()
-        if name not in ("input_ids", "seq_lens")
-    }
-    for index, (states, feature) in enumerate(zip(loaded, features, strict=True)):
-        if states is None:
+    stacked: dict[str, torch.Tensor] = {}
+    for index, feature in enumerate(features):
+        file, ids, seq_lens = feature.get(HIDDEN_STATES), batch["input_ids"][index], batch["seq_lens"][index]
+        if file is None:
             if len(feature["input_ids"]):
-                raise ValueError(f"Some rows have `{HIDDEN_STATES}` and others don't: precompute all of them.")
+                raise ValueError(f"Some dataset rows have `{HIDDEN_STATES}` and others don't: precompute all of them.")
             continue
-        count = len(states["input_ids"])
-        seq_lens = batch["seq_lens"][index]
-        starts = [lens[lens > 0].cumsum(0)[:-1].tolist() for lens in (states["seq_lens"], seq_lens)]
-        if count > length or not torch.equal(states["input_ids"], batch["input_ids"][index, :count]):
+        states = _states_of(file, collator)
+        tokens = states.pop("input_ids")
+        starts = [lens[lens > 0].cumsum(0)[:-1] for lens in (states.pop("seq_lens"), seq_lens)]
+        if not torch.equal(tokens, ids[: len(tokens)]) or not torch.equal(*starts):
             raise ValueError(
-                f"{feature[HIDDEN_STATES]} was computed for other tokens than this row has: precompute it again."
+                f"{file} was computed for other tokens or documents than this dataset row has, whose "
+                f"documents start at {[0, *starts[1].tolist()]}: precompute it again."
             )
-        if starts[0] != starts[1]:
-            raise ValueError(
-                f"{feature[HIDDEN_STATES]} was computed for documents that start at {[0, *starts[0]]}, those of this "
-                f"row start at {[0, *starts[1]]}: precompute it again."
-            )
-        for name, value in stacked.items():
-            value[index, :count] = states[name]
+        for name, value in states.items():
+            if name not in stacked:
+                stacked[name] = value.new_zeros((*batch["input_ids"].shape, *value.shape[1:]))
+            stacked[name][index, : len(tokens)] = value
     return stacked
 
 

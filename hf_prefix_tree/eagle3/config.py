@@ -6,6 +6,7 @@ A draft has the shape of a Llama layer for any target, which is what engines ser
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,7 @@ class Eagle3Config(TrainingArguments):
     packing_strategy: str = option_field("best_fit", "How documents are packed.", ["best_fit", "next_fit"])
     supervise_reasoning: bool = option_field(True, "Whether reasoning is supervised.")
     reasoning_end: str = option_field("</think>", "Text that ends the reasoning of a turn.")
-    on_error: str = option_field("raise", "What happens to a row that cannot be read.", ["raise", "skip"])
+    on_error: str = option_field("raise", "What happens to a dataset row that cannot be read.", ["raise", "skip"])
     dataset_num_proc: int | None = option_field(None, "Processes that render and pack.")
     attn_backend: str = option_field("auto", "Attention of target and draft.", ["auto", "flex", "sdpa"])
     target_model_init_kwargs: dict[str, Any] | str | None = option_field(
@@ -159,37 +160,31 @@ class Eagle3DraftConfig(LlamaConfig):
         ```
         """
         text = target_config.get_text_config()
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        values = {
-            "vocab_size": text.vocab_size,
-            "hidden_size": text.hidden_size,
+        values = {name: getattr(text, name) for name in _AS_IN_TARGET}
+        if any(getattr(text, name, None) is not None for name in ("num_local_experts", "num_experts")):
+            # Experts are small; a dense layer of the usual width stands in for them.
+            values["intermediate_size"] = max(text.intermediate_size, 4 * text.hidden_size)
+        if aux_layer_ids is None:
+            aux_layer_ids = default_aux_layer_ids(text.num_hidden_layers)
+        values |= {
             "target_hidden_size": text.hidden_size,
-            # A mixture of experts has small experts; a dense layer of the usual width stands in for them.
-            "intermediate_size": text.intermediate_size
-            if getattr(text, "num_local_experts", None) is None and getattr(text, "num_experts", None) is None
-            else max(text.intermediate_size, 4 * text.hidden_size),
             "num_hidden_layers": 1,
-            "num_attention_heads": text.num_attention_heads,
-            "num_key_value_heads": text.num_key_value_heads,
-            "head_dim": head_dim,
-            "max_position_embeddings": text.max_position_embeddings,
-            "rms_norm_eps": text.rms_norm_eps,
+            "head_dim": getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
             "rope_parameters": {"rope_type": "default", "rope_theta": _rope_theta(text)},
-            "initializer_range": text.initializer_range,
-            "pad_token_id": text.pad_token_id,
-            "bos_token_id": text.bos_token_id,
-            "eos_token_id": text.eos_token_id,
             "tie_word_embeddings": False,
             "draft_vocab_size": draft_vocab_size,
-            "aux_layer_ids": list(
-                default_aux_layer_ids(text.num_hidden_layers) if aux_layer_ids is None else aux_layer_ids
-            ),
+            "aux_layer_ids": list(aux_layer_ids),
             "target_name_or_path": getattr(target_config, "_name_or_path", None) or None,
         }
-        values.update(overrides)
-        config = cls(**values)
+        config = cls(**{**values, **overrides})
         check_aux_layer_ids(config.aux_layer_ids, text.num_hidden_layers)
         return config
+
+
+_AS_IN_TARGET = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps"),
+    *("max_position_embeddings", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id"),
+)
 
 
 def default_aux_layer_ids(num_layers: int) -> list[int]:
@@ -203,17 +198,13 @@ def default_aux_layer_ids(num_layers: int) -> list[int]:
     return [1, num_layers // 2 - 1, num_layers - 4]
 
 
-def check_aux_layer_ids(layer_ids: Sequence[int] | None, num_layers: int) -> None:
+def check_aux_layer_ids(layer_ids: Sequence[int] | None, num_layers: float = math.inf) -> None:
     """Raises `ValueError` unless these are three ascending layers of a target of `num_layers` layers."""
-    if (
-        layer_ids is None
-        or len(layer_ids) != 3
-        or sorted(set(layer_ids)) != list(layer_ids)
-        or not 0 <= layer_ids[0] <= layer_ids[-1] < num_layers
-    ):
+    ids = list(layer_ids or ())
+    if len(ids) != 3 or sorted(set(ids)) != ids or not 0 <= ids[0] <= ids[-1] < num_layers:
         raise ValueError(
             f"`aux_layer_ids` must be three ascending layers of the target, from 0 to {num_layers - 1}, got "
-            f"{layer_ids}: pass others."
+            f"{layer_ids}: pass the three that the draft reads, or engines would guess them."
         )
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from datasets import Dataset, Features, List, Value, load_dataset
 from datasets import IterableDataset as StreamedDataset
 from torch.utils.data import DataLoader, IterableDataset
@@ -17,7 +16,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from hf_prefix_tree.data.baselines import read_samples
 from hf_prefix_tree.data.counts import TRUNCATION, kept_of, truncation_of, without_unsupervised
 from hf_prefix_tree.data.rows import columns_of, rows_of_batch
-from hf_prefix_tree.data.supervision import read_sample
 from hf_prefix_tree.data.trees import cached_map
 from hf_prefix_tree.eagle3.collator import (
     DOCUMENT_KEYS,
@@ -26,26 +24,17 @@ from hf_prefix_tree.eagle3.collator import (
     STRATEGIES,
     DataCollatorForEagle3,
     Document,
-    as_document,
     eagle3_row,
+    read_document,
 )
+from hf_prefix_tree.eagle3.vocabulary import rank_and_size
+from hf_prefix_tree.training.checks import padding_token_of
 from hf_prefix_tree.training.sampling import PaddedStream, rank_loader
 from hf_prefix_tree.tree.folding import check_integer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedTokenizerBase
-
-
-def documents_of(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> list[Document]:
-    """
-    The documents of token rows, given with their indices, without empty ones.
-
-    Raises:
-        `ValueError`: If a row can't be read; its index is named.
-    """
-    documents = [as_document(read_sample(row, f"row {index}")) for index, row in rows]
-    return [(ids, mask) for ids, mask in documents if len(ids)]
 
 
 _MAX_BATCH = 10_000  # documents of a dataset that are packed together
@@ -64,26 +53,26 @@ def pack_eagle3_dataset(
     num_proc: int | None = None,
 ) -> Any:
     """
-    Pack documents into rows of `packed_sequence_size` positions.
+    Pack documents into sequences of `packed_sequence_size` positions.
 
     A document that is longer keeps its head; one without tokens is skipped. Of a `Dataset`, up to 10,000 documents are
-    packed together, of a stream 1,000: a row holds documents of one such part. As a step of a pipeline,
-    `dataset.map(pack_eagle3_dataset, batched=True, remove_columns=..., fn_kwargs=...)` packs each batch of rows by
-    itself, in several processes or on a stream; `best_fit` gets tighter with a larger `batch_size`.
+    packed together, of a stream 1,000: a packed sequence holds documents of one such part. As a step of a pipeline,
+    `dataset.map(pack_eagle3_dataset, batched=True, remove_columns=..., fn_kwargs=...)` packs each batch by itself,
+    in several processes or on a stream; `best_fit` gets tighter with a larger `batch_size`.
 
     Args:
         samples (iterable of `Mapping`, `Mapping` of lists, `Dataset` or `IterableDataset`):
             Token columns (`input_ids` with `loss_mask`, `labels`, `completion_mask` or `assistant_masks`, and maybe
             `attention_mask`), or with a `tokenizer` conversations or texts in any format that [`prepare_trees`] reads:
             each assistant turn is a document, with the context that it was sampled from. A mapping of lists is a
-            batch of rows, as `datasets.map` hands over.
+            batch of dataset rows, as `datasets.map` hands over.
         packed_sequence_size (`int`):
-            Positions of a row.
+            Positions of a packed sequence.
         pad_token_id (`int`):
             Token id of the padding.
         strategy (`str`, *optional*, defaults to `"next_fit"`):
-            `"next_fit"` fills a row in the order of the source until a document does not fit; `"best_fit"` puts the
-            longest documents first, each into the fullest row that still takes it.
+            `"next_fit"` fills a sequence in the order of the source until a document does not fit; `"best_fit"` puts
+            the longest documents first, each into the fullest sequence that still takes it.
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
             Renders conversations.
         supervise_reasoning (`bool`, *optional*, defaults to `True`):
@@ -91,16 +80,16 @@ def pack_eagle3_dataset(
         reasoning_end (`str`, *optional*, defaults to `"</think>"`):
             Text that ends the reasoning of a turn.
         on_error (`str`, *optional*, defaults to `"raise"`):
-            Whether a row that can't be read is an error or is skipped (`"skip"`).
+            Whether a dataset row that can't be read is an error or is skipped (`"skip"`).
         num_proc (`int`, *optional*):
             Processes, for a `Dataset`.
 
     Returns:
-        Rows as [`~hf_prefix_tree.eagle3.collator.eagle3_row`] describes them, in the form of `samples`: a list, a
+        Packed sequences of [`~hf_prefix_tree.eagle3.collator.eagle3_row`], in the form of `samples`: a list, a
         dictionary of lists, or a dataset.
 
     Raises:
-        `ValueError`: If no row could be produced, an argument is out of range, or a sample is malformed.
+        `ValueError`: If no sequence could be produced, an argument is out of range, or a sample is malformed.
 
     Example:
 
@@ -124,12 +113,12 @@ def pack_eagle3_dataset(
     samples = samples if isinstance(samples, (Dataset, StreamedDataset, Sequence)) else list(samples)
     samples = read_samples(samples, tokenizer, num_proc=num_proc, **options)
     if isinstance(samples, StreamedDataset):
-        return _mapped(samples, _pack_batch, PACKED_COLUMNS, settings)
+        return _mapped(samples, _packed, PACKED_COLUMNS, settings)
     if isinstance(samples, Dataset):
-        # Documents of different batches don't share a row, so large ones pack tighter; a batch is in memory as lists.
+        # Documents of different batches share no sequence, so large ones pack tighter; a batch is held as lists.
         size = min(-(-len(samples) // (num_proc or 1)), _MAX_BATCH)
         processes = {"batch_size": max(1, size), "num_proc": num_proc, "desc": "Packing documents"}
-        rows = _mapped(samples, _pack_batch, PACKED_COLUMNS, settings, **processes)
+        rows = _mapped(samples, _packed, PACKED_COLUMNS, settings, **processes)
     else:
         rows = _packed(enumerate(samples), **settings)
     if not len(rows):
@@ -137,28 +126,44 @@ def pack_eagle3_dataset(
     return rows
 
 
+def _documents(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> list[Document]:
+    """The documents of token rows, given with their indices, without empty ones."""
+    documents = [read_document(row, f"row {index}") for index, row in rows]
+    return [document for document in documents if document[0]]
+
+
 def _packed(
     samples: Iterable[tuple[int, Mapping[str, Any]]], length: int, pad_token_id: int, strategy: str
 ) -> list[dict[str, list[int]]]:
-    documents = [(ids[:length], mask[:length]) for ids, mask in documents_of(samples)]
-    return [eagle3_row(row, length, pad_token_id) for row in STRATEGIES[strategy](documents, length)]
+    documents = [(ids[:length], mask[:length]) for ids, mask in _documents(samples)]
+    rows = STRATEGIES[strategy]([len(ids) for ids, _ in documents], length)
+    return [eagle3_row([documents[index] for index in row], length, pad_token_id) for row in rows]
 
 
-def _pack_batch(batch: Mapping[str, Any], indices: Iterable[int], **settings: Any) -> dict[str, list[list[int]]]:
-    rows = _packed(zip(indices, rows_of_batch(batch), strict=True), **settings)
-    return {name: [row[name] for row in rows] for name in PACKED_COLUMNS}
+def _truncated(samples: Iterable[tuple[int, Mapping[str, Any]]], length: int) -> list[dict[str, Any]]:
+    return [  # `first=1`: no step of the draft predicts a document's first token
+        {"input_ids": ids[:length], "loss_mask": mask[:length], TRUNCATION: truncation_of(mask, length, first=1)}
+        for ids, mask in _documents(samples)
+    ]
+
+
+def _map_batch(
+    batch: Mapping[str, Any], indices: Iterable[int], function: Any, columns: Sequence[str], **settings: Any
+) -> dict[str, list[Any]]:
+    rows = function(zip(indices, rows_of_batch(batch), strict=True), **settings)
+    return {name: [row[name] for row in rows] for name in columns}
 
 
 def _mapped(dataset: Any, function: Any, columns: Sequence[str], settings: dict[str, Any], **kwargs: Any) -> Any:
-    """A dataset or a stream after a function that makes documents of its rows."""
+    """A dataset or a stream whose rows are those that a function makes of its samples."""
     return cached_map(
         dataset,
-        function,
+        _map_batch,
         batched=True,
         with_indices=True,
         remove_columns=columns_of(dataset),
         features=Features({name: Value("int64") if name == TRUNCATION else List(Value("int64")) for name in columns}),
-        fn_kwargs=settings,
+        fn_kwargs={"function": function, "columns": columns, **settings},
         **kwargs,
     )
 
@@ -183,30 +188,30 @@ def build_eagle3_dataloader(
     dp_mesh: DeviceMesh | None = None,
 ) -> DataLoader:
     """
-    A loader of EAGLE-3 rows, packed or padded.
+    A loader of packed or padded sequences for EAGLE-3.
 
-    Every data-parallel rank gets its own rows, and as many as the others: an uneven rest is filled with rows that
+    Every data-parallel rank gets other sequences, and as many: an uneven rest is filled with sequences that
     supervise nothing. Shuffling is seeded, by `seed` and the epoch, and uses no global generator: call
-    `loader.sampler.set_epoch(epoch)` before each epoch. A stream is read in full by every rank, which keeps its own
-    rows, and shuffled in a buffer; there it is `loader.dataset.set_epoch(epoch)`.
+    `loader.sampler.set_epoch(epoch)` before each epoch. A stream is read in full by every rank, which keeps its
+    part of it, and shuffled in a buffer; there it is `loader.dataset.set_epoch(epoch)`.
 
     Args:
         dataset (`Dataset`, `IterableDataset`, list of `dict`, or `str`):
-            Rows as [`pack_eagle3_dataset`] takes them, already packed rows, the path of a JSON Lines file of rows, or
+            Dataset rows as [`pack_eagle3_dataset`] takes them or makes them, the path of a JSON Lines file of them, or
             the name of a dataset on the Hub.
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
             Renders conversations, and names the padding token.
         batch_size (`int`, *optional*, defaults to `1`):
-            Rows of a batch, on each rank.
+            Sequences of a batch, on each rank.
         seq_length (`int`, *optional*, defaults to `2048`):
-            Positions of a padded row; a longer document keeps its head, or is left out if that supervises nothing, and
-            both are logged.
+            Positions of a padded sequence; a longer document keeps its head, or is left out if that supervises
+            nothing, and both are logged.
         packed_sequence_size (`int`, *optional*, defaults to `0`):
             Positions of a packed row, in place of `seq_length`. `0` pads instead, one document a row.
         strategy (`str`, *optional*, defaults to `"next_fit"`):
             See [`pack_eagle3_dataset`].
         shuffle (`bool`, *optional*, defaults to `True`):
-            Whether the rows are shuffled.
+            Whether the sequences are shuffled.
         seed (`int`, *optional*, defaults to `42`):
             Seed of the order.
         num_workers (`int`, *optional*, defaults to `0`):
@@ -218,38 +223,33 @@ def build_eagle3_dataloader(
         pad_token_id (`int`, *optional*):
             Defaults to the tokenizer's padding token, or its end token.
         on_error (`str`, *optional*, defaults to `"raise"`):
-            Whether a row that can't be read is an error, or skipped (`"skip"`) and counted.
+            Whether a dataset row that can't be read is an error, or skipped (`"skip"`) and counted.
         num_proc (`int`, *optional*):
             Processes that render and pack.
         split (`str`, *optional*, defaults to `"train"`):
             Split of a dataset on the Hub.
         dp_mesh (`DeviceMesh`, *optional*):
             One-dimensional mesh of the data-parallel ranks: ranks with the same place in it (those of a context-
-            parallel group) get the same rows. Without one, the whole world is data-parallel.
+            parallel group) get the same sequences. Without one, the whole world is data-parallel.
 
     Returns:
         [`~torch.utils.data.DataLoader`]: batches of [`DataCollatorForEagle3`].
 
     Raises:
-        `ValueError`: If an argument is out of range, a row is malformed, or none is left.
+        `ValueError`: If an argument is out of range, a dataset row is malformed, or none is left.
     """
-    check_integer(batch_size, "batch_size", 1)
-    check_integer(seq_length, "seq_length", 1)
+    for name, value in (("batch_size", batch_size), ("seq_length", seq_length)):
+        check_integer(value, name, 1)
     for name, value in (("packed_sequence_size", packed_sequence_size), ("seed", seed), ("num_workers", num_workers)):
         check_integer(value, name)
     if isinstance(dataset, (str, os.PathLike)):
-        is_file = os.path.isfile(dataset)
-        dataset = (
-            load_dataset("json", data_files=os.fspath(dataset), split="train")
-            if is_file
-            else load_dataset(os.fspath(dataset), split=split)
-        )
-    pad = padding_token(tokenizer, pad_token_id)
-    options: dict[str, Any] = {"tokenizer": tokenizer, "on_error": on_error}
-    options |= {"supervise_reasoning": supervise_reasoning, "reasoning_end": reasoning_end}
+        name, is_file = os.fspath(dataset), os.path.isfile(dataset)
+        dataset = load_dataset("json", data_files=name, split="train") if is_file else load_dataset(name, split=split)
+    pad = padding_token_of(tokenizer, pad_token_id)
+    options = {"supervise_reasoning": supervise_reasoning, "reasoning_end": reasoning_end, "on_error": on_error}
     rows = prepare_eagle3_rows(
         dataset,
-        options,
+        {"tokenizer": tokenizer, **options},
         seq_length=seq_length,
         packed_sequence_size=packed_sequence_size,
         strategy=strategy,
@@ -257,10 +257,9 @@ def build_eagle3_dataloader(
         num_proc=num_proc,
     )
     rank, ranks = _place(dp_mesh)
-    length = packed_sequence_size or seq_length
     settings: dict[str, Any] = {
         "batch_size": batch_size,
-        "collate_fn": DataCollatorForEagle3(pad, length=length),
+        "collate_fn": DataCollatorForEagle3(pad, length=packed_sequence_size or seq_length),
         "num_workers": num_workers,
         "pin_memory": torch.cuda.is_available(),
         "generator": torch.Generator().manual_seed(seed),  # seeds of workers: not from the global generator
@@ -287,7 +286,7 @@ def prepare_eagle3_rows(
     counts: MutableMapping[str, Any] | None = None,
 ) -> Any:
     """
-    Rows for [`DataCollatorForEagle3`]: packed ones, or documents of at most `seq_length` tokens. Truncation is logged,
+    Packed sequences for [`DataCollatorForEagle3`], or documents of at most `seq_length` tokens. Truncation is logged,
     and documents left with no supervised token are dropped. Rows that are packed already, or that name their
     precomputed hidden states, stay as they are.
 
@@ -295,7 +294,7 @@ def prepare_eagle3_rows(
         dataset: See [`build_eagle3_dataloader`].
         options (`Mapping[str, Any]`): `tokenizer`, and maybe others of `read_samples`: how text becomes documents.
         seq_length, packed_sequence_size, strategy, pad_token_id, num_proc: See [`build_eagle3_dataloader`].
-        counts (`MutableMapping[str, Any]`, *optional*): As for [`prepare_trees`], of rows of text.
+        counts (`MutableMapping[str, Any]`, *optional*): As for [`prepare_trees`], of dataset rows of text.
 
     Returns:
         A dataset where `dataset` is one, otherwise a list.
@@ -306,12 +305,11 @@ def prepare_eagle3_rows(
     cap = ("packed_sequence_size", packed_sequence_size) if packed_sequence_size else ("seq_length", seq_length)
     dataset = read_samples(dataset, **options, num_proc=num_proc, counts=counts)
     if isinstance(dataset, Dataset | StreamedDataset):
-        processes = {"num_proc": num_proc, "desc": "Truncating documents"} if isinstance(dataset, Dataset) else {}
-        columns_of_documents = (*DOCUMENT_KEYS, TRUNCATION)
-        documents = _mapped(dataset, _columns_of_documents, columns_of_documents, {"length": cap[1]}, **processes)
+        processes = {"num_proc": num_proc, "desc": "Truncating documents"}  # which a stream ignores
+        documents = _mapped(dataset, _truncated, (*DOCUMENT_KEYS, TRUNCATION), {"length": cap[1]}, **processes)
         rows = without_unsupervised(documents, cap)
     else:
-        truncated = _truncated_documents(enumerate(dataset), cap[1])
+        truncated = _truncated(enumerate(dataset), cap[1])
         kept = kept_of([document[TRUNCATION] for document in truncated], cap)
         rows = [{name: truncated[index][name] for name in DOCUMENT_KEYS} for index in kept]
     if not isinstance(rows, StreamedDataset) and not len(rows):
@@ -321,17 +319,9 @@ def prepare_eagle3_rows(
     return rows
 
 
-def padding_token(tokenizer: PreTrainedTokenizerBase | None, pad_token_id: int | None = None) -> int:
-    """The id that pads: `pad_token_id`, the tokenizer's padding token, or its end token."""
-    for token_id in (pad_token_id, *((tokenizer.pad_token_id, tokenizer.eos_token_id) if tokenizer else ())):
-        if token_id is not None:
-            return token_id
-    raise ValueError("No padding token: pass `pad_token_id`, or a tokenizer with a `pad_token`.")
-
-
 class RankRows(IterableDataset):
     """
-    A rank's rows of a stream; every rank gets as many whole batches as the others.
+    A rank's part of a stream of dataset rows; every rank gets as many whole batches as the others.
 
     Args:
         stream: The rows.
@@ -348,18 +338,6 @@ class RankRows(IterableDataset):
         self.stream.set_epoch(epoch)
 
 
-def _truncated_documents(rows: Iterable[tuple[int, Mapping[str, Any]]], length: int) -> list[dict[str, Any]]:
-    return [  # `first=1`: no step of the draft predicts a document's first token
-        {"input_ids": ids[:length], "loss_mask": mask[:length], TRUNCATION: truncation_of(mask, length, first=1)}
-        for ids, mask in documents_of(rows)
-    ]
-
-
-def _columns_of_documents(batch: Mapping[str, Any], indices: list[int], length: int) -> dict[str, list[Any]]:
-    rows = _truncated_documents(zip(indices, rows_of_batch(batch), strict=True), length)
-    return {name: [row[name] for row in rows] for name in (*DOCUMENT_KEYS, TRUNCATION)}
-
-
 def _place(dp_mesh: DeviceMesh | None) -> tuple[int, int]:
     """Rank and number of ranks along the data-parallel dimension."""
     if dp_mesh is not None:
@@ -369,6 +347,4 @@ def _place(dp_mesh: DeviceMesh | None) -> tuple[int, int]:
                 "example `mesh['dp']`."
             )
         return dp_mesh.get_local_rank(), dp_mesh.size()
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
+    return rank_and_size()

@@ -20,25 +20,44 @@ import torch
 import transformers
 from datasets.fingerprint import Hasher
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 
 from hf_prefix_tree.data.trees import write_files
-from hf_prefix_tree.eagle3.config import Eagle3DraftConfig
+from hf_prefix_tree.eagle3.config import Eagle3DraftConfig, check_aux_layer_ids
 from hf_prefix_tree.eagle3.model import Eagle3DraftModel
-from hf_prefix_tree.eagle3.vocabulary import checksum_of, ids_from_d2t, problem_of_ids, t2d_from_ids
+from hf_prefix_tree.eagle3.vocabulary import checksum_of, ids_from_d2t, problem_of_ids, serialized, t2d_from_ids
 
 ENGINES = ("vllm", "sglang", "speculators")
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 _LAYER, _SPECULATORS_LAYER = "midlayer.", "layers.0."
 _MAPS = ("d2t", "t2d")
-# Fields of a Llama config that both formats write. The required ones decide the shapes of the tensors.
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-_REQUIRED = (*_SIZES, "rms_norm_eps")
-_BIASES = ("attention_bias", "mlp_bias")
-_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_OTHERS = ("num_hidden_layers", "head_dim", "hidden_act", "max_position_embeddings", "initializer_range")
-_LAYER_FIELDS = (*_REQUIRED, *_BIASES, *_SPECIAL_TOKENS, *_OTHERS, "attention_dropout")
+# Fields of a Llama config that both formats write. Without the first ones, tensors have no known shapes.
+_NUMBERS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps"),
+)
+_LAYER_FIELDS = (
+    *(*_NUMBERS, "attention_bias", "mlp_bias", "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *("num_hidden_layers", "head_dim", "hidden_act", "max_position_embeddings", "initializer_range"),
+)
+# What engines read from a config: where it is, its values (any but an empty one, if there are none), and what a wrong
+# one leads to. Of the layer's part, of both formats, and of each.
+_TIED = "engines would use the embedding as the head"
+_OF_LAYER = (("num_hidden_layers", (1,), "the draft has one layer"), ("tie_word_embeddings", (False, None), _TIED))
+_OF_BOTH = (("tie_word_embeddings", (False,), _TIED), (AUX_KEY, (), "vLLM would guess the auxiliary layers"))
+_OF_PORTABLE = (
+    ("architectures", (["LlamaForCausalLMEagle3"],), "no engine takes it for an EAGLE-3 draft"),
+    ("model_type", ("llama",), "engines' draft layer is 'llama'"),
+    ("eagle_config.use_aux_hidden_state", (True, None), "engines would not fuse the hidden states"),
+    (f"eagle_config.{AUX_KEY}", (), "SGLang would guess the auxiliary layers"),
+)
+_OF_SPECULATORS = (
+    ("speculators_model_type", ("eagle3",), "vLLM takes it for another kind of draft"),
+    ("speculators_config.verifier.name_or_path", (), "vLLM refuses the folder"),
+    ("speculators_config.proposal_methods.0.speculative_tokens", (), "vLLM refuses the folder"),
+    ("norm_before_residual", (False, None), "drafts of this library are trained without it"),
+    ("transformer_layer_config", (), "it describes the layer"),
+)
 
 
 def export_for_serving(
@@ -76,25 +95,18 @@ def export_for_serving(
     verifier = target_name_or_path or config.target_name_or_path
     if engine not in ENGINES:
         raise ValueError(f"`engine` must be one of {ENGINES}, got {engine!r}.")
-    if config.aux_layer_ids is None or len(config.aux_layer_ids) != 3:
-        raise ValueError(
-            f"`draft.config.aux_layer_ids` is {config.aux_layer_ids}: engines would guess the layers, and hardly "
-            "accept a token. Set it to the three target layers that the draft was trained with."
-        )
+    check_aux_layer_ids(config.aux_layer_ids)
     if engine != "speculators":
         described, layer = _portable_config(config, dtype), _LAYER
     elif verifier:
         described, layer = _speculators_config(config, dtype, verifier, num_speculative_tokens), _SPECULATORS_LAYER
     else:
         raise ValueError("`target_name_or_path` is needed: speculators' format names the target.")
-    tensors = {}
-    for name, tensor in _renamed(draft.state_dict(), _LAYER, layer).items():
-        tensor = tensor.detach().cpu()
-        tensors[name] = (tensor.to(dtype) if tensor.is_floating_point() else tensor).clone().contiguous()
+    tensors = _renamed(draft.state_dict(), _LAYER, layer)
+    tensors = {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
     content = (json.dumps(described, indent=2, sort_keys=True) + "\n").encode()
-    metadata = {"format": "pt", "config": Hasher.hash_bytes(content)}
-    metadata |= {"checksum": checksum_of(tensors, metadata)}
-    write_files({Path(path, WEIGHTS): save(tensors, metadata), Path(path, CONFIG): content})
+    weights = serialized(tensors, {"format": "pt", "config": Hasher.hash_bytes(content)})
+    write_files({Path(path, WEIGHTS): weights, Path(path, CONFIG): content})
 
 
 def validate_export(path: str | os.PathLike[str]) -> list[str]:
@@ -119,23 +131,10 @@ def validate_export(path: str | os.PathLike[str]) -> list[str]:
         return [f"`{CONFIG}` holds no object."]
     problems: list[str] = []
     try:
-        for problem in _problems_of(folder, config):
-            problems.append(problem)
+        problems += _problems_of(folder, config)
     except Exception as error:  # of any kind: any tool may have written any value
         problems.append(f"`{CONFIG}` describes no draft: {error} ({type(error).__name__}).")
     return problems or list(_checksum_problems(folder))
-
-
-def _problems_of(folder: Path, config: dict[str, Any]) -> Iterator[str]:
-    layer, layer_name = _layer_of(config)
-    yield from (_portable_problems if layer is config else _speculators_problems)(config)
-    yield from _shared_problems(config, layer)
-    if not all(_is_number(layer.get(name)) for name in _REQUIRED):
-        return
-    with torch.device("meta"):
-        draft = Eagle3DraftModel(_draft_config(config))
-    shapes = {name: list(tensor.shape) for name, tensor in _renamed(draft.state_dict(), _LAYER, layer_name).items()}
-    yield from _tensor_problems(folder / WEIGHTS, shapes, draft.config)
 
 
 def load_exported(path: str | os.PathLike[str]) -> Eagle3DraftModel:
@@ -254,70 +253,45 @@ def _speculators_config(
 # ---- the checks ----
 
 
-def _portable_problems(config: dict[str, Any]) -> Iterator[str]:
-    nested = config.get("eagle_config") or {}
-    outputs, inputs = nested.get(AUX_KEY), config.get(AUX_KEY)
-    if config.get("architectures") != ["LlamaForCausalLMEagle3"]:
-        yield (
-            f"`architectures` is {config.get('architectures')}, which no engine takes for an EAGLE-3 draft: set it to "
-            "['LlamaForCausalLMEagle3']."
-        )
-    if config.get("model_type") != "llama":
-        yield f"`model_type` is {config.get('model_type')!r}: engines' draft layer is 'llama'."
-    if nested.get("use_aux_hidden_state") is False:
-        yield "`eagle_config.use_aux_hidden_state` is false: engines would not fuse the hidden states."
-    if outputs is None:
-        yield f"`eagle_config.{AUX_KEY}` is missing: SGLang would guess the auxiliary layers."
-    if inputs is None:
-        yield f"`{AUX_KEY}` is missing at the top: vLLM would guess the auxiliary layers."
+def _problems_of(folder: Path, config: dict[str, Any]) -> Iterator[str]:
+    layer, layer_name = _layer_of(config)
+    of_format = _OF_PORTABLE if layer is config else _OF_SPECULATORS
+    for part, rules in ((config, of_format), (config, _OF_BOTH), (layer, _OF_LAYER)):
+        for place, allowed, consequence in rules:
+            value = _value_at(part, place)
+            if value not in allowed if allowed else not value:
+                yield f"`{place}` is {'missing' if value is None else repr(value)}: {consequence}."
+    numbers = {name: layer.get(name) for name in (*_NUMBERS, "rope_theta")}
+    numbers["draft_vocab_size"] = config.get("draft_vocab_size")
+    wrong = [name for name, value in numbers.items() if not _is_number(value)]
+    yield from (f"`{name}` is missing or no number: engines would take another." for name in wrong)
+    if wrong:
+        return
+    if (layer.get("rope_parameters") or {}).get("rope_theta", layer["rope_theta"]) != layer["rope_theta"]:
+        yield "`rope_theta` and `rope_parameters` differ."
+    outputs, inputs = _value_at(config, f"eagle_config.{AUX_KEY}"), config.get(AUX_KEY)
     if outputs is not None and inputs is not None and [i + 1 for i in outputs] != list(inputs):
         yield (
             f"`eagle_config.{AUX_KEY}` is {outputs} (outputs, SGLang) and `{AUX_KEY}` is {inputs} (inputs, vLLM): the "
             "second must be one more each."
         )
+    with torch.device("meta"):
+        draft = Eagle3DraftModel(_draft_config(config))
+    if draft.config.aux_layer_ids is not None:
+        check_aux_layer_ids(draft.config.aux_layer_ids)
+    shapes = {name: list(tensor.shape) for name, tensor in _renamed(draft.state_dict(), _LAYER, layer_name).items()}
+    yield from _tensor_problems(folder / WEIGHTS, shapes, draft)
 
 
-def _speculators_problems(config: dict[str, Any]) -> Iterator[str]:
-    settings = config.get("speculators_config") or {}
-    methods = settings.get("proposal_methods") or [{}]
-    if config["speculators_model_type"] != "eagle3":
-        yield f"`speculators_model_type` is {config['speculators_model_type']!r}, not 'eagle3'."
-    if not (settings.get("verifier") or {}).get("name_or_path"):
-        yield "`speculators_config.verifier.name_or_path` is missing: vLLM refuses the folder."
-    if not methods[0].get("speculative_tokens"):
-        yield "`speculators_config.proposal_methods[0].speculative_tokens` is missing: vLLM refuses the folder."
-    if config.get(AUX_KEY) is None:
-        yield f"`{AUX_KEY}` is missing: vLLM would guess the auxiliary layers."
-    if config.get("norm_before_residual"):
-        yield "`norm_before_residual` is true: drafts of this library are trained without it."
-    if not config.get("transformer_layer_config"):
-        yield "`transformer_layer_config` is missing."
+def _value_at(config: Any, place: str) -> Any:
+    """A nested value, `None` where it is missing. Of a list, the first one."""
+    for name in place.split("."):
+        config = config.get(name) if isinstance(config, dict) else config[0] if isinstance(config, list) else None
+    return config
 
 
-def _shared_problems(config: dict[str, Any], layer: dict[str, Any]) -> Iterator[str]:
-    theta, layer_ids = layer.get("rope_theta"), aux_layer_ids(config)
-    for name in _REQUIRED:
-        if not _is_number(layer.get(name)):
-            yield f"`{name}` is missing or no number."
-    if not _is_number(config.get("draft_vocab_size")):
-        yield "`draft_vocab_size` is missing: SGLang would take the target's head instead of the draft's."
-    if layer.get("num_hidden_layers") != 1:
-        yield f"`num_hidden_layers` is {layer.get('num_hidden_layers')}: the draft has one layer."
-    if config.get("tie_word_embeddings") is not False or layer.get("tie_word_embeddings", False) is not False:
-        yield "`tie_word_embeddings` is not false: engines would use the embedding as the head."
-    if not _is_number(theta):
-        yield "`rope_theta` is missing: engines that don't read `rope_parameters` would take 10000."
-    elif (layer.get("rope_parameters") or {}).get("rope_theta", theta) != theta:
-        yield "`rope_theta` and `rope_parameters` differ."
-    for name in _BIASES:
-        if layer.get(name):
-            yield f"`{name}` is true: SGLang's draft layer has no bias and skips it."
-    if layer_ids is not None and (len(layer_ids) != 3 or layer_ids[0] < 0 or sorted(set(layer_ids)) != layer_ids):
-        yield f"The auxiliary layers {layer_ids} are not three ascending ones."
-
-
-def _tensor_problems(file: Path, expected: dict[str, list[int]], config: Eagle3DraftConfig) -> Iterator[str]:
-    """The problems of a file, given the shapes that the tensors of the config have."""
+def _tensor_problems(file: Path, expected: dict[str, list[int]], draft: Eagle3DraftModel) -> Iterator[str]:
+    """The problems of a file, given the shapes of the draft's tensors."""
     try:
         with safe_open(file, framework="pt") as tensors:
             shapes = {name: list(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
@@ -325,46 +299,35 @@ def _tensor_problems(file: Path, expected: dict[str, list[int]], config: Eagle3D
     except SafetensorError as error:  # truncated, or of another format
         yield f"`{file.name}` can't be read: {error}."
         return
-    for name in sorted({*shapes, *expected} - {*_MAPS}):
+    vocab_size, draft_vocab_size = draft.config.vocab_size, draft.lm_head.out_features
+    if maps:  # maps of a whole vocabulary are allowed
+        expected = {**expected, "d2t": [draft_vocab_size], "t2d": [vocab_size]}
+    for name in sorted({*shapes, *expected}):
         if name not in expected:
             yield f"The tensor `{name}` is no part of the format: SGLang skips it silently, vLLM fails on it."
         elif name not in shapes:
-            yield f"The tensor `{name}` is missing: its weights would stay as they were initialized."
+            yield f"The tensor `{name}` is missing: engines would use what they initialize it with."
         elif shapes[name] != expected[name]:
             yield f"The tensor `{name}` has the shape {shapes[name]}; the config says {expected[name]}."
-    assert config.draft_vocab_size is not None  # set by the config
-    yield from _map_problems(maps, config.vocab_size, config.draft_vocab_size)
+    if len(maps) == 2:
+        ids, t2d = ids_from_d2t(maps["d2t"]), maps["t2d"]
+        if problem := problem_of_ids(ids, vocab_size, draft_vocab_size):
+            yield f"`d2t` leads to wrong target ids: {problem}."
+        elif t2d.dtype != torch.bool or not torch.equal(t2d_from_ids(ids, vocab_size), t2d):
+            yield f"`t2d` ({t2d.dtype}) and `d2t` name different tokens."
 
 
 def _checksum_problems(folder: Path) -> Iterator[str]:
     """The problems of an export of this library; others have no checksums."""
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         metadata = file.metadata() or {}
-    if "checksum" not in metadata:
+    checksum = metadata.pop("checksum", None)
+    if checksum is None:
         return
-    checksum = metadata.pop("checksum")
     if checksum != checksum_of(load_file(folder / WEIGHTS), metadata):
         yield f"`{WEIGHTS}` is damaged: its content doesn't match its checksum."
     elif metadata["config"] != Hasher.hash_bytes((folder / CONFIG).read_bytes()):
         yield f"`{CONFIG}` is not the one that was written with `{WEIGHTS}`: export again instead of editing it."
-
-
-def _map_problems(maps: dict[str, torch.Tensor], vocab_size: int, draft_vocab_size: int) -> Iterator[str]:
-    if not maps and draft_vocab_size < vocab_size:
-        yield "`d2t` and `t2d` are missing: engines would read draft ids as target ids."
-    if len(maps) == 1:
-        yield f"`{next(iter(maps))}` is there without the other one of `d2t` and `t2d`."
-    if len(maps) < 2:
-        return
-    d2t, t2d = (maps[name] for name in _MAPS)
-    if d2t.dtype != torch.int64 or list(d2t.shape) != [draft_vocab_size]:
-        yield f"`d2t` is {d2t.dtype} of shape {list(d2t.shape)}, not int64 of shape {[draft_vocab_size]}."
-    elif t2d.dtype != torch.bool or list(t2d.shape) != [vocab_size]:
-        yield f"`t2d` is {t2d.dtype} of shape {list(t2d.shape)}, not bool of shape {[vocab_size]}."
-    elif problem := problem_of_ids(ids_from_d2t(d2t), vocab_size, draft_vocab_size):
-        yield f"`d2t` leads to wrong target ids: {problem}."
-    elif not torch.equal(t2d_from_ids(ids_from_d2t(d2t), vocab_size), t2d):
-        yield "`t2d` and `d2t` name different tokens."
 
 
 def _is_number(value: object) -> bool:

@@ -11,6 +11,7 @@ and all steps read one copy of the target's logits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -109,12 +110,8 @@ def position_losses(
         losses = -(probabilities * torch.log_softmax(logits.to(dtype), dim=-1)).sum(dim=-1)
         return losses, logits.argmax(dim=-1)
 
-    parts = []
-    for arguments in zip(hidden.split(CHUNK_SIZE), where.split(CHUNK_SIZE), strict=True):
-        if torch.is_grad_enabled():
-            parts.append(checkpoint(chunk, *arguments, use_reentrant=False))
-        else:
-            parts.append(chunk(*arguments))
+    run = partial(checkpoint, chunk, use_reentrant=False) if torch.is_grad_enabled() else chunk
+    parts = [run(*part) for part in zip(hidden.split(CHUNK_SIZE), where.split(CHUNK_SIZE), strict=True)]
     losses, choices = zip(*parts, strict=True)
     return torch.cat(losses), torch.cat(choices)
 

@@ -1,10 +1,14 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""[`Eagle3DraftModel`]: a fusion layer over three auxiliary hidden states, one decoder layer, the draft head."""
+"""[`Eagle3DraftModel`]: a fusion layer over three auxiliary hidden states, one decoder layer, the draft head.
+
+[`speculative_generate`] decodes with it: the draft proposes, the target verifies, and the output equals the target's
+greedy decoding.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,10 +16,14 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.utils import ModelOutput
 
-from hf_prefix_tree.eagle3.attention import Documents, step_attention
+from hf_prefix_tree.eagle3.attention import document_tree, step_attention
 from hf_prefix_tree.eagle3.config import Eagle3DraftConfig
 from hf_prefix_tree.eagle3.loss import StepSums, position_losses, shifted, supervised_positions, weighted_steps
 from hf_prefix_tree.eagle3.vocabulary import d2t_from_ids, ids_from_d2t, problem_of_ids, t2d_from_ids
+from hf_prefix_tree.modeling.context import TreeContext
+
+if TYPE_CHECKING:
+    from hf_prefix_tree.eagle3.target import Eagle3Target
 
 
 class Eagle3Attention(nn.Module):
@@ -33,10 +41,8 @@ class Eagle3Attention(nn.Module):
 
     def heads(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, each `(B, heads, N, head_dim)`."""
-        q, k, v = (
-            projection(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        projected = (projection(inputs) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in projected)
         return q, k, v
 
 
@@ -57,7 +63,7 @@ class Eagle3Layer(nn.Module):
         hidden: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        documents: Documents,
+        documents: TreeContext,
         *earlier: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
@@ -67,7 +73,7 @@ class Eagle3Layer(nn.Module):
             embeddings (`torch.Tensor` of shape `(B, N, hidden)`): Embeddings of this step's tokens.
             hidden (`torch.Tensor` of shape `(B, N, hidden)`): The state after the step before.
             cos, sin (`torch.Tensor` of shape `(B, N, head_dim)`): RoPE of this step's positions.
-            documents ([`Documents`]): The documents.
+            documents ([`~hf_prefix_tree.modeling.context.TreeContext`]): See [`step_attention`].
             earlier (`torch.Tensor`): Keys and values of the steps before, by turns.
 
         Returns:
@@ -214,7 +220,7 @@ class Eagle3DraftModel(PreTrainedModel):
         Returns:
             [`Eagle3Output`]
         """
-        documents = Documents(seq_lens, input_ids.shape[1], self.attn_backend)
+        documents = TreeContext(document_tree(seq_lens, input_ids.shape[1]), attn_backend=self.attn_backend)
         draft_ids = self.draft_ids
         in_vocabulary = t2d_from_ids(draft_ids, self.config.vocab_size) if self.t2d is None else self.t2d
         supervised = [supervised_positions(loss_mask, doc_remaining, k).flatten() for k in range(ttt_steps)]
@@ -246,7 +252,7 @@ class Eagle3DraftModel(PreTrainedModel):
         tokens: torch.Tensor,
         positions: torch.Tensor,
         hidden: torch.Tensor,
-        documents: Documents,
+        documents: TreeContext,
         cache: list[torch.Tensor],
     ) -> torch.Tensor:
         """One pass of the layer; its keys and values are appended to the cache."""
@@ -273,7 +279,8 @@ class Eagle3DraftModel(PreTrainedModel):
             `torch.Tensor` of shape `(num_tokens,)`, int64: target ids.
         """
         length = aux_hidden_states.shape[1]
-        documents = Documents(torch.tensor([[length]], device=input_ids.device), length, "sdpa")
+        tree = document_tree(torch.tensor([[length]], device=input_ids.device), length)
+        documents = TreeContext(tree, attn_backend="sdpa")
         positions = torch.arange(length, device=input_ids.device)[None]
         hidden = self.fc(aux_hidden_states.to(self.fc.weight.dtype))
         tokens = input_ids[:, 1:]
@@ -285,3 +292,79 @@ class Eagle3DraftModel(PreTrainedModel):
             drafted.append(choice[0, 0])
             tokens = torch.cat([tokens[:, 1:], choice], dim=1)  # only the last position matters from here on
         return torch.stack(drafted)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """
+    The result of [`speculative_generate`].
+
+    Args:
+        tokens (`list[int]`): The generated tokens.
+        accepted (`list[int]`): Accepted draft tokens of each round.
+    """
+
+    tokens: list[int]
+    accepted: list[int]
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per round: the accepted ones and the one that the target adds."""
+        return 1 + sum(self.accepted) / max(len(self.accepted), 1)
+
+
+@torch.no_grad()
+def speculative_generate(
+    target: Eagle3Target,
+    draft: Eagle3DraftModel,
+    prompt_ids: list[int],
+    max_new_tokens: int,
+    num_draft_tokens: int = 4,
+    eos_token_id: int | None = None,
+) -> Generation:
+    """
+    Greedy decoding of the target, with the draft's help.
+
+    Every round, the draft proposes some tokens and one forward of the target checks them all. The round keeps the
+    tokens that the target would have chosen, and adds one token that the target chooses, so it yields at least one
+    token. There is no KV cache: a round costs a forward over all tokens so far. This measures how many tokens are
+    accepted, which is the same in a serving engine, and not speed.
+
+    Args:
+        target ([`Eagle3Target`]): The target.
+        draft ([`Eagle3DraftModel`]): Its draft, on the same device.
+        prompt_ids (`list[int]`): The prompt.
+        max_new_tokens (`int`): Tokens to generate at most.
+        num_draft_tokens (`int`, *optional*, defaults to `4`): Tokens to propose in each round; 0: no draft.
+        eos_token_id (`int`, *optional*): Token that ends the text.
+
+    Returns:
+        [`Generation`]: the tokens, and how many of the draft's were accepted in each round.
+    """
+    ids = list(prompt_ids)  # the target has processed and accepted them
+    aux, choices = _run_target(target, ids)
+    next_id = choices[-1]
+    accepted = []
+    while len(ids) - len(prompt_ids) < max_new_tokens - 1 and eos_token_id not in [*ids[len(prompt_ids) :], next_id]:
+        context = torch.tensor([[*ids, next_id]], device=aux.device)
+        drafted = draft.propose(context, aux, num_draft_tokens).tolist() if num_draft_tokens else []
+        aux, choices = _run_target(target, [*ids, next_id, *drafted])
+        choices = choices[len(ids) :]  # after `next_id` and after each drafted token
+        count = 0
+        while count < len(drafted) and drafted[count] == choices[count]:
+            count += 1
+        ids += [next_id, *drafted[:count]]
+        next_id = choices[count]
+        aux = aux[:, : len(ids)]
+        accepted.append(count)
+    tokens = [*ids, next_id][len(prompt_ids) :][:max_new_tokens]
+    if eos_token_id in tokens:
+        tokens = tokens[: tokens.index(eos_token_id) + 1]
+    return Generation(tokens, accepted)
+
+
+def _run_target(target: Eagle3Target, ids: list[int]) -> tuple[torch.Tensor, list[int]]:
+    """Auxiliary hidden states of a sequence, and the target's first choice after each of its tokens."""
+    input_ids = torch.tensor([ids], device=target.head.device)
+    states = target.states({"input_ids": input_ids, "seq_lens": torch.tensor([[len(ids)]], device=input_ids.device)})
+    return states["aux_hidden_states"], states["target_ids"][0].tolist()

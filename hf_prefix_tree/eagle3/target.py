@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,7 +61,7 @@ class Eagle3Target:
     def __init__(
         self, model: PreTrainedModel, aux_layer_ids: Sequence[int] | None = None, attn_backend: str = "auto"
     ) -> None:
-        self._check_model(model)
+        _check_model(model)
         self.config: PretrainedConfig = model.config
         num_layers = len(backbone_of(model).layers)  # type: ignore[union-attr]  # checked
         self.aux_layer_ids = list(default_aux_layer_ids(num_layers) if aux_layer_ids is None else aux_layer_ids)
@@ -111,13 +111,13 @@ class Eagle3Target:
 
     def to(self, device: torch.device) -> Eagle3Target:
         """Moves the target, in place."""
-        if self.model is not None:
-            if self.model.device != device:  # some quantized models refuse a move to their own device
-                self.model.to(device)
-            self.embedding = self.model.get_input_embeddings().weight
-            self.head = self.model.get_output_embeddings().weight
-        else:
+        if self.model is None:
             self.embedding, self.head = self.embedding.to(device), self.head.to(device)
+            return self
+        if self.model.device != device:  # some quantized models refuse a move to their own device
+            self.model.to(device)
+        self.embedding = self.model.get_input_embeddings().weight
+        self.head = self.model.get_output_embeddings().weight
         return self
 
     @torch.no_grad()
@@ -136,10 +136,10 @@ class Eagle3Target:
         if self.model is None:
             if batch["attention_mask"].any():
                 raise ValueError(
-                    "The target of precomputed hidden states can't run: pass rows of `precompute_hidden_states`, or "
-                    "the target model."
+                    "The target of precomputed hidden states can't run: pass a dataset of `precompute_hidden_states`, "
+                    "or the target model."
                 )
-            # empty rows, which fill an uneven last step, have no file
+            # empty dataset rows, which fill an uneven last step, have no file
             last = self.head.new_zeros(*input_ids.shape, self.head.shape[1])
             aux = torch.cat([last] * len(self.aux_layer_ids), dim=-1)
             return dict(zip(STATES, (aux, last, torch.zeros_like(input_ids)), strict=True))
@@ -147,11 +147,10 @@ class Eagle3Target:
         backbone: Any = backbone_of(self.model)
         with torch.autocast(input_ids.device.type, enabled=False), ExitStack() as hooks:
             ensure_verified(self.model, self.model)
-            for layer_id in self.aux_layer_ids:
-                hook = backbone.layers[layer_id].register_forward_hook(_keep(captured, layer_id))
-                hooks.callback(hook.remove)
             # Before the hook that keeps the hidden states of labelled tokens only.
-            hooks.callback(backbone.register_forward_hook(_keep(captured, "last"), prepend=True).remove)
+            for name, module in (("last", backbone), *((i, backbone.layers[i]) for i in self.aux_layer_ids)):
+                hook = functools.partial(_keep, captured, name)
+                hooks.callback(module.register_forward_hook(hook, prepend=True).remove)
             # Labels that supervise nothing: the head runs on a single token.
             self.model(
                 input_ids=input_ids,
@@ -185,48 +184,41 @@ class Eagle3Target:
                 logits = torch.nn.functional.linear(x, head)
             yield logits
 
-    @staticmethod
-    def _check_model(model: PreTrainedModel) -> None:
-        if not isinstance(model, PreTrainedModel):
-            raise ValueError(
-                f"`model` must be a causal LM of Transformers, got {type(model).__name__}: merge adapters first "
-                "(`merge_and_unload()`), and don't wrap it."
-            )
-        if not is_materialized(model):
-            raise ValueError(
-                f"The target ({type(model).__name__}) is sharded or has no weights yet: load it whole on one device, "
-                "or precompute its hidden states (`precompute_hidden_states`) where that fits."
-            )
-        if not isinstance(getattr(backbone_of(model), "layers", None), torch.nn.ModuleList):
-            raise ValueError(f"{type(model).__name__} has no list of decoder layers, whose outputs a draft reads.")
-        config = model.config.get_text_config()
-        for option in _HEAD_OPTIONS:
-            if getattr(config, option, None) not in (None, 1, 1.0):
-                raise ValueError(
-                    f"`config.{option}={getattr(config, option)}`: the target's logits are not those of a plain "
-                    "head, which EAGLE-3 training here relies on. Use another target."
-                )
-        head = model.get_output_embeddings()
-        if not isinstance(head, torch.nn.Linear) or head.bias is not None:
-            raise ValueError(f"{type(model).__name__} has no linear head without bias, which is needed here.")
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, PreTrainedModel):
+        remedy = " Merge its adapter first: `merge_and_unload()`." if hasattr(model, "peft_config") else ""
+        raise ValueError(
+            "The target (`target_model`) must be a causal LM, its name, or the folder of `precompute_hidden_states`, "
+            f"got {type(model).__name__}.{remedy}"
+        )
+    name, config, head = type(model).__name__, model.config.get_text_config(), model.get_output_embeddings()
+    if not is_materialized(model):
+        raise ValueError(
+            f"The target ({name}) is sharded or has no weights yet: load it whole on one device, or precompute its "
+            "hidden states (`precompute_hidden_states`) where that fits."
+        )
+    if not isinstance(getattr(backbone_of(model), "layers", None), torch.nn.ModuleList):
+        raise ValueError(f"{name} has no list of decoder layers, whose outputs a draft reads.")
+    changed = [option for option in _HEAD_OPTIONS if getattr(config, option, None) not in (None, 1, 1.0)]
+    if changed or not isinstance(head, torch.nn.Linear) or head.bias is not None:
+        options = "".join(f" (`config.{option}={getattr(config, option)}`)" for option in changed)
+        raise ValueError(
+            f"The logits of {name} are not those of a linear head without bias{options}, which EAGLE-3 training here "
+            "relies on. Use another target."
+        )
 
 
-def _keep(captured: dict[str | int, torch.Tensor], name: str | int) -> Callable[..., None]:
-    """A hook that stores the hidden states that a module returns."""
-
-    def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if not isinstance(output, (tuple, torch.Tensor)):
-            output = output.last_hidden_state
-        captured[name] = output[0] if isinstance(output, tuple) else output
-
-    return hook
+def _keep(captured: dict[Any, torch.Tensor], name: Any, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+    """Stores the hidden states that a module returns; a hook of it, once the first two arguments are given."""
+    captured[name] = output if isinstance(output, torch.Tensor) else output[0]
 
 
 def precompute_hidden_states(
     target: Eagle3Target, rows: Any, output_dir: str | os.PathLike[str], split: str = "train"
 ) -> Dataset:
     """
-    Write the target's hidden states for every row, one file per row. The ranks of a process group share the work.
+    Write the target's hidden states for every dataset row, one file each. The ranks of a process group share the work.
 
     Files have checksums, which every reader compares. Files that are there already, whole, of the same rows and the
     same target, are kept: a run that was killed continues. The folder may be moved.
@@ -251,8 +243,6 @@ def precompute_hidden_states(
     """
     from datasets import Dataset
 
-    if target.model is None:
-        raise ValueError("`target` holds precomputed hidden states and can't run: pass one with its model.")
     if not len(rows):
         raise ValueError("`rows` is empty: pass at least one row.")
     folder = Path(output_dir).absolute()
@@ -260,7 +250,7 @@ def precompute_hidden_states(
     paths = [str(folder / f"{split}_{index:08d}.safetensors") for index in range(len(rows))]
     collate = DataCollatorForEagle3(pad_token_id=0)
     for index in range(rank, len(rows), num_ranks):
-        batch = {name: value.to(target.model.device) for name, value in collate([rows[index]]).items()}
+        batch = {name: value.to(target.head.device) for name, value in collate([rows[index]]).items()}
         tokens = {name: batch[name][0].cpu() for name in ("input_ids", "seq_lens")}
         if not _is_computed(paths[index], tokens, target.fingerprint):
             states = {name: value[0] for name, value in target.states(batch).items()}
@@ -287,7 +277,7 @@ def precompute_hidden_states(
 
 
 def _is_computed(path: str, tokens: dict[str, torch.Tensor], fingerprint: str) -> bool:
-    """Whether the file of a row is there and whole, of this row and this target."""
+    """Whether the file of a dataset row is there and whole, of these tokens and this target."""
     try:
         metadata, tensors = read_tensors(path)
     except ValueError:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, set_seed
 from transformers.trainer_utils import PredictionOutput
@@ -18,7 +19,7 @@ from transformers.trainer_utils import PredictionOutput
 from hf_prefix_tree.data.rows import columns_of
 from hf_prefix_tree.eagle3.collator import HIDDEN_STATES, PACKED_COLUMNS, DataCollatorForEagle3
 from hf_prefix_tree.eagle3.config import Eagle3Config, Eagle3DraftConfig
-from hf_prefix_tree.eagle3.data import padding_token, prepare_eagle3_rows
+from hf_prefix_tree.eagle3.data import prepare_eagle3_rows
 from hf_prefix_tree.eagle3.loss import StepSums, supervised_positions, weighted_steps
 from hf_prefix_tree.eagle3.model import Eagle3DraftModel
 from hf_prefix_tree.eagle3.target import STATES, TARGET_FILE, Eagle3Target
@@ -28,8 +29,8 @@ from hf_prefix_tree.training.checks import (
     check_arguments,
     check_collator,
     check_pair,
-    check_target,
     check_vocabulary_rows,
+    padding_token_of,
 )
 from hf_prefix_tree.training.sampling import rank_loader
 from hf_prefix_tree.training.step import LossTerms, StepMixin
@@ -46,19 +47,16 @@ def resolve_target(target_model: Any, args: Eagle3Config, model: Any) -> Eagle3T
             return Eagle3Target.from_precomputed(target_model)
         settings = {"dtype": "auto", **(args.target_model_init_kwargs or {})}  # type: ignore[dict-item]
         target_model = AutoModelForCausalLM.from_pretrained(target_model, **settings)
-    check_target(target_model)
     layer_ids = args.aux_layer_ids
     if layer_ids is None and isinstance(model, Eagle3DraftModel):
         layer_ids = model.config.aux_layer_ids
-    elif layer_ids is None and isinstance(model, str):
-        layer_ids = Eagle3DraftConfig.from_pretrained(model).aux_layer_ids
     return Eagle3Target(target_model, layer_ids, args.attn_backend)
 
 
 def new_draft(
     target: Eagle3Target, args: Eagle3Config, rows: Any, collator: DataCollatorForEagle3, tokenizer: Any
 ) -> Eagle3DraftModel:
-    """A draft for the target: the vocabulary from the rows, embedding and head from the target."""
+    """A draft for the target: the vocabulary from the dataset rows, embedding and head from the target."""
     config = Eagle3DraftConfig.from_target(
         target.config, draft_vocab_size=args.draft_vocab_size, aux_layer_ids=target.aux_layer_ids
     )
@@ -80,15 +78,13 @@ def new_draft(
 
 
 def _counting_loader(rows: Any, args: Eagle3Config, collator: DataCollatorForEagle3) -> DataLoader:
-    """Each rank's part of the data, every row once; without the hidden states, which counting does not need."""
-    if hasattr(rows, "column_names") and HIDDEN_STATES in (rows.column_names or ()):
+    """Each rank's part of the data, every dataset row once; without hidden states, which counting does not need."""
+    if HIDDEN_STATES in (getattr(rows, "column_names", None) or ()):
         rows = rows.remove_columns(HIDDEN_STATES)
-    ranks, rank = args.world_size, args.process_index
-    if not hasattr(rows, "__len__"):
-        from datasets.distributed import split_dataset_by_node
-
-        return DataLoader(split_dataset_by_node(rows, rank=rank, world_size=ranks), collate_fn=collator)
-    return rank_loader(rows, rank, ranks, batch_size=1, collate_fn=collator)
+    rank, ranks = args.process_index, args.world_size
+    if hasattr(rows, "__len__"):
+        return rank_loader(rows, rank, ranks, batch_size=1, collate_fn=collator)
+    return DataLoader(split_dataset_by_node(rows, rank=rank, world_size=ranks), collate_fn=collator)
 
 
 def warn_of_other_embedding(model: Any, target: Eagle3Target) -> None:
@@ -104,6 +100,7 @@ def warn_of_other_embedding(model: Any, target: Eagle3Target) -> None:
 
 
 _BATCH = (*PACKED_COLUMNS, STATES[0], STATES[2])  # what the draft's forward takes
+_READING = ("supervise_reasoning", "reasoning_end", "on_error")  # how text becomes documents
 
 
 class Eagle3Trainer(StepMixin, Trainer):
@@ -126,7 +123,7 @@ class Eagle3Trainer(StepMixin, Trainer):
         data_collator ([`DataCollatorForEagle3`], *optional*):
             Defaults to one with the tokenizer's padding token.
         train_dataset, eval_dataset (`Dataset`, `IterableDataset` or list of `dict`, *optional*):
-            The rows. For evaluation also several sets of them by name, in a `dict`.
+            The dataset rows. For evaluation also several sets of them by name, in a `dict`.
         processing_class (`PreTrainedTokenizerBase`, *optional*):
             The tokenizer. Needed for conversations.
         kwargs:
@@ -168,7 +165,7 @@ class Eagle3Trainer(StepMixin, Trainer):
         args = check_arguments(args, Eagle3Config, "eagle3", "draft", kwargs)
         length = args.packed_sequence_size or args.seq_length
         if data_collator is None:
-            data_collator = DataCollatorForEagle3(padding_token(processing_class), length=length)
+            data_collator = DataCollatorForEagle3(padding_token_of(processing_class), length=length)
         check_collator(data_collator, DataCollatorForEagle3, args)
         if args.device.type == "cuda" and length % BLOCK_SIZE and args.attn_backend == "auto":
             logger.warning(
@@ -178,12 +175,7 @@ class Eagle3Trainer(StepMixin, Trainer):
                 BLOCK_SIZE,
             )
         self._preparation: dict[str, Any] = {
-            "options": {
-                "tokenizer": processing_class,
-                "supervise_reasoning": args.supervise_reasoning,
-                "reasoning_end": args.reasoning_end,
-                "on_error": args.on_error,
-            },
+            "options": {"tokenizer": processing_class, **{name: getattr(args, name) for name in _READING}},
             "seq_length": args.seq_length,
             "packed_sequence_size": args.packed_sequence_size,
             "strategy": args.packing_strategy,
@@ -191,12 +183,12 @@ class Eagle3Trainer(StepMixin, Trainer):
             "num_proc": args.dataset_num_proc,
         }
         train_dataset, eval_dataset = (self._prepared(dataset, args) for dataset in (train_dataset, eval_dataset))
+        if isinstance(model, str):
+            model = Eagle3DraftModel.from_pretrained(model)
         self.target = resolve_target(target_model, args, model).to(args.device)
         data_collator = self._checking_states(data_collator, train_dataset, eval_dataset)
         if model is None:
             model = new_draft(self.target, args, train_dataset, data_collator, processing_class)
-        elif isinstance(model, str):
-            model = Eagle3DraftModel.from_pretrained(model)
         check_pair(model, Eagle3DraftModel, self.target, args)
         warn_of_other_embedding(model, self.target)
         assert isinstance(model, Eagle3DraftModel)
@@ -216,12 +208,10 @@ class Eagle3Trainer(StepMixin, Trainer):
     def count_items(self, batch: dict[str, Any]) -> torch.Tensor:
         """Runs the target on the micro-batch; the valid positions of each draft step, `(K,)`."""
         self._add_states(batch)
-        draft = self._draft()
+        draft = self.accelerator.unwrap_model(self.model)
         in_vocabulary = t2d_from_ids(draft.draft_ids.to(batch["input_ids"].device), draft.config.vocab_size)
-        allowed = batch["loss_mask"] * in_vocabulary[batch["target_ids"]]
-        return torch.stack(
-            [supervised_positions(allowed, batch["doc_remaining"], k).sum() for k in range(self.args.ttt_steps)]
-        )
+        allowed, left = batch["loss_mask"] * in_vocabulary[batch["target_ids"]], batch["doc_remaining"]
+        return torch.stack([supervised_positions(allowed, left, k).sum() for k in range(self.args.ttt_steps)])
 
     def _add_states(self, batch: dict[str, Any]) -> None:
         batch.update(self._prepare_input(dict(batch)))
@@ -233,7 +223,7 @@ class Eagle3Trainer(StepMixin, Trainer):
     ) -> LossTerms:
         if STATES[0] not in inputs:
             self._add_states(inputs)
-        ids = self._draft().draft_ids.to(self.target.head.device)
+        ids = self.accelerator.unwrap_model(self.model).draft_ids.to(self.target.head.device)
         outputs = model(
             **{name: inputs[name] for name in _BATCH if name in inputs},
             target_logits=self.target.draft_logits(inputs["last_hidden_states"], ids),
@@ -252,28 +242,24 @@ class Eagle3Trainer(StepMixin, Trainer):
     def window_metrics(self, sums: torch.Tensor, *_: Any) -> dict[str, float]:
         return StepSums(*sums).metrics()
 
-    def _draft(self) -> Eagle3DraftModel:
-        return self.accelerator.unwrap_model(self.model)
-
     # ---- evaluation ----
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        eval_dataset = self._prepared(eval_dataset, self.args)
-        self.data_collator = self._checking_states(self.data_collator, eval_dataset)
-        return super().evaluate(eval_dataset, *args, **kwargs)
+        return super().evaluate(self._to_evaluate(eval_dataset), *args, **kwargs)
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> PredictionOutput:
-        test_dataset = self._prepared(test_dataset, self.args)
-        self.data_collator = self._checking_states(self.data_collator, test_dataset)
-        return super().predict(test_dataset, *args, **kwargs)
+        return super().predict(self._to_evaluate(test_dataset), *args, **kwargs)
+
+    def _to_evaluate(self, dataset: Any) -> Any:
+        dataset = self._prepared(dataset, self.args)
+        self.data_collator = self._checking_states(self.data_collator, dataset)
+        return dataset
 
     def prediction_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[torch.Tensor, None, None]:
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, self._prepare_inputs(inputs))
-        assert isinstance(loss, torch.Tensor)
-        return loss.detach(), None, None
+            return self.compute_loss(model, self._prepare_inputs(inputs)), None, None  # type: ignore[return-value]
 
     # ---- data ----
 
@@ -288,8 +274,8 @@ class Eagle3Trainer(StepMixin, Trainer):
     def _checking_states(self, collator: DataCollatorForEagle3, *datasets: Any) -> DataCollatorForEagle3:
         """A collator that refuses hidden states of another target, if one of the datasets has hidden states."""
         sets = [one for given in datasets for one in (given.values() if isinstance(given, Mapping) else [given])]
-        sets = [one for one in sets if one is not None and not isinstance(one, str)]
-        if self.target.model is not None and not any(HIDDEN_STATES in columns_of(one) for one in sets):
+        columns = [columns_of(one) for one in sets if one is not None and not isinstance(one, str)]
+        if self.target.model is not None and not any(HIDDEN_STATES in names for names in columns):
             return collator
         collator = copy(collator)
         collator.target_fingerprint, collator.states_folder = self.target.fingerprint, self.target.folder

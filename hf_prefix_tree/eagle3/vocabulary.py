@@ -22,10 +22,12 @@ import torch
 import torch.distributed as dist
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import tqdm
 
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
 from hf_prefix_tree.data.trees import write_files
 from hf_prefix_tree.training.sampling import PaddedDataset
+from hf_prefix_tree.tree.folding import check_integer
 
 logger = logging.getLogger(__name__)
 
@@ -77,49 +79,38 @@ def build_token_mapping(
     if size == target_vocab_size:
         return torch.arange(target_vocab_size), torch.ones(target_vocab_size, dtype=torch.bool)
     counts = _summed_over_ranks(count_supervised(dataloader, target_vocab_size))
-    ids = select_ids(counts, size, special_token_ids)
+    special = [int(i) for i in special_token_ids or () if i is not None and 0 <= i < target_vocab_size]
+    # Unused ids have count 0 and are already in ascending order: a stable sort puts them last and keeps that order.
+    by_count = torch.argsort(counts, descending=True, stable=True).tolist()
+    ids = torch.tensor(sorted(list(dict.fromkeys([*special, *by_count]))[:size]))
     total = int(counts.sum())
     if total == 0:
         logger.warning("The data supervises no token of the target vocabulary: the draft vocabulary is arbitrary.")
     elif rank_and_size()[0] == 0:
-        covered = 100 * int(counts[ids].sum()) / total
         message = "Draft vocabulary: %d of %d tokens cover %.2f%% of %d supervised tokens."
-        logger.info(message, size, len(counts), covered, total)
+        logger.info(message, size, target_vocab_size, 100 * int(counts[ids].sum()) / total, total)
     return ids, t2d_from_ids(ids, target_vocab_size)
 
 
 def draft_size(target_vocab_size: int, draft_vocab_size: int | None) -> int:
     """Number of ids in the draft vocabulary: `draft_vocab_size`, or the target's size where that is `None` or less."""
-    size = target_vocab_size if draft_vocab_size is None else draft_vocab_size
-    for name, value in {"target_vocab_size": target_vocab_size, "draft_vocab_size": size}.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
-    return min(size, target_vocab_size)
-
-
-def select_ids(
-    counts: torch.Tensor, draft_vocab_size: int, special_token_ids: Iterable[int | None] | None
-) -> torch.Tensor:
-    """The ids of a draft vocabulary, ascending, for how often each token of the target is supervised (int64)."""
-    special = [int(i) for i in special_token_ids or () if i is not None and 0 <= i < len(counts)]
-    # Unused ids have count 0 and are already in ascending order: a stable sort puts them last and keeps that order.
-    by_count = torch.argsort(counts, descending=True, stable=True).tolist()
-    chosen = list(dict.fromkeys([*special, *by_count]))[:draft_vocab_size]
-    return torch.tensor(sorted(chosen), dtype=torch.int64)
+    target_vocab_size = check_integer(target_vocab_size, "target_vocab_size", 1)
+    if draft_vocab_size is None:
+        return target_vocab_size
+    return min(check_integer(draft_vocab_size, "draft_vocab_size", 1), target_vocab_size)
 
 
 def count_supervised(dataloader: Iterable[Mapping[str, Any]], target_vocab_size: int) -> torch.Tensor:
     """How often the batches of this rank supervise each token, int64 of shape `(target_vocab_size,)`."""
-    from transformers.utils import logging as transformers_logging
-
     counts = torch.zeros(target_vocab_size, dtype=torch.int64)
-    rows_left = _rows_without_repeats(dataloader)
+    sampler, left = getattr(dataloader, "sampler", None), None  # dataset rows that are left, if not all are read
+    if isinstance(sampler, torch.utils.data.DistributedSampler) and not sampler.drop_last:
+        # without those that the sampler repeats to fill a batch
+        left = len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]
     with undisturbed_randomness(dataloader):
-        for batch in transformers_logging.tqdm(dataloader, desc="Counting tokens", disable=rank_and_size()[0] != 0):
-            ids, supervised = _ids_and_mask(batch)
-            if rows_left is not None:
-                ids, supervised = ids[:rows_left], supervised[:rows_left]
-                rows_left -= len(ids)
+        for batch in tqdm(dataloader, desc="Counting tokens", disable=rank_and_size()[0] != 0):
+            ids, supervised = (values[:left] for values in _ids_and_mask(batch))
+            left = None if left is None else left - len(ids)
             ids = ids[supervised & (ids >= 0) & (ids < target_vocab_size)]
             counts += torch.bincount(ids.cpu(), minlength=target_vocab_size)
     return counts
@@ -127,26 +118,15 @@ def count_supervised(dataloader: Iterable[Mapping[str, Any]], target_vocab_size:
 
 def _ids_and_mask(batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     name = "loss_mask" if "loss_mask" in batch else "labels"
-    if "input_ids" not in batch or name not in batch:
+    values = [torch.as_tensor(batch[key]) for key in ("input_ids", name) if key in batch]
+    if len(values) < 2 or values[0].shape != values[1].shape:
         raise ValueError(
-            f"`dataloader` yields batches with the keys {sorted(batch)}, but `input_ids` and `loss_mask` are needed: "
-            "collate them with `DataCollatorForEagle3`."
+            f"`dataloader` yields batches with the keys {sorted(batch)}, but `input_ids` and `loss_mask` of one shape "
+            f"are needed, got the shapes {[tuple(value.shape) for value in values]}: collate them with "
+            "`DataCollatorForEagle3`."
         )
-    ids, mask = torch.as_tensor(batch["input_ids"]), torch.as_tensor(batch[name])
-    if ids.shape != mask.shape:
-        raise ValueError(
-            f"`dataloader` yields `input_ids` of shape {tuple(ids.shape)} and `{name}` of shape {tuple(mask.shape)}: "
-            "they must be equal."
-        )
+    ids, mask = values
     return ids.long(), (mask != IGNORE_INDEX) if name == "labels" else (mask != 0)
-
-
-def _rows_without_repeats(dataloader: object) -> int | None:
-    """Rows of this rank without those that a `DistributedSampler` repeats to fill a batch; `None` for all rows."""
-    sampler = getattr(dataloader, "sampler", None)
-    if not isinstance(sampler, torch.utils.data.DistributedSampler) or sampler.drop_last:
-        return None
-    return len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]
 
 
 def _summed_over_ranks(counts: torch.Tensor) -> torch.Tensor:
@@ -295,8 +275,8 @@ def load_or_build_token_mapping(
         `tuple[torch.Tensor, torch.Tensor]`: see [`build_token_mapping`].
     """
     special = list(special_token_ids or ())
-    sizes: dict[str, Any] = {"target_vocab_size": target_vocab_size, "draft_vocab_size": draft_vocab_size}
     size = draft_size(target_vocab_size, draft_vocab_size)
+    sizes = {"target_vocab_size": target_vocab_size, "draft_vocab_size": size}
     if cache_path is None or size == target_vocab_size:
         return build_token_mapping(dataloader, **sizes, special_token_ids=special)
     key = mapping_fingerprint(dataloader, tokenizer, special, fingerprint)
@@ -332,18 +312,16 @@ def mapping_fingerprint(
     A hash of the inputs of a mapping: the data (or `data`, its name), the tokenizer and the special tokens. Equal on
     all ranks; each must call it. `None` where the data of some rank can't be told from other data.
     """
+    parts = [data]
     if data is None:
-        data = data_fingerprint(getattr(dataloader, "dataset", dataloader))
-        _, num_ranks = rank_and_size()
-        if num_ranks > 1:
-            # Ranks that hold different parts of the data have different fingerprints.
-            gathered: list[str | None] = [None] * num_ranks
-            dist.all_gather_object(gathered, data)
-            data = None if None in gathered else "+".join(str(part) for part in dict.fromkeys(gathered))
-    if data is None:
+        parts = [data_fingerprint(getattr(dataloader, "dataset", dataloader))]
+        if (num_ranks := rank_and_size()[1]) > 1:  # which may hold different parts of the data
+            parts = parts * num_ranks
+            dist.all_gather_object(parts, parts[0])
+    if None in parts:
         return None
     text = None if tokenizer is None else [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]
-    return Hasher.hash([data, special_token_ids, text])
+    return Hasher.hash([list(dict.fromkeys(parts)), special_token_ids, text])
 
 
 def data_fingerprint(source: object) -> str | None:
@@ -386,10 +364,10 @@ def _read(
         ids = tensors["selected_token_ids"]
     except (ValueError, KeyError) as error:
         return None, str(error)
-    problem = problem_of_ids(ids, target_vocab_size, size)
     if metadata.get("target_vocab_size") != str(target_vocab_size):
-        problem = f"`target_vocab_size` is {metadata.get('target_vocab_size')} there and {target_vocab_size} here"
-    elif problem is None and fingerprint is not None and metadata.get("fingerprint") != fingerprint:
+        return None, f"`target_vocab_size` is {metadata.get('target_vocab_size')} there and {target_vocab_size} here"
+    problem = problem_of_ids(ids, target_vocab_size, size)
+    if problem is None and fingerprint is not None and metadata.get("fingerprint") != fingerprint:
         problem = "it was built from other data, another tokenizer or other special tokens"
     return (ids, None) if problem is None else (None, problem)
 
@@ -412,9 +390,13 @@ def write_tensors(
     path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> None:
     """Write a safetensors file that [`read_tensors`] can check. A reader sees it whole, or the one before it."""
+    write_files({Path(path): serialized(tensors, metadata)})
+
+
+def serialized(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
+    """The content of a safetensors file, whose metadata also hold a checksum."""
     held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    content = safetensors.torch.save(held, {**metadata, "checksum": checksum_of(held, metadata)})
-    write_files({Path(path): content})
+    return safetensors.torch.save(held, {**metadata, "checksum": checksum_of(held, metadata)})
 
 
 def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, torch.Tensor]]:

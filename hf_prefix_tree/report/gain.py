@@ -1,8 +1,8 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """What folding gains on a data set: its trees, prepared as for training, against the ways to train without trees.
 
-Cost: that of `prepare_trees`, once per row and once per group, which `datasets` caches; all trees are in memory
-together.
+Cost: that of `prepare_trees`, once per dataset row and once per group, which `datasets` caches; all trees are
+in memory together.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from hf_prefix_tree.data.rows import MESSAGE_KINDS, RowOptions, row_kind
 from hf_prefix_tree.data.selection import find_group_column
 from hf_prefix_tree.modeling.attention.masks.causal import mean_keys_seen
 from hf_prefix_tree.modeling.flops import model_costs
+from hf_prefix_tree.tree.packing import split_tree
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
-from hf_prefix_tree.tree.splitting import split_tree
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Group:
     """
-    The trees of one group of rows.
+    The trees of one group of dataset rows.
 
     Args:
         name (`str`): The group's value.
-        rows (`int`): Rows that it was made of.
+        rows (`int`): Dataset rows that it was made of.
         trees (`list[PrefixTree]`): Its trees: one per row, or a single one where rows are folded together.
     """
 
@@ -61,7 +61,7 @@ class Folded:
         groups (`list[Group]`): Its groups that have a tree, by first appearance.
         losses (`str`): Data that was dropped or modified, empty if none was.
         group_by (`str`, *optional*): Column whose equal values make one tree.
-        ungrouped (`int`): Tokens of the trees if each row is one.
+        ungrouped (`int`): Tokens of the trees if each dataset row is one.
         contexts (`int`): Served contexts: turns, or completions of a prompt.
         ways (`dict[str, Sequences]`):
             `"stock_defaults"` (TRL's `SFTTrainer` as it is), `"stock_best"`, `"flat_steps"` (consecutive turns are one
@@ -154,12 +154,10 @@ def read_tools(path: Path, option: str) -> list[Any] | dict[str, list[Any]]:
     Raises:
         `ValueError`: If there is no such file, or it holds something else.
     """
-    if not path.is_file():
-        raise ValueError(f"`{option}` is {path}, which is no file; pass a JSON file.")
     try:
         tools = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"`{option}` is {path}, which is broken JSON: {error}.") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"`{option}` is {path}, which is no JSON file that can be read: {error}.") from error
     if not isinstance(tools, list | dict):
         raise ValueError(
             f"`{option}` is {path}, which holds a {type(tools).__name__}; pass a list, or lists by group."
@@ -183,11 +181,11 @@ def fold_rows(
 
     Args:
         dataset ([`~datasets.Dataset`]):
-            The rows, see [`prepare_trees`].
+            The dataset rows, see [`prepare_trees`].
         name (`str`):
             How results and errors call it.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
-            Needed for rows of text.
+            Needed for dataset rows of text.
         reasoning (`str`, *optional*, defaults to `"per_turn"`), tools (*optional*), max_length (`int`, *optional*):
             See [`prepare_trees`]. Longer branches are truncated.
         group_by (`str`, *optional*, defaults to `"auto"`):
@@ -204,8 +202,10 @@ def fold_rows(
     try:
         kind = row_kind(dataset.column_names)
         as_served = "per_turn" if kind in MESSAGE_KINDS else reasoning
-        renamed = _tools_column(dataset, tools, group_by)
-        served, counts = _prepare(dataset, tokenizer, **options, **renamed, reasoning=as_served)
+        # dataset rows that are not grouped find their tools by the column that they will be grouped by
+        is_renamed = isinstance(tools, Mapping) and group_by != "group" and group_by in dataset.column_names
+        names = {"group": group_by} if is_renamed else None
+        served, counts = _prepare(dataset, tokenizer, **options, column_names=names, reasoning=as_served)
         trees = served
         branches = {row: tree.branches() for row, tree in served.items()}
         if group_by == "auto":
@@ -235,9 +235,9 @@ def fold_rows(
     cut = {"truncated": counts["truncated"], "missing": missing}
     ways["tree"] = sequences_of_trees(list(trees.values()), max_packed_tokens, **cut)
     label = group_by or ("group" if "group" in dataset.column_names else None)
-    names = ["all"] * len(dataset) if label is None else list(map(str, dataset[label]))
-    rows = Counter(names)
-    of_tree = list(rows) if group_by is not None else names  # the group of each tree, before empty ones are left out
+    of_row = ["all"] * len(dataset) if label is None else list(map(str, dataset[label]))
+    rows = Counter(of_row)
+    of_tree = list(rows) if group_by is not None else of_row  # the group of each tree, before empty ones are left out
     members: dict[str, list[PrefixTree]] = {}
     for source, tree in trees.items():
         members.setdefault(of_tree[source], []).append(tree)
@@ -253,16 +253,10 @@ def fold_rows(
     )
 
 
-def _tools_column(dataset: Dataset, tools: Any, group_by: str | None) -> dict[str, Any]:
-    """Lets rows that are not grouped find their tools by the column that they will be grouped by."""
-    is_other = isinstance(tools, Mapping) and group_by != "group" and group_by in dataset.column_names
-    return {"column_names": {"group": group_by}} if is_other else {}
-
-
 def _prepare(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase | None, **options: Any
 ) -> tuple[dict[int, PrefixTree], dict[str, Any]]:
-    """The trees by the row or group that they are made of, and the counts."""
+    """The trees by the dataset row or group that they are made of, and the counts."""
     counts: dict[str, Any] = {}
     prepared = prepare_trees(dataset, tokenizer, **options, counts=counts)
     trees = map(PrefixTree.from_dict, prepared)
@@ -270,7 +264,7 @@ def _prepare(
 
 
 def stock_at_best(reading: RowOptions) -> RowOptions | None:
-    """How TRL reads rows for `assistant_only_loss=True`; `None` if it has no chat template for that."""
+    """How TRL reads dataset rows for `assistant_only_loss=True`; `None` if it has no chat template for that."""
     if reading.kind not in MESSAGE_KINDS:
         return reading
     from trl.chat_template_utils import get_training_chat_template
@@ -284,6 +278,9 @@ def stock_at_best(reading: RowOptions) -> RowOptions | None:
 
 def _summed(trees: Iterable[PrefixTree]) -> Any:
     return functools.reduce(operator.add, (tree.stats() for tree in trees))
+
+
+_SIZES = ("branches", "branch_tokens", "tree_tokens", "supervised_tokens", "token_ratio", "pair_ratio", "longest_path")
 
 
 def counts_of(groups: Sequence[Group], max_packed_tokens: int | None = None) -> dict[str, int | float]:
@@ -315,14 +312,8 @@ def counts_of(groups: Sequence[Group], max_packed_tokens: int | None = None) -> 
     counts: dict[str, int | float] = {
         "rows": sum(group.rows for group in groups),
         "trees": len(trees),
-        "branches": stats.branches,
+        **{name: getattr(stats, name) for name in _SIZES},
         "max_branches": max(len(tree.branch_nodes) for tree in trees),
-        "branch_tokens": stats.branch_tokens,
-        "tree_tokens": stats.tree_tokens,
-        "supervised_tokens": stats.supervised_tokens,
-        "token_ratio": stats.token_ratio,
-        "pair_ratio": stats.pair_ratio,
-        "longest_path": stats.longest_path,
         "largest_tree": max(map(len, trees)),
     }
     if max_packed_tokens is not None:

@@ -21,19 +21,10 @@ if TYPE_CHECKING:
 
     from hf_prefix_tree.report.gain import Estimate, Folded
 
-_COLUMNS = {
-    "rows": "rows",
-    "trees": "trees",
-    "branches": "branches",
-    "branch_tokens": "branch tokens",
-    "tree_tokens": "tree tokens",
-    "token_ratio": "token ratio",
-    "pair_ratio": "pair ratio",
-    "longest_path": "longest path",
-    "split_trees": "split trees",
-    "parts": "parts",
-    "duplicated_tokens": "duplicated",
-}
+_COLUMNS = (
+    *("rows", "trees", "branches", "branch_tokens", "tree_tokens", "token_ratio", "pair_ratio", "longest_path"),
+    *("split_trees", "parts", "duplicated_tokens"),
+)
 _DEEPEST_INDENT = 12  # levels; deeper nodes are drawn at this one
 
 
@@ -43,7 +34,7 @@ def console() -> Console:
 
 
 def table(title: str, rows: Sequence[Sequence[str]]) -> Table:
-    """A table to print; the first of the rows is its head."""
+    """A table to print; its first row is the head."""
     drawn = Table(title=printable(title) or None, title_justify="left")
     for index, name in enumerate(rows[0]):
         drawn.add_column(name, justify="right" if index else "left", overflow="fold")
@@ -57,7 +48,7 @@ def counts_rows(groups: Sequence[tuple[str, Mapping[str, Any]]], total: Mapping[
     columns = [key for key in _COLUMNS if key in total]
     named = [*groups, ("total", total)]
     return [
-        ["group", *(_COLUMNS[key] for key in columns)],
+        ["group", *(key.replace("_", " ") for key in columns)],
         *([name, *(_cell(counts[key]) for key in columns)] for name, counts in named),
     ]
 
@@ -70,15 +61,13 @@ def preparation_tables(title: str, counts: Mapping[str, Any], trees: Sequence[Pr
     stats = [tree.stats() for tree in trees]
     ratios = {f"{name}_ratio": counts[f"branch_{name}s"] / counts[f"tree_{name}s"] for name in ("token", "pair")}
     numbers = {name: count for name, count in {**counts, **ratios}.items() if isinstance(count, int | float)}
+    total = sum(stats[1:], stats[0])
+    labels = {"branches": "K", "tree_tokens": "packed tokens", "longest_path": "longest path"}
     selection = [["", "mean", "max"]]
-    for name, label in (("branches", "K"), ("tree_tokens", "packed tokens"), ("longest_path", "longest path")):
-        values = [getattr(of_tree, name) for of_tree in stats]
-        selection.append([label, f"{sum(values) / len(values):,.1f}", f"{max(values):,}"])
-    for name in ("token_ratio", "pair_ratio"):
-        values = [getattr(of_tree, name) for of_tree in stats]
-        selection.append(
-            [name.replace("_", " "), f"{getattr(sum(stats[1:], stats[0]), name):.2f}", f"{max(values):.2f}"]
-        )
+    for name in (*labels, "token_ratio", "pair_ratio"):
+        values, digits = [getattr(of_tree, name) for of_tree in stats], 2 if "ratio" in name else 1
+        mean = getattr(total, name) if "ratio" in name else sum(values) / len(values)
+        selection.append([labels.get(name, name.replace("_", " ")), f"{mean:,.{digits}f}", _cell(max(values))])
     return (
         table("", [[title, ""], *([name.replace("_", " "), _cell(count)] for name, count in numbers.items())]),
         table(f"{len(stats)} trees", selection),

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 from packaging.version import Version
-from transformers import PreTrainedModel
 
 from hf_prefix_tree.training.options import refuse_options
 from hf_prefix_tree.tree.folding import check_integer
@@ -239,12 +238,15 @@ def check_rows(train_dataset: Any) -> None:
         raise ValueError("`train_dataset` has no rows; pass at least one.")
 
 
-def padding_token_of(tokenizer: Any) -> int:
-    """The padding token, or the end token in its place; raises `ValueError` where there is neither."""
-    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+def padding_token_of(tokenizer: Any, pad_token_id: int | None = None) -> int:
+    """`pad_token_id`, the padding token, or the end token in its place; raises `ValueError` where there is none."""
+    for token_id in (pad_token_id, *(getattr(tokenizer, f"{name}_token_id", None) for name in ("pad", "eos"))):
         if token_id is not None:
             return token_id
-    raise ValueError("`processing_class` has neither a padding nor an end token: set `processing_class.pad_token`.")
+    raise ValueError(
+        "There is neither a padding nor an end token: pass a tokenizer that has one (set its `pad_token`), or a "
+        "`pad_token_id`."
+    )
 
 
 def check_mask_token(mask_token_id: int | None, num_embeddings: int) -> int:
@@ -309,16 +311,6 @@ def check_pair(model: Any, draft_class: Any, target: Any, args: Any) -> None:
         raise ValueError(
             f"`aux_layer_ids={args.aux_layer_ids}`, but `target_model` gives the layers {target.aux_layer_ids}: leave "
             "`aux_layer_ids` out, or make the target (or its hidden states) for these layers."
-        )
-
-
-def check_target(target_model: Any) -> None:
-    """Raises `ValueError` where the target of EAGLE-3 is no model."""
-    if not isinstance(target_model, PreTrainedModel):
-        remedy = " Merge its adapter first: `merge_and_unload()`." if hasattr(target_model, "peft_config") else ""
-        raise ValueError(
-            f"`target_model` must be a causal LM, its name, or the folder of `precompute_hidden_states`, got "
-            f"{type(target_model).__name__}.{remedy}"
         )
 
 

@@ -27,7 +27,7 @@ from transformers import TrainerCallback
 from hf_prefix_tree.data.trees import cached_map
 from hf_prefix_tree.modeling.flops import cost_per_count
 from hf_prefix_tree.training.checks import check_unit_sizes
-from hf_prefix_tree.tree.packing import pack_rows
+from hf_prefix_tree.tree.packing import next_fit, pack_rows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, Trainer
@@ -325,8 +325,8 @@ class StepSampler(Sampler[int]):
         self.unit_sizes = sizes
         self.costs = None if costs is None else np.append(costs, 0.0)  # an empty row costs nothing
         self.unit_costs = None if costs is None else np.array([costs[unit].mean() for unit in units])
-        in_order = strategy == "sequential"
-        self.blocks = _in_order(sizes.tolist(), block_size) if in_order else pack_rows(sizes, block_size)
+        pack = next_fit if strategy == "sequential" else pack_rows
+        self.blocks = pack(sizes, block_size)
 
     def __len__(self) -> int:
         return len(self.blocks) * self.block_size
@@ -422,18 +422,6 @@ class PassCounter(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.epoch = max(int(state.epoch or 0), self.epoch + 1)
-
-
-def _in_order(sizes: list[int], block_size: int) -> list[list[int]]:
-    blocks: list[list[int]] = []
-    room = 0
-    for unit, size in enumerate(sizes):
-        if size > room:
-            blocks.append([])
-            room = block_size
-        blocks[-1].append(unit)
-        room -= size
-    return blocks
 
 
 # Fills an uneven last step: a row without tokens weighs nothing.

@@ -174,16 +174,15 @@ def branches_of_nodes(parents: Any, input_ids: Any, weights: Any) -> list[Branch
     """The branches of explicit nodes. See `PrefixTree.from_nodes`."""
     parents = parent_array(parents)
     ids = [integer_array(x, f"input_ids[{node}]") for node, x in enumerate(as_list(input_ids, "input_ids"))]
-    node_weights = [np.ones(len(x)) for x in ids]
-    if weights is not None:
-        node_weights = [weight_array(w, f"weights[{node}]") for node, w in enumerate(as_list(weights, "weights"))]
+    given = [np.ones(len(x)) for x in ids] if weights is None else as_list(weights, "weights")
+    node_weights = [weight_array(w, f"weights[{node}]") for node, w in enumerate(given)]
     for name, lists in (("input_ids", ids), ("weights", node_weights)):
         if len(lists) != len(parents):
             raise ValueError(f"`{name}` has {len(lists)} lists for {len(parents)} `parents`; pass one list per node.")
     for node, (x, w) in enumerate(zip(ids, node_weights, strict=True)):
         if len(x) != len(w):
             raise ValueError(f"`weights[{node}]` has {len(w)} entries for {len(x)} tokens; pass one weight per token.")
-    return _branches_along(layout.leaf_paths(parents.tolist()), ids, node_weights)
+    return _branches_along(leaf_paths(parents.tolist()), ids, node_weights)
 
 
 def branches_of_node_paths(input_ids: Any, node_lengths: Any, sample_paths: Any, weights: Any) -> list[Branch]:
@@ -201,9 +200,53 @@ def branches_of_node_paths(input_ids: Any, node_lengths: Any, sample_paths: Any,
         integer_array(path, f"sample_paths[{index}]", maximum=len(lengths) - 1).tolist()
         for index, path in enumerate(as_list(sample_paths, "sample_paths"))
     ]
-    layout.check_sample_paths(lengths.tolist(), paths)
+    check_sample_paths(lengths.tolist(), paths)
     ends = np.cumsum(lengths)[:-1]
     return _branches_along(paths, np.split(ids, ends), np.split(w, ends))
+
+
+def leaf_paths(parents: list[int]) -> list[list[int]]:
+    """Path of nodes, root first, to every node without children. A `ValueError` names `parents` that are no forest."""
+    if not parents:
+        raise ValueError("`parents` has no nodes; pass at least one.")
+    for node, parent in enumerate(parents):
+        if parent >= node:
+            raise ValueError(
+                f"`parents[{node}]` is {parent} of {len(parents)} nodes, not an earlier node; order the nodes parents "
+                "first, and use -1 for a root."
+            )
+    paths = []
+    for node in sorted(set(range(len(parents))) - set(parents)):
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = parents[node]
+        paths.append(path[::-1])
+    return paths
+
+
+def check_sample_paths(node_lengths: list[int], sample_paths: list[list[int]]) -> None:
+    """A `ValueError` names `sample_paths` if the paths don't form a tree of all tokens. Indices are in range."""
+    if not sample_paths:
+        raise ValueError("`sample_paths` is empty; pass one path of nodes for each branch.")
+    parents: dict[int, int] = {}
+    for index, path in enumerate(sample_paths):
+        for parent, node in zip([-1, *path], path, strict=False):
+            if parent >= node:
+                raise ValueError(
+                    f"`sample_paths[{index}]` goes from node {parent} to node {node}; number the nodes parents first, "
+                    "each once in a path."
+                )
+            if parents.setdefault(node, parent) != parent:
+                raise ValueError(
+                    f"`sample_paths[{index}]` gives node {node} the parent {parent}, an earlier path {parents[node]} "
+                    "(-1: none); give every node one parent."
+                )
+    for node, length in enumerate(node_lengths):
+        if length and node not in parents:
+            raise ValueError(
+                f"`sample_paths` never visits node {node} of {length} tokens; add its path or remove the node."
+            )
 
 
 def _branches_along(

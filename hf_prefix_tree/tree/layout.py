@@ -6,8 +6,6 @@ parent, -1 for a root; a parent comes before its children). Laid out in DFS preo
 range of tokens, so `subtree_end` alone is the attention mask.
 
 Cost: O(M) Python steps over nodes, vectorised over tokens; memory O(M + N). Nothing recurses.
-
-The two functions at the end read nodes that a user passed, and raise a `ValueError` where they form no tree.
 """
 
 from __future__ import annotations
@@ -268,47 +266,3 @@ def branch_positions(node_lengths: IntArray, node_parents: IntArray, branch_node
         done = ends[branch] + 1
         positions[branch] = path[: tops[done - 1] + lengths[done - 1]].copy()
     return positions
-
-
-def leaf_paths(parents: list[int]) -> list[list[int]]:
-    """Path of nodes, root first, to every node without children. A `ValueError` names `parents` that are no forest."""
-    if not parents:
-        raise ValueError("`parents` has no nodes; pass at least one.")
-    for node, parent in enumerate(parents):
-        if parent >= node:
-            raise ValueError(
-                f"`parents[{node}]` is {parent} of {len(parents)} nodes, not an earlier node; order the nodes parents "
-                "first, and use -1 for a root."
-            )
-    paths = []
-    for node in sorted(set(range(len(parents))) - set(parents)):
-        path = []
-        while node >= 0:
-            path.append(node)
-            node = parents[node]
-        paths.append(path[::-1])
-    return paths
-
-
-def check_sample_paths(node_lengths: list[int], sample_paths: list[list[int]]) -> None:
-    """A `ValueError` names `sample_paths` if the paths don't form a tree of all tokens. Indices are in range."""
-    if not sample_paths:
-        raise ValueError("`sample_paths` is empty; pass one path of nodes for each branch.")
-    parents: dict[int, int] = {}
-    for index, path in enumerate(sample_paths):
-        for parent, node in zip([-1, *path], path, strict=False):
-            if parent >= node:
-                raise ValueError(
-                    f"`sample_paths[{index}]` goes from node {parent} to node {node}; number the nodes parents first, "
-                    "each once in a path."
-                )
-            if parents.setdefault(node, parent) != parent:
-                raise ValueError(
-                    f"`sample_paths[{index}]` gives node {node} the parent {parent}, an earlier path {parents[node]} "
-                    "(-1: none); give every node one parent."
-                )
-    for node, length in enumerate(node_lengths):
-        if length and node not in parents:
-            raise ValueError(
-                f"`sample_paths` never visits node {node} of {length} tokens; add its path or remove the node."
-            )

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_prefix_tree.tree import folding, layout
-from hf_prefix_tree.tree.folding import INT32_MAX, Branch, check_weighting, integer_array
+from hf_prefix_tree.tree.folding import INT32_MAX, Branch, check_weighting, integer_array, weight_array
 from hf_prefix_tree.tree.html import tree_html
 from hf_prefix_tree.tree.layout import TreeStats
 
@@ -97,7 +97,13 @@ class PrefixTree:
         for name, minimum in _INT32_MINIMA.items():
             arrays[name] = integer_array(getattr(self, name), name, minimum, INT32_MAX).astype(np.int32)
         for name in ("weights", "run_values"):
-            arrays[name] = _float64(getattr(self, name), name)
+            given = getattr(self, name)
+            arrays[name] = weight_array(given, name)
+            if not isinstance(given, list) and np.asarray(given).dtype in (np.float16, np.float32):
+                raise ValueError(
+                    f"`{name}` is {given.dtype}, which rounds the weights; read dataset rows in the default format of "
+                    "`datasets`, or pass float64."
+                )
         for name, array in arrays.items():
             object.__setattr__(self, name, _read_only(array))
         for name, problem in self._problems():
@@ -187,13 +193,11 @@ class PrefixTree:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PrefixTree):
             return NotImplemented
-        return all(np.array_equal(mine, theirs) for mine, theirs in zip(self._state(), other._state(), strict=True))
+        return all(np.array_equal(value, getattr(other, name)) for name, value in self.to_dict().items())
 
     def __reduce__(self) -> tuple[type[PrefixTree], tuple[Any, ...]]:
-        return PrefixTree, self._state()  # without derived arrays; unpickled arrays are writable, so check them again
-
-    def _state(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+        # without derived arrays; unpickled arrays are writable, so check them again
+        return PrefixTree, tuple(self.to_dict().values())
 
     def paths(self) -> list[npt.NDArray[np.int64]]:
         """
@@ -407,17 +411,6 @@ def fold(branches: Iterable[Branch], weighting: str = "tree") -> PrefixTree:
     if not items:
         raise ValueError("`branches` is empty; pass at least one `Branch`.")
     return PrefixTree(**folding.fold_branches(items, weighting))
-
-
-def _float64(value: Any, name: str) -> npt.NDArray[np.float64]:
-    weights = folding.weight_array(value, name)
-    dtype = np.float64 if isinstance(value, list) else np.asarray(value).dtype
-    if dtype in (np.float16, np.float32):
-        raise ValueError(
-            f"`{name}` is {dtype}, which rounds the weights; read dataset rows in the default format of "
-            "`datasets`, or pass float64."
-        )
-    return weights
 
 
 def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_prefix_tree.tree.folding import check_weighting, integer_array
+from hf_prefix_tree.tree.folding import check_integer
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
 
 _THINK = 1  # first token of reasoning leaves only: a leaf shares no token with the trunk's continuation
@@ -60,9 +60,8 @@ def caterpillar(
     sizes = {"num_turns": num_turns, "prompt_tokens": prompt_tokens, "reasoning_tokens": reasoning_tokens}
     sizes |= {"output_tokens": output_tokens, "reply_tokens": reply_tokens, "final_tokens": final_tokens}
     for name, value in sizes.items():
-        integer_array([value], name, 1)
-    integer_array([vocab_size], "vocab_size", 3)
-    check_weighting(weighting)
+        check_integer(value, name, 1)
+    check_integer(vocab_size, "vocab_size", 3)
     rng = np.random.default_rng(seed)
 
     def piece(mean: int) -> list[int]:
@@ -103,7 +102,7 @@ def caterpillar_set(num_trees: int = 64, seed: int = 0) -> list[PrefixTree]:
 
     ```
     """
-    integer_array([num_trees], "num_trees", 1)
+    check_integer(num_trees, "num_trees", 1)
     rng = np.random.default_rng(seed)
     turns = rng.permutation(np.resize(np.arange(16, 24), num_trees))
     return [caterpillar(int(n), int(rng.integers(2**32))) for n in turns]

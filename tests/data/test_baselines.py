@@ -12,8 +12,8 @@ import pytest
 
 from hf_prefix_tree.data.baselines import flat_steps, per_branch
 from hf_prefix_tree.data.turns import conversation_branches
+from hf_prefix_tree.tree.packing import split_tree
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
-from hf_prefix_tree.tree.splitting import split_tree
 from hf_prefix_tree.tree.synthetic import caterpillar, caterpillar_set
 
 

@@ -20,8 +20,8 @@ from hf_prefix_tree.data import counts as pipeline
 from hf_prefix_tree.data.nodes import rollout_branches
 from hf_prefix_tree.data.prepare import prepare_trees
 from hf_prefix_tree.data.turns import conversation_branches
+from hf_prefix_tree.tree.packing import split_tree
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
-from hf_prefix_tree.tree.splitting import split_tree
 
 HI = {"role": "user", "content": "Hi"}
 HELLO = {"role": "assistant", "content": "Hello"}

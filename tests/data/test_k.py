@@ -14,8 +14,8 @@ from hf_prefix_tree import DataCollatorForPrefixTree, prepare_trees
 from hf_prefix_tree.data.baselines import flat_steps, per_branch
 from hf_prefix_tree.nemo import fold_shared_prefix_rollouts, prefix_tree_collate_fn
 from hf_prefix_tree.report.gain import counts_of, fold_rows, load_rows
+from hf_prefix_tree.tree.packing import split_tree
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
-from hf_prefix_tree.tree.splitting import split_tree
 
 # Three branches supervise something, two don't: one starts like the others, one doesn't.
 BRANCHES = [

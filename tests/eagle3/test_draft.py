@@ -13,11 +13,12 @@ from conformance.double import keep_double
 from hf_prefix_tree import Eagle3DraftConfig, Eagle3DraftModel
 from hf_prefix_tree.eagle3 import model as draft_module
 from hf_prefix_tree.eagle3 import model as layer_module
-from hf_prefix_tree.eagle3.attention import Documents, dense_steps, flex_steps
+from hf_prefix_tree.eagle3.attention import dense_steps, document_tree, flex_steps
 from hf_prefix_tree.eagle3.config import default_aux_layer_ids
 from hf_prefix_tree.eagle3.loss import StepSums, accepted_length, supervised_positions
 from hf_prefix_tree.eagle3.target import Eagle3Target
 from hf_prefix_tree.modeling.attention import kernels
+from hf_prefix_tree.modeling.context import TreeContext
 from tests.support.drafts import (
     AUX,
     DRAFT_VOCAB,
@@ -80,8 +81,8 @@ def test_the_loss_equals_the_transcription(seed, vocab):
     assert distance(gradients, plain) < 1e-11
 
 
-def _without_documents(seq_lens, length, backend):
-    return Documents(torch.full((len(seq_lens), 1), length), length, backend)
+def _without_documents(seq_lens, length):
+    return document_tree(torch.full((len(seq_lens), 1), length), length)
 
 
 def _without_step_positions(self, tokens, positions, hidden, documents, cache):
@@ -98,7 +99,7 @@ STEP, ATTEND = Eagle3DraftModel._step, layer_module.step_attention
 @pytest.mark.parametrize(
     ("where", "name", "wrong"),
     [
-        (draft_module, "Documents", _without_documents),
+        (draft_module, "document_tree", _without_documents),
         (Eagle3DraftModel, "_step", _without_step_positions),
         (layer_module, "step_attention", _without_diagonals),
         (draft_module, "supervised_positions", lambda mask, left, k: supervised_positions(mask, left + 99, k)),
@@ -409,11 +410,11 @@ def test_flex_equals_dense_in_the_forward_on_a_cpu(steps, monkeypatch):
     """FlexAttention without the compiler: its values and log-sum-exp, no kernel and no backward."""
     monkeypatch.setattr(kernels, "_call_compiled", lambda function, *args: function(*args))
     torch.manual_seed(0)
-    documents = Documents(torch.tensor([[200, 1, 130, 53], [384, 0, 0, 0]]), 384)
+    tree = document_tree(torch.tensor([[200, 1, 130, 53], [384, 0, 0, 0]]), 384)
     make = lambda heads: 2 * torch.randn(2, heads, 384, 16)  # noqa: E731
     query, keys, values = make(4), [make(2) for _ in range(steps)], [make(2) for _ in range(steps)]
     with torch.no_grad():
-        got, want = (attend(query, keys, values, documents) for attend in (flex_steps, dense_steps))
+        got, want = (attend(query, keys, values, TreeContext(tree)) for attend in (flex_steps, dense_steps))
     assert (got - want).abs().max() < 1e-5 * want.abs().max()
 
 
@@ -455,14 +456,14 @@ def test_training_with_flex_equals_training_with_dense_attention(autocast):
 def compare_backward(device, steps, heads, head_dim, tolerance):
     torch.manual_seed(0)
     lengths = [200, 1, 130, 53]
-    documents = Documents(torch.tensor([lengths, [384, 0, 0, 0]], device=device), 384)
+    tree = document_tree(torch.tensor([lengths, [384, 0, 0, 0]], device=device), 384)
     make = lambda heads: torch.randn(2, heads, 384, head_dim, device=device, requires_grad=True)  # noqa: E731
     query = make(heads[0])
     keys, values = [make(heads[1]) for _ in range(steps)], [make(heads[1]) for _ in range(steps)]
     weights = torch.randn(2, heads[0], 384, head_dim, device=device)
     results = []
     for attend in (dense_steps, flex_steps):
-        output = attend(query, keys, values, documents)
+        output = attend(query, keys, values, TreeContext(tree))
         inputs = [query, *itertools.chain(keys, values)]
         results.append([output, *torch.autograd.grad((output * weights).sum(), inputs)])
     for got, want in zip(results[1], results[0], strict=True):

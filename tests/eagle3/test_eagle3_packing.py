@@ -358,7 +358,7 @@ def test_ranks_get_every_row_once_and_equally_many(ranks, is_stream, workers, mo
 
 def test_arguments_of_the_loader_are_validated():
     rows = [{"input_ids": [1], "loss_mask": [1]}]
-    with pytest.raises(ValueError, match="padding token"):
+    with pytest.raises(ValueError, match="pad_token_id"):
         build_eagle3_dataloader(rows)
     for changes in ({"batch_size": 0}, {"seq_length": 0}, {"packed_sequence_size": -1}):
         with pytest.raises(ValueError, match=next(iter(changes))):

@@ -122,7 +122,7 @@ def test_what_can_not_be_exported(tmp_path):
     with pytest.raises(ValueError, match="`target_name_or_path` is needed"):
         export_for_serving(draft, tmp_path, "speculators")
     draft.config.aux_layer_ids = None
-    with pytest.raises(ValueError, match="engines would guess the layers"):
+    with pytest.raises(ValueError, match="`aux_layer_ids`"):
         export_for_serving(draft, tmp_path, "vllm")
     assert not list(tmp_path.iterdir())
 
@@ -151,12 +151,12 @@ def change_tensors(folder, change):
         ({"eagle_config": {"use_aux_hidden_state": False}}, "would not fuse the hidden states"),
         ({"eagle_aux_hidden_state_layer_ids": "gone"}, "vLLM would guess"),
         ({"eagle_aux_hidden_state_layer_ids": AUX}, "must be one more each"),
-        ({"draft_vocab_size": "gone"}, "SGLang would take the target's head"),
+        ({"draft_vocab_size": "gone"}, "`draft_vocab_size` is missing"),
         ({"num_hidden_layers": 2}, "`num_hidden_layers` is 2"),
         ({"tie_word_embeddings": True}, "use the embedding as the head"),
         ({"rope_theta": "gone"}, "`rope_theta` is missing"),
         ({"rope_theta": 1.0}, "`rope_theta` and `rope_parameters` differ"),
-        ({"attention_bias": True}, "`attention_bias` is true"),
+        ({"attention_bias": True}, "`attention_bias=True`"),
         ({"hidden_size": "gone"}, "`hidden_size` is missing"),
         ({"draft_vocab_size": VOCAB + 1}, "describes no draft: `draft_vocab_size` must be between"),
         ({"num_attention_heads": 3}, "describes no draft"),
@@ -175,10 +175,10 @@ def test_a_wrong_config_is_reported(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"speculators_model_type": "mlp"}, "not 'eagle3'"),
+        ({"speculators_model_type": "mlp"}, "`speculators_model_type` is 'mlp'"),
         ({"speculators_config": "gone"}, "verifier.name_or_path"),
         ({"eagle_aux_hidden_state_layer_ids": "gone"}, "vLLM would guess"),
-        ({"norm_before_residual": True}, "`norm_before_residual` is true"),
+        ({"norm_before_residual": True}, "`norm_before_residual` is True"),
         ({"transformer_layer_config": "gone"}, "`transformer_layer_config` is missing"),
     ],
 )
@@ -205,13 +205,13 @@ def _reorder(tensors):
         (lambda t: t.pop("midlayer.hidden_norm.weight"), ["`midlayer.hidden_norm.weight` is missing"]),
         (lambda t: t.update({"midlayer.self_attn.q_proj.bias": torch.zeros(32)}), ["q_proj.bias` is no part"]),
         (lambda t: t.update({"fc.weight": torch.zeros(32, 32)}), ["`fc.weight` has the shape [32, 32]"]),
-        (lambda t: t.pop("t2d"), ["`d2t` is there without the other"]),
-        (lambda t: [t.pop("t2d"), t.pop("d2t")], ["read draft ids as target ids"]),
-        (lambda t: t.update({"d2t": t["d2t"].int()}), ["`d2t` is torch.int32"]),
-        (lambda t: t.update({"t2d": t["t2d"].long()}), ["`t2d` is torch.int64"]),
+        (lambda t: t.pop("t2d"), ["`t2d` is missing"]),
+        (lambda t: [t.pop("t2d"), t.pop("d2t")], ["`d2t` is missing", "`t2d` is missing"]),
+        (lambda t: t.update({"d2t": t["d2t"].int()}), ["`d2t` leads to wrong target ids: the ids are torch.int32"]),
+        (lambda t: t.update({"t2d": t["t2d"].long()}), ["`t2d` (torch.int64)"]),
         (lambda t: t.update({"d2t": t["d2t"] + VOCAB}), ["`d2t` leads to wrong target ids: the ids range from"]),
         (_reorder, ["`d2t` leads to wrong target ids: the ids are not ascending"]),
-        (lambda t: t.update({"t2d": ~t["t2d"]}), ["`t2d` and `d2t` name different tokens"]),
+        (lambda t: t.update({"t2d": ~t["t2d"]}), ["and `d2t` name different tokens"]),
     ],
 )
 def test_wrong_tensors_are_reported(tmp_path, change, messages):

@@ -434,7 +434,7 @@ def test_wrong_arguments_are_refused(tmp_path):
     for arguments, message in (
         ({"data_collator": object()}, "`data_collator`.*`DataCollatorForEagle3`.*object"),
         ({"data_collator": collator}, "`target_model`"),
-        ({}, "padding token"),
+        ({}, "pad_token"),
         ({"args": None, "data_collator": collator, "target_model": object()}, "`target_model`"),
         ({"compute_metrics": len}, "`compute_metrics`"),
     ):

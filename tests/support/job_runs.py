@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 
 from hf_prefix_tree import TreeSFTTrainer
-from hf_prefix_tree.tree.splitting import split_tree
+from hf_prefix_tree.tree.packing import split_tree
 from tests.support.ranks import run_ranks
 from tests.support.trainer_runs import config, make_model, make_trees, tokenizer, weights
 

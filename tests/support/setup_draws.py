@@ -7,8 +7,8 @@ from itertools import count
 
 import numpy as np
 
+from hf_prefix_tree.tree.packing import split_tree
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
-from hf_prefix_tree.tree.splitting import split_tree
 from tests.support.definition import GivenBranch, GivenTree, capped
 
 MODELS = ("qwen3", "llama", "gemma2", "mistral", "gpt_oss", "qwen3_moe", "lfm2", "qwen3_5_text")

@@ -16,8 +16,8 @@ from hf_prefix_tree.data.baselines import per_branch
 from hf_prefix_tree.modeling.batch import gather_supervised, summed_weights
 from hf_prefix_tree.sft.branchwise import BranchCollator, branch_batches, branch_shares
 from hf_prefix_tree.training.step import without_empty_mask
+from hf_prefix_tree.tree.packing import split_tree
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
-from hf_prefix_tree.tree.splitting import split_tree
 from tests.support import models
 from tests.support.job_runs import job_rows, run_jobs
 from tests.support.trainer_runs import (

@@ -10,7 +10,7 @@ from datasets import Dataset
 from conformance.double import keep_double
 from hf_prefix_tree import DataCollatorForPrefixTree, TreeSFTTrainer, prepare_model
 from hf_prefix_tree.modeling.batch import gather_supervised, summed_weights
-from hf_prefix_tree.tree.splitting import split_tree
+from hf_prefix_tree.tree.packing import split_tree
 from tests.support import models
 from tests.support.trainer_runs import config, distance, make_model, make_trees, tokenizer, train, weights
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hf_prefix_tree.tree.packing import split_tree
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
-from hf_prefix_tree.tree.splitting import split_tree
 
 WEIGHTINGS = ["tree", "branch", "branch_mean", "once"]
 Prefix = tuple[int, ...]  # a token and all tokens before it

@@ -9,7 +9,7 @@ import datasets
 import numpy as np
 import pytest
 
-from hf_prefix_tree.tree import layout
+from hf_prefix_tree.tree import folding, layout
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, TreeStats, fold
 
 BRANCHES = [
@@ -363,4 +363,4 @@ def test_layout_of_a_chain_of_50000_nodes():
     assert layout.predecessor(lengths, parents).tolist() == [*range(-1, 2 * count - 1)]
     (positions,) = layout.branch_positions(lengths, parents, np.array([count - 1]))
     assert positions.tolist() == [*range(2 * count)]
-    assert len(layout.leaf_paths(parents.tolist())[0]) == count
+    assert len(folding.leaf_paths(parents.tolist())[0]) == count
