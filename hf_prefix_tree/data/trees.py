@@ -275,7 +275,7 @@ def write_files(contents: Mapping[Path, bytes]) -> None:
     Raises:
         `OSError`: If one can't be written.
     """
-    devices = {path for path in contents if path.exists() and not path.is_file()}  # which no file may replace
+    devices = {path for path in contents if path.is_char_device()}  # no file may replace one, such as /dev/null
     for path in devices:
         path.write_bytes(contents[path])
     contents = {Path(os.path.realpath(path)): content for path, content in contents.items() if path not in devices}

@@ -56,7 +56,7 @@ class CheckpointMixin(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         if str(resume_from_checkpoint).lower() == "true":  # the command line of a script gives a string
             resume_from_checkpoint = self._last_checkpoint()
-        elif resume_from_checkpoint and (problem := self._problem_of(Path(str(resume_from_checkpoint)), is_named=True)):
+        elif resume_from_checkpoint and (problem := self._problem_of(Path(str(resume_from_checkpoint)), named=True)):
             raise ValueError(f"`resume_from_checkpoint` is damaged: {problem}; pass an earlier checkpoint, or True.")
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
@@ -73,10 +73,10 @@ class CheckpointMixin(Trainer):
             "leave it out, or pass the path of a checkpoint."
         )
 
-    def _problem_of(self, checkpoint: Path, is_named: bool = False) -> str:
+    def _problem_of(self, checkpoint: Path, named: bool = False) -> str:
         """How a checkpoint differs from its checksums, the same on every rank; empty if it does not."""
         problem = ""
-        if self.args.should_save and not (is_named and not (checkpoint / CHECKSUMS).exists()):
+        if self.args.should_save and not (named and not (checkpoint / CHECKSUMS).exists()):
             try:
                 expected = json.loads((checkpoint / CHECKSUMS).read_bytes())
                 actual = checksums(checkpoint, map(checkpoint.joinpath, expected))
