@@ -9,11 +9,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import reprlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any, TypeVar
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from packaging.version import Version
@@ -162,36 +165,56 @@ def check_config(
     choices: Sequence[str] = (),
     at_least: Mapping[str, int] | None = None,
     above_zero: Mapping[str, float] | None = None,
-    dicts: Sequence[str] = (),
 ) -> None:
     """
     Checks the options that a configuration adds to those of Transformers and TRL, and refuses some of theirs.
 
     Args:
-        config (`TrainingArguments`): The configuration.
+        config (`TrainingArguments`): The configuration. Values of this package's fields must be of their type.
         choices (sequence of `str`): Options whose field lists `choices`.
-        at_least (`Mapping`): The lowest values of numbers.
-        above_zero (`Mapping`): The highest values of numbers that are above 0.
-        dicts (sequence of `str`): Options that are `None`, a `dict` or JSON.
+        at_least (`Mapping`): The lowest values of integers.
+        above_zero (`Mapping`): The highest values of numbers that are finite and above 0.
 
     Raises:
         `ValueError`: Names the option and its value.
     """
     refuse_options(config)
+    for kind in type(config).__mro__:
+        if kind.__module__.startswith("hf_prefix_tree.") and kind.__annotations__:
+            hints = get_type_hints(kind)
+            for name, text in kind.__annotations__.items():
+                if not _is_of_type(getattr(config, name), hints[name]):
+                    expected = "a `dict` or a JSON object" if "dict" in text else f"`{text}`"
+                    raise ValueError(f"`{name}` must be {expected}, got {reprlib.repr(getattr(config, name))}.")
     for name in choices:
         allowed = config.__dataclass_fields__[name].metadata["choices"]
-        if not isinstance(getattr(config, name), str) or getattr(config, name) not in allowed:
+        if getattr(config, name) not in allowed:
             raise ValueError(f"`{name}` must be one of {allowed}, got {getattr(config, name)!r}.")
     for name, lowest in (at_least or {}).items():
-        check_integer(getattr(config, name), name, lowest)
+        value = getattr(config, name)
+        for number in value if isinstance(value, list) else [] if value is None else [value]:
+            check_integer(number, name, lowest)
     for name, highest in (above_zero or {}).items():
         value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= highest:
+        if not 0 < value <= highest or math.isinf(value):
             limit = "" if math.isinf(highest) else f" and at most {highest}"
             raise ValueError(f"`{name}` must be above 0{limit}, got {value!r}.")
-    for name in dicts:
-        if not isinstance(getattr(config, name), dict | None):
-            raise ValueError(f"`{name}` must be a `dict` or a JSON object, got {getattr(config, name)!r}.")
+
+
+def _is_of_type(value: Any, hint: Any) -> bool:
+    """Whether a value is of an annotated type. Transformers has parsed JSON, so that no string stands for a `dict`."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is UnionType:
+        has_dict = any(get_origin(part) is dict for part in parts)
+        return any(_is_of_type(value, part) for part in parts if not (has_dict and part is str))
+    if origin is list:
+        return isinstance(value, list) and all(_is_of_type(item, parts[0]) for item in value)
+    if origin is dict:
+        items = value.items() if isinstance(value, dict) else [(None, None)]
+        return all(_is_of_type(key, parts[0]) and _is_of_type(item, parts[1]) for key, item in items)
+    if hint in (int, float):
+        return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
+    return hint is Any or isinstance(value, hint)
 
 
 def check_tree_config(config: Any, preparation: Sequence[str]) -> None:
