@@ -9,20 +9,17 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import reprlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
-from numbers import Integral, Real
-from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 import torch
 from packaging.version import Version
 from transformers import PreTrainedModel
 
-from hf_prefix_tree.training.options import refuse_options
+from hf_prefix_tree.training.options import check_types, refuse_options
 from hf_prefix_tree.tree.folding import check_integer
 from hf_prefix_tree.version import TESTED
 
@@ -179,13 +176,7 @@ def check_config(
         `ValueError`: Names the option and its value.
     """
     refuse_options(config)
-    for kind in type(config).__mro__:
-        if kind.__module__.startswith("hf_prefix_tree.") and kind.__annotations__:
-            hints = get_type_hints(kind)
-            for name, text in kind.__annotations__.items():
-                if not _is_of_type(getattr(config, name), hints[name]):
-                    expected = "a `dict` or a JSON object" if "dict" in text else f"`{text}`"
-                    raise ValueError(f"`{name}` must be {expected}, got {reprlib.repr(getattr(config, name))}.")
+    check_types(config)
     for name in choices:
         allowed = config.__dataclass_fields__[name].metadata["choices"]
         if getattr(config, name) not in allowed:
@@ -199,22 +190,6 @@ def check_config(
         if not 0 < value <= highest or math.isinf(value):
             limit = "" if math.isinf(highest) else f" and at most {highest}"
             raise ValueError(f"`{name}` must be above 0{limit}, got {value!r}.")
-
-
-def _is_of_type(value: Any, hint: Any) -> bool:
-    """Whether a value is of an annotated type. Transformers has parsed JSON, so that no string stands for a `dict`."""
-    origin, parts = get_origin(hint), get_args(hint)
-    if origin is UnionType:
-        has_dict = any(get_origin(part) is dict for part in parts)
-        return any(_is_of_type(value, part) for part in parts if not (has_dict and part is str))
-    if origin is list:
-        return isinstance(value, list) and all(_is_of_type(item, parts[0]) for item in value)
-    if origin is dict:
-        items = value.items() if isinstance(value, dict) else [(None, None)]
-        return all(_is_of_type(key, parts[0]) and _is_of_type(item, parts[1]) for key, item in items)
-    if hint in (int, float):
-        return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
-    return hint is Any or isinstance(value, hint)
 
 
 def check_tree_config(config: Any, preparation: Sequence[str]) -> None:
