@@ -13,7 +13,10 @@ from torch._inductor.kernel.flex import flex_attention as flex_kernels
 from transformers import PreTrainedModel, Trainer, masking_utils
 from transformers.integrations import neftune, sdpa_attention
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.trainer_jit_checkpoint import CheckpointManager
 from trl import SFTTrainer
+
+from hf_prefix_tree.training.step import _SENTINEL
 
 
 def parameters(function: object) -> list[str]:
@@ -51,6 +54,13 @@ def test_names_that_checks_of_a_call_look_for():
     assert "output_router_logits" in transformers.Qwen3MoeConfig().to_dict()
 
 
+def test_how_checkpoints_are_rotated_and_marked():
+    """`CheckpointMixin` rotates them itself, and leaves out the mark of a save on SIGTERM."""
+    source = inspect.getsource(Trainer._save_checkpoint)
+    assert source.index("TRAINER_STATE_NAME") < source.index("save_total_limit=self.args.save_total_limit")
+    assert _SENTINEL in inspect.getsource(CheckpointManager)
+
+
 def test_model_attributes():
     assert isinstance(PreTrainedModel._supports_sdpa, bool)
     assert isinstance(PreTrainedModel.loss_function, property) and PreTrainedModel.loss_function.fset is not None
@@ -65,6 +75,8 @@ def test_model_attributes():
         (Trainer._get_dataloader, ["self", "dataset", "description", "batch_size"]),
         (Trainer._inner_training_loop, ["self", "batch_size"]),
         (Trainer._get_eval_sampler, ["self", "eval_dataset"]),
+        (Trainer._save_checkpoint, ["self", "model", "trial"]),
+        (Trainer._get_output_dir, ["self", "trial"]),
         (Trainer.call_model_init, ["self", "trial"]),
         (Trainer._remove_unused_columns, ["self", "dataset", "description"]),
         (Trainer.compute_loss, ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]),

@@ -71,6 +71,7 @@ def gain(
     """What training on trees computes, against TRL's SFTTrainer and against flat steps."""
     import datasets
 
+    from hf_prefix_tree.data.trees import write_files
     from hf_prefix_tree.report import gain as report
     from hf_prefix_tree.report import plot as pictures
     from hf_prefix_tree.report import text
@@ -116,7 +117,7 @@ def gain(
         tables = [("", table), ("Groups", per_group)]
         drawn, decode = shown[:_TREES_OF_A_PAGE], None if loaded is None else loaded.decode
         content = page(f"Gain of {Path(data).name}", lines, tables, notes, drawn, decode)
-        html.write_text(content, encoding="utf-8", errors="replace")
+        write_files({html: content.encode(errors="replace")})
     if as_json:
         print(json.dumps(_as_json(folded, predicted, gpu, total, of_groups), indent=2))
         return

@@ -9,6 +9,7 @@ Cost: that of reading the rows (`row_branches`), then one fold. The branches of 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -208,7 +209,7 @@ def _overflow(counts: Mapping[str, Any], max_packed_tokens: int, overflow: str) 
 
 # ---- the cache of `datasets`, and files that are whole or not there ----
 
-_PARTIAL = ".hf_prefix_tree_partial"  # ends the name of a file that is being written
+PARTIAL = ".hf_prefix_tree_partial"  # ends the name of a file that is being written
 _PROCESSING = ("num_proc", "writer_batch_size", "desc")  # options of `map` on which no result depends
 
 
@@ -234,10 +235,10 @@ def cached_map(dataset: Any, function: Callable[..., Any], **options: Any) -> An
         return dataset.map(function, **options)
     key = update_fingerprint(dataset._fingerprint, function, results)
     path = Path(dataset.cache_files[0]["filename"]).with_name(f"cache-{key}.arrow")
-    checksums = path.with_suffix(".json")
+    manifest = path.with_suffix(".json")
     try:
         cached = sorted(path.parent.glob(f"{path.stem}*.arrow"))
-        is_whole = checksums.is_file() and checksums.read_bytes() == _checksums(cached)
+        is_whole = manifest.is_file() and manifest.read_bytes() == json.dumps(checksums(path.parent, cached)).encode()
         if cached and not is_whole:
             logger.warning("The cached file %s differs from its checksum, and is made again.", path)
         options |= {"cache_file_name": str(path), "new_fingerprint": key, "load_from_cache_file": is_whole}
@@ -246,20 +247,20 @@ def cached_map(dataset: Any, function: Callable[..., Any], **options: Any) -> An
             files = [Path(file["filename"]) for file in result.cache_files]
             for file in {*cached} - {*files}:  # of another number of processes
                 file.unlink(missing_ok=True)
-            write_files({checksums: _checksums(sorted(files))})
+            write_files({manifest: json.dumps(checksums(path.parent, sorted(files))).encode()})
     except OSError as error:
         problem = f"{error.strerror or error} (the cache of `datasets`, which needs space and permissions)"
         raise OSError(error.errno, problem, str(path)) from error
     return result
 
 
-def _checksums(files: list[Path]) -> bytes:
-    """The name and the checksum of each file, as JSON."""
+def checksums(folder: Path, files: Iterable[Path]) -> dict[str, str]:
+    """The checksum of each file, by its path within the folder."""
     values = {}
     for path in files:
         with path.open("rb") as file:
-            values[path.name] = Hasher.hash_bytes(iter(lambda: file.read(1 << 24), b""))
-    return json.dumps(values).encode()
+            values[path.relative_to(folder).as_posix()] = Hasher.hash_bytes(iter(lambda: file.read(1 << 24), b""))
+    return values
 
 
 def write_files(contents: Mapping[Path, bytes]) -> None:
@@ -268,13 +269,18 @@ def write_files(contents: Mapping[Path, bytes]) -> None:
     others that it was written with.
 
     Args:
-        contents (`Mapping[Path, bytes]`): The content of each file. Missing folders are created.
+        contents (`Mapping[Path, bytes]`):
+            The content of each file. Missing folders are created; links are followed, and devices written to.
 
     Raises:
         `OSError`: If one can't be written.
     """
+    devices = {path for path in contents if path.is_char_device()}  # no file may replace one, such as /dev/null
+    for path in devices:
+        path.write_bytes(contents[path])
+    contents = {Path(os.path.realpath(path)): content for path, content in contents.items() if path not in devices}
     # renaming is atomic within one folder
-    temporary = {path: path.with_name(f".{path.name}.{uuid.uuid4().hex}{_PARTIAL}") for path in contents}
+    temporary = {path: path.with_name(f".{uuid.uuid4().hex}{PARTIAL}") for path in contents}
     try:
         for path, content in contents.items():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -288,12 +294,13 @@ def write_files(contents: Mapping[Path, bytes]) -> None:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         for file in temporary.values():
-            file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # its folder may be none
+                file.unlink(missing_ok=True)
 
 
 @functools.cache  # once in a process: a folder may hold many files
 def _remove_partial_files(folder: Path) -> None:
     """Removes the files that runs which were killed left behind: those that nobody has written to for an hour."""
-    for file in folder.glob(f".*{_PARTIAL}"):
+    for file in folder.glob(f".*{PARTIAL}"):
         if file.stat().st_mtime < time.time() - 3600:
             file.unlink(missing_ok=True)

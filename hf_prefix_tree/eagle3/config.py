@@ -85,7 +85,14 @@ class Eagle3Config(TrainingArguments):
         check_config(
             self,
             choices=("packing_strategy", "on_error", "attn_backend"),
-            at_least={"ttt_steps": 1, "seq_length": 1, "packed_sequence_size": 0},
+            at_least={
+                "draft_vocab_size": 1,
+                "aux_layer_ids": 0,
+                "ttt_steps": 1,
+                "seq_length": 1,
+                "packed_sequence_size": 0,
+                "dataset_num_proc": 1,
+            },
             above_zero={"step_decay": 1},
         )
 

@@ -7,12 +7,14 @@ Cost: the mask is drawn from at most 1,024 sampled tokens, so a picture costs th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from hf_prefix_tree.data.trees import write_files
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 if TYPE_CHECKING:
@@ -52,7 +54,9 @@ def plot_trees(trees: Sequence[PrefixTree], shown: PrefixTree, path: Path) -> No
     left, right = figure.subplots(1, 2)
     _ratios(left, [tree.stats().token_ratio for tree in trees])
     _mask(right, shown)
-    figure.savefig(path, dpi=150)
+    image = BytesIO()
+    figure.savefig(image, dpi=150, format=path.suffix.lstrip("."))
+    write_files({path: image.getvalue()})
 
 
 def _ratios(axes: Axes, ratios: Sequence[float]) -> None:

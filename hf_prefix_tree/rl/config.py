@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from trl import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig
 
 from hf_prefix_tree.modeling.attention.backend import ATTN_BACKENDS
+from hf_prefix_tree.training.checks import check_config
 from hf_prefix_tree.training.options import option_field
 
 MIN_REUSE = 1.2  # on an H200 a folded update takes 7 % longer than a stock one at 1.1, and half as long at 4
@@ -27,6 +28,10 @@ class FoldingOptions:
 
     min_reuse: float = option_field(MIN_REUSE, "Calls with fewer tokens of rows per token of their tree run unfolded.")
     attn_backend: str = option_field("auto", "Attention of the tree path.", ATTN_BACKENDS)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        check_config(self, choices=("attn_backend",))
 
 
 @dataclass
@@ -50,6 +55,10 @@ class PolicyOptions(FoldingOptions):
     """
 
     max_row_tokens: int = option_field(0, "Tokens that one forward may hold, if memory allows more than TRL's.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_config(self, at_least={"max_row_tokens": 0})
 
 
 @dataclass

@@ -150,6 +150,6 @@ class TreeSFTConfig(SFTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_config(self, choices=("mode", "attn_backend"), dicts=("chat_template_kwargs", "column_names"))
+        check_config(self, choices=("mode", "attn_backend"), at_least={"stop_token_ids": 0})
         check_tree_config(self, PREPARATION)
         check_preparation(**{name: getattr(self, name) for name in signature(check_preparation).parameters})

@@ -209,5 +209,5 @@ def add_tree_section(card: Path, log_history: Sequence[Mapping[str, Any]], weigh
         tree_tokens=tree_tokens,
         ratio=branch_tokens / tree_tokens,
     )
-    before, heading, after = card.read_text().partition("\n### Framework versions")
+    before, heading, after = card.read_text(encoding="utf-8").partition("\n### Framework versions")
     write_files({card: (before.rstrip() + "\n" + section + heading + after).encode()})

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from packaging.version import Version
 
-from hf_prefix_tree.training.options import refuse_options
+from hf_prefix_tree.training.options import check_types, refuse_options
 from hf_prefix_tree.tree.folding import check_integer
 from hf_prefix_tree.version import TESTED
 
@@ -161,36 +161,34 @@ def check_config(
     choices: Sequence[str] = (),
     at_least: Mapping[str, int] | None = None,
     above_zero: Mapping[str, float] | None = None,
-    dicts: Sequence[str] = (),
 ) -> None:
     """
     Checks the options that a configuration adds to those of Transformers and TRL, and refuses some of theirs.
 
     Args:
-        config (`TrainingArguments`): The configuration.
+        config (`TrainingArguments`): The configuration. Values of this package's fields must be of their type.
         choices (sequence of `str`): Options whose field lists `choices`.
-        at_least (`Mapping`): The lowest values of numbers.
-        above_zero (`Mapping`): The highest values of numbers that are above 0.
-        dicts (sequence of `str`): Options that are `None`, a `dict` or JSON.
+        at_least (`Mapping`): The lowest values of integers.
+        above_zero (`Mapping`): The highest values of numbers that are finite and above 0.
 
     Raises:
         `ValueError`: Names the option and its value.
     """
     refuse_options(config)
+    check_types(config)
     for name in choices:
         allowed = config.__dataclass_fields__[name].metadata["choices"]
-        if not isinstance(getattr(config, name), str) or getattr(config, name) not in allowed:
+        if getattr(config, name) not in allowed:
             raise ValueError(f"`{name}` must be one of {allowed}, got {getattr(config, name)!r}.")
     for name, lowest in (at_least or {}).items():
-        check_integer(getattr(config, name), name, lowest)
+        value = getattr(config, name)
+        for number in value if isinstance(value, list) else [] if value is None else [value]:
+            check_integer(number, name, lowest)
     for name, highest in (above_zero or {}).items():
         value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= highest:
+        if not 0 < value <= highest or math.isinf(value):
             limit = "" if math.isinf(highest) else f" and at most {highest}"
             raise ValueError(f"`{name}` must be above 0{limit}, got {value!r}.")
-    for name in dicts:
-        if not isinstance(getattr(config, name), dict | None):
-            raise ValueError(f"`{name}` must be a `dict` or a JSON object, got {getattr(config, name)!r}.")
 
 
 def check_tree_config(config: Any, preparation: Sequence[str]) -> None:

@@ -7,11 +7,14 @@
 from __future__ import annotations
 
 import ast
+import reprlib
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -92,3 +95,30 @@ def refuse_options(args: Any) -> None:
                 f"`{name}={value!r}` is not supported: {option.remedy}. Leave it at "
                 f"{' or '.join(map(repr, option.allowed))}."
             )
+
+
+def check_types(config: Any) -> None:
+    """Raises `ValueError` where a field that a class of this package declares has a value of another type."""
+    for kind in type(config).__mro__:
+        if kind.__module__.startswith("hf_prefix_tree.") and kind.__annotations__:
+            hints = get_type_hints(kind)
+            for name, text in kind.__annotations__.items():
+                if not _is_of_type(getattr(config, name), hints[name]):
+                    expected = "a `dict` or a JSON object" if "dict" in text else f"`{text}`"
+                    raise ValueError(f"`{name}` must be {expected}, got {reprlib.repr(getattr(config, name))}.")
+
+
+def _is_of_type(value: Any, hint: Any) -> bool:
+    """Whether a value is of an annotated type. Transformers has parsed JSON, so that no string stands for a `dict`."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is UnionType:
+        has_dict = any(get_origin(part) is dict for part in parts)
+        return any(_is_of_type(value, part) for part in parts if not (has_dict and part is str))
+    if origin is list:
+        return isinstance(value, list) and all(_is_of_type(item, parts[0]) for item in value)
+    if origin is dict:
+        items = value.items() if isinstance(value, dict) else [(None, None)]
+        return all(_is_of_type(key, parts[0]) and _is_of_type(item, parts[1]) for key, item in items)
+    if hint in (int, float):
+        return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
+    return hint is Any or isinstance(value, hint)

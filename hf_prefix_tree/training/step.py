@@ -4,7 +4,7 @@
 The loss of a step is a ratio: terms summed over the micro-batches of all ranks and accumulation steps, over the items
 of the same micro-batches. Evaluation is the same ratio over the whole set.
 
-[`CheckpointMixin`] resumes from the last checkpoint that was saved whole.
+[`CheckpointMixin`] resumes from the last checkpoint that is as it was saved.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ from __future__ import annotations
 import json
 import logging
 import weakref
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import safetensors
 import torch
+from accelerate.utils import gather_object
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import Trainer, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, has_length
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, has_length, rotate_checkpoints
 from trl import SFTTrainer
 from trl.trainer.utils import global_then_local_main_first
 
+from hf_prefix_tree.data.trees import PARTIAL, checksums, write_files
 from hf_prefix_tree.training.checks import check_trainer, keep_output_dtype, own_loss
 from hf_prefix_tree.training.options import refuse_options
 from hf_prefix_tree.training.sampling import fill_uneven_steps, is_stream, length_sampler
@@ -42,38 +41,68 @@ class LossTerms(NamedTuple):
     auxiliary: torch.Tensor | None = None  # the router's loss, of which a step takes the mean over micro-batches
 
 
+CHECKSUMS = "checksums.json"
+_SENTINEL = "checkpoint-is-incomplete.txt"  # Transformers removes it after a save on SIGTERM
+
+
 class CheckpointMixin(Trainer):
-    """Put it before a Trainer: `train(resume_from_checkpoint=True)` passes over checkpoints that are incomplete."""
+    """
+    Put it before a Trainer: a checkpoint gets a file of checksums, written last and before older ones are deleted.
+
+    `train(resume_from_checkpoint=True)` passes over checkpoints that have no such file or differ from it, and logs
+    their names. A checkpoint that is named must not differ; it may have no such file, as other trainers write none.
+    """
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         if str(resume_from_checkpoint).lower() == "true":  # the command line of a script gives a string
-            resume_from_checkpoint = last_checkpoint(self.args.output_dir)
+            resume_from_checkpoint = self._last_checkpoint()
+        elif resume_from_checkpoint and (problem := self._problem_of(Path(str(resume_from_checkpoint)), named=True)):
+            raise ValueError(f"`resume_from_checkpoint` is damaged: {problem}; pass an earlier checkpoint, or True.")
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def _last_checkpoint(self) -> str:
+        """The last checkpoint in `output_dir` that is as it was saved; raises `ValueError` if there is none."""
+        folder = Path(self.args.output_dir)
+        names = [path.name for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name[11:].isdigit()]
+        for name in sorted(gather_object([names])[0], key=lambda name: -int(name[11:])):
+            if not (problem := self._problem_of(folder / name)):
+                return str(folder / name)
+            logger.warning("The checkpoint %s is passed over, as it is not whole: %s.", folder / name, problem)
+        raise ValueError(
+            f"`resume_from_checkpoint` is True, but {str(folder)!r} holds no whole checkpoint with {CHECKSUMS!r}; "
+            "leave it out, or pass the path of a checkpoint."
+        )
 
-def last_checkpoint(folder: str) -> str:
-    """
-    The last checkpoint in a folder that was saved whole. Those after it are named in the log.
+    def _problem_of(self, checkpoint: Path, named: bool = False) -> str:
+        """How a checkpoint differs from its checksums, the same on every rank; empty if it does not."""
+        problem = ""
+        if self.args.should_save and not (named and not (checkpoint / CHECKSUMS).exists()):
+            try:
+                expected = json.loads((checkpoint / CHECKSUMS).read_bytes())
+                actual = checksums(checkpoint, map(checkpoint.joinpath, expected))
+                differing = [str(checkpoint / name) for name in expected if actual[name] != expected[name]]
+                problem = f"{', '.join(differing)} differ from {CHECKSUMS!r}" if differing else ""
+            except (OSError, ValueError) as error:
+                problem = str(error)
+        return next(filter(None, gather_object([problem])), "")
 
-    Args:
-        folder (`str`): The `output_dir` of a training.
-
-    Raises:
-        `ValueError`: If there is none.
-    """
-    found = [path for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name[11:].isdigit()]
-    for path in sorted(found, key=lambda path: -int(path.name[11:])):
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        run = self._get_output_dir(trial)
+        folder = Path(run, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        limit, self.args.save_total_limit = self.args.save_total_limit, None  # older ones are deleted below
         try:
-            json.loads((path / TRAINER_STATE_NAME).read_bytes())  # written last
-            for file in path.rglob("*.*"):
-                if file.suffix == ".safetensors":
-                    safetensors.safe_open(file, framework="pt").__enter__()
-                elif file.suffix in (".bin", ".pt", ".pth"):
-                    zipfile.ZipFile(file).close()
-            return str(path)
-        except (OSError, ValueError, safetensors.SafetensorError, zipfile.BadZipFile) as error:
-            logger.warning("The checkpoint %s is passed over, as it was not saved whole: %s.", path, error)
-    raise ValueError(f"`resume_from_checkpoint` is True, but {folder!r} holds no complete checkpoint; leave it out.")
+            super()._save_checkpoint(model, trial)
+        except Exception as error:  # on a full disk; those of torch and safetensors name no file
+            error.add_note(f"The checkpoint {folder} was not saved whole.")
+            raise
+        finally:
+            self.args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()  # all ranks write
+        if self.args.should_save:
+            files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != PARTIAL]
+            values = checksums(folder, (path for path in files if path.name not in (CHECKSUMS, _SENTINEL)))
+            write_files({folder / CHECKSUMS: json.dumps(values, indent=1).encode()})
+            rotate_checkpoints(run, limit, self.state.best_model_checkpoint, use_mtime=True)
 
 
 class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer whatever else a class derives from

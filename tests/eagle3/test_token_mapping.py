@@ -205,7 +205,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
 
 
 def test_files_that_a_killed_run_left_are_removed(tmp_path):
-    old, new = (tmp_path / f".map.safetensors.{name}.hf_prefix_tree_partial" for name in ("old", "new"))
+    old, new = (tmp_path / f".{name}.hf_prefix_tree_partial" for name in ("old", "new"))
     for path in (old, new):
         path.touch()
     os.utime(old, (0, 0))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import json
+import math
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import TrainingArguments
 
 from hf_prefix_tree import (
     Branch,
@@ -17,6 +23,10 @@ from hf_prefix_tree import (
     DiffusionSFTConfig,
     DLLMCollator,
     Eagle3Config,
+    TreeDPOConfig,
+    TreeGRPOConfig,
+    TreeKTOConfig,
+    TreeRLOOConfig,
     TreeSFTConfig,
     build_eagle3_dataloader,
     fold,
@@ -47,6 +57,29 @@ def one_of(*choices: Any) -> Any:
     return lambda value: any(value is choice or (isinstance(value, str) and value == choice) for choice in choices)
 
 
+def one_of_type(kind: type, fits: Any) -> Any:
+    """`None`, a value of a type, or JSON of one."""
+
+    def is_one(value: Any) -> bool:
+        if isinstance(value, str) and value.startswith("{"):
+            value = json.loads(value)
+        return value is None or (isinstance(value, kind) and fits(value))
+
+    return is_one
+
+
+def text(optional: bool = False) -> Any:
+    return lambda value: isinstance(value, str) or (optional and value is None)
+
+
+def integers(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(map(integer(0), value)))
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+
+
 QUIET: dict[str, Any] = {"report_to": [], "use_cpu": True, "bf16": False}
 WEIGHTING = {"weighting": one_of("tree", "branch", "branch_mean", "once")}
 PREPARATION = {
@@ -60,6 +93,59 @@ PREPARATION = {
     "max_packed_tokens": integer(2, True),
     "selection_num_proc": integer(1, True),
     "max_examples": integer(1, True),
+}
+TRUTH = one_of(True, False)
+JSON = one_of_type(dict, lambda value: all(isinstance(key, str) for key in value))
+REUSE = {"min_reuse": lambda v: is_number(v), "attn_backend": one_of("auto", "flex", "flash", "sdpa")}
+CONFIGS: dict[Any, dict[str, Any]] = {
+    TreeSFTConfig: {
+        **PREPARATION,
+        "chat_template_kwargs": JSON,
+        "column_names": one_of_type(dict, lambda v: all(isinstance(i, str) for item in v.items() for i in item)),
+        "empty_thinking_in_prompt": TRUTH,
+        "stop_token_ids": integers,
+        "group_by": text(True),
+        "pack_trees": TRUTH,
+        "mode": one_of("tree", "grouped"),
+        "attn_backend": one_of("auto", "flex", "flash", "sdpa"),
+        "compile_layers": TRUTH,
+    },
+    DiffusionSFTConfig: {
+        "max_length": integer(1, True),
+        "objective": one_of("mdlm", "block", "hybrid"),
+        "block_size": integer(1),
+        "response_window": TRUTH,
+        "supervise_padding": TRUTH,
+        "mask_token_id": integer(0, True),
+        "corruption": one_of("uniform", "blockwise"),
+        "half_life": lambda v: is_number(v) and 0 < v < math.inf,
+        "noise_eps": lambda v: is_number(v) and 0 < v <= 1,
+        "alpha": lambda v: is_number(v) and 0 < v < math.inf,
+        "eval_noise_draws": integer(1),
+        "chat_template_kwargs": JSON,
+        "on_error": one_of("raise", "skip"),
+        "attn_backend": one_of("auto", "flex", "sdpa"),
+    },
+    Eagle3Config: {
+        "draft_vocab_size": integer(1, True),
+        "selected_token_ids_path": text(True),
+        "aux_layer_ids": integers,
+        "ttt_steps": integer(1),
+        "step_decay": lambda v: is_number(v) and 0 < v <= 1,
+        "seq_length": integer(1),
+        "packed_sequence_size": integer(0),
+        "packing_strategy": one_of("next_fit", "best_fit"),
+        "supervise_reasoning": TRUTH,
+        "reasoning_end": text(),
+        "on_error": one_of("raise", "skip"),
+        "dataset_num_proc": integer(1, True),
+        "attn_backend": one_of("auto", "flex", "sdpa"),
+        "target_model_init_kwargs": JSON,
+    },
+    TreeDPOConfig: REUSE,
+    TreeKTOConfig: REUSE,
+    TreeGRPOConfig: {**REUSE, "max_row_tokens": integer(0)},
+    TreeRLOOConfig: {**REUSE, "max_row_tokens": integer(0)},
 }
 # A call that takes keyword arguments, and for each of them whether a value is right.
 BORDERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -113,25 +199,19 @@ BORDERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "split": (lambda **options: split_tree(TREE, **options), {"max_tokens": integer(3)}),
     "fold": (lambda **options: fold(TREE.branches(), **options), WEIGHTING),
     "pack": (lambda **options: pack_rows([1, 2], **{"max_tokens": 3, **options}), {"max_tokens": integer(2)}),
-    "diffusion_config": (
-        lambda **options: DiffusionSFTConfig("unused", **QUIET, **options),
-        {
-            "objective": one_of("mdlm", "block", "hybrid"),
-            "block_size": integer(1),
-            "eval_noise_draws": integer(1),
-            "noise_eps": lambda v: type(v) in (int, float) and 0 < v <= 1,
-        },
-    ),
-    "eagle3_config": (
-        lambda **options: Eagle3Config("unused", **QUIET, **options),
-        {"ttt_steps": integer(1), "seq_length": integer(1), "packed_sequence_size": integer(0)},
-    ),
-    "tree_config": (
-        lambda **options: TreeSFTConfig("unused", **QUIET, **options),
-        PREPARATION,
-    ),
+    **{
+        config.__name__: (partial(config, "unused", **QUIET), options)  # of ours, and TRL's with another default
+        for config, options in CONFIGS.items()
+    },
 }
 LARGE = {"length", "pad_to_multiple_of", "packed_sequence_size", "num_workers", "max_tokens"}  # they allocate or fork
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
+def test_every_option_of_a_config_is_drawn(config):
+    ours = [kind for kind in config.__mro__ if kind.__module__.startswith("hf_prefix_tree")]
+    names = {name for kind in ours for name in inspect.get_annotations(kind)}
+    assert names - CONFIGS[config].keys() <= {field.name for field in dataclasses.fields(TrainingArguments)}
 
 
 @pytest.mark.parametrize("border", BORDERS)

@@ -1,17 +1,27 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""A run that is killed in the middle of a step resumes to the weights of an unbroken one."""
+"""A run that was killed resumes to the weights of an unbroken one, whatever the kill did to its checkpoints."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import signal
+from unittest import mock
 
 import pytest
 import torch
+from transformers.trainer_jit_checkpoint import CheckpointManager
 
-from hf_prefix_tree.training.step import last_checkpoint
-from tests.support.engine_runs import FSDP2, needs_deepspeed, needs_transformers, train_and_die, train_saving, zero
+from hf_prefix_tree.training import step
+from tests.support.engine_runs import (
+    FSDP2,
+    make_trainer,
+    needs_deepspeed,
+    needs_transformers,
+    train_and_die,
+    train_saving,
+    zero,
+)
 from tests.support.ranks import run_ranks
 
 
@@ -40,31 +50,75 @@ def test_killed_in_a_step(tmp_path, engine):
     assert counts[0] == counts[1] and len(set(counts[0])) > 3
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A finished run with the checkpoints of the steps 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("run") / "whole"
+    train_saving(folder, {}, 1, False)
+    return folder
+
+
+def flipped(content):
+    return bytes([*content[:300], content[300] ^ 1, *content[301:]])
+
+
 @pytest.mark.parametrize(
-    ("name", "size"),
-    [("trainer_state.json", None), ("trainer_state.json", 100), ("model.safetensors", 3000), ("optimizer.pt", 3000)],
+    ("name", "damage"),
+    [
+        ("checksums.json", None),  # as a kill inside of the save leaves it
+        ("trainer_state.json", None),
+        ("trainer_state.json", flipped),
+        ("model.safetensors", flipped),
+        ("optimizer.pt", lambda content: content[:3000]),
+        ("rng_state.pth", flipped),
+    ],
 )
-def test_a_checkpoint_that_was_not_saved_whole_is_passed_over(tmp_path, caplog, name, size):
-    train_saving(tmp_path / "whole", {}, 1, False)
-    expected = torch.load(tmp_path / "whole" / "weights.pt")
-    broken = tmp_path / "broken"
-    shutil.copytree(tmp_path / "whole", broken)
-    *earlier, last = sorted(broken.glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
-    assert last_checkpoint(str(broken)) == str(last)
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog, whole, name, damage):
+    broken = shutil.copytree(whole, tmp_path / "broken")
     (broken / "checkpoint-new").mkdir()  # no step's
-    file = last / name
-    file.write_bytes(file.read_bytes()[:size]) if size else file.unlink()
-    assert last_checkpoint(str(broken)) == str(earlier[-1])
-    assert str(last) in caplog.text and len(caplog.messages) == 1
-    if size is None:  # as a kill inside of the save leaves it
-        for resume in (True, "True"):  # the second one from a command line
-            shutil.rmtree(last, ignore_errors=True)
-            last.mkdir()
-            train_saving(broken, {}, 1, resume)
-            got = torch.load(broken / "weights.pt")
-            assert all(torch.equal(got[name], value) for name, value in expected.items())
-            assert json.loads((broken / "log.json").read_text())  # of the whole run
-        for path in broken.glob("checkpoint-*"):
-            (path / name).unlink(missing_ok=True)
-        with pytest.raises(ValueError, match="`resume_from_checkpoint`"):
-            train_saving(broken, {}, 1, True)
+    expected, last = torch.load(broken / "weights.pt"), broken / "checkpoint-6"
+    content = (last / name).read_bytes()
+    (last / name).unlink()
+    if damage is not None:
+        (last / name).write_bytes(damage(content))
+    if name != "checksums.json":  # else another trainer may have saved it
+        with pytest.raises(ValueError, match=f"`resume_from_checkpoint` is damaged: .*{name}"):
+            train_saving(broken, {}, 1, str(last))
+    train_saving(broken, {}, 1, "True" if damage is None else True)  # a string from a command line
+    assert [str(last) in message and name in message for message in caplog.messages].count(True) == 1
+    got = torch.load(broken / "weights.pt")
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
+    assert len(json.loads((broken / "log.json").read_text())) == len(json.loads((whole / "log.json").read_text()))
+    for path in broken.glob("checkpoint-*"):
+        (path / name).unlink(missing_ok=True)
+    with pytest.raises(ValueError, match="`resume_from_checkpoint`"):
+        train_saving(broken, {}, 1, True)
+
+
+def test_the_checkpoint_of_another_trainer_is_taken_by_its_path(tmp_path, whole):
+    broken = shutil.copytree(whole, tmp_path / "broken")
+    (broken / "checkpoint-4" / step.CHECKSUMS).unlink()
+    train_saving(broken, {}, 1, str(broken / "checkpoint-4"))
+    expected, got = (torch.load(folder / "weights.pt") for folder in (whole, broken))
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+def test_an_older_checkpoint_is_deleted_only_when_the_new_one_is_whole(tmp_path):
+    trainer = make_trainer(tmp_path, {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1})
+    with (
+        mock.patch.object(step, "write_files", side_effect=[None, KeyboardInterrupt]),
+        pytest.raises(KeyboardInterrupt),  # of a kill while step 4 is saved
+    ):
+        trainer.train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    trainer.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-10"]
+    assert trainer.args.save_total_limit == 1
+
+
+def test_a_save_on_sigterm_is_whole(tmp_path):
+    """Transformers marks the checkpoint with a file meanwhile."""
+    trainer = make_trainer(tmp_path, {"max_steps": 1})
+    trainer.train()
+    CheckpointManager(trainer).execute_jit_checkpoint()
+    trainer.train(resume_from_checkpoint=True)
