@@ -24,8 +24,7 @@ from hf_prefix_tree.data.prepare import prepare_trees
 from hf_prefix_tree.data.rows import columns_of
 from hf_prefix_tree.data.trees import write_files
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
-from hf_prefix_tree.sft.branchwise import BranchCollator, branch_batches
-from hf_prefix_tree.sft.collator import DataCollatorForPrefixTree
+from hf_prefix_tree.sft.collator import BranchCollator, DataCollatorForPrefixTree, branch_batches
 from hf_prefix_tree.sft.config import PREPARATION, TreeSFTConfig
 from hf_prefix_tree.sft.mixin import TreeLossMixin
 from hf_prefix_tree.training.checks import (
