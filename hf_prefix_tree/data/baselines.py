@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -91,7 +92,7 @@ def read_samples(
         raise ValueError(f"`tokenizer` is None, but {kind} rows are text; pass the model's tokenizer.")
     is_list = not isinstance(rows, Dataset | IterableDataset)
     features = {} if is_list else dict(rows.features or {})
-    read = RowOptions(kind, tokenizer, features, "keep" if kind == "text" else "per_turn", **options)
+    read = RowOptions(kind, tokenizer, features, **options)
     settings: dict[str, Any] = {"options": read, "weighting": "branch", "on_error": on_error}
     plan = Plan(settings, {"max_packed_tokens": None, "overflow": "split", "on_error": on_error}, num_proc=num_proc)
     report = Report()
@@ -233,6 +234,30 @@ def merged_turns(branches: Iterable[Branch]) -> list[list[Branch]]:
 def prompt_length(branch: Branch) -> int:
     """Where supervision starts: the tokens before are what the turn was sampled from. Of a supervised branch."""
     return int((branch.weights > 0).argmax())
+
+
+def started_contexts(branches: Iterable[Branch], sequences: Iterable[Sequence[int]]) -> int:
+    """
+    How many branches have a context that a sequence starts with: what is before their first supervised token.
+
+    Args:
+        branches (iterable of [`Branch`]): Supervised branches.
+        sequences (iterable of sequences of `int`): Token ids.
+
+    Example:
+
+    ```python
+    >>> from hf_prefix_tree import Branch
+
+    >>> started_contexts([Branch([5, 6, 7], [0, 0, 1]), Branch([5, 8, 7], [0, 0, 1])], [[5, 6, 9], [5, 7, 7]])
+    1
+
+    ```
+    """
+    # Of sorted bytes, the first sequence that is not below a context starts with it, if any does.
+    ordered = [*sorted(np.array(ids, dtype=">i4").tobytes() for ids in sequences), b""]
+    contexts = [branch.input_ids[: prompt_length(branch)].astype(">i4").tobytes() for branch in branches]
+    return sum(ordered[bisect_left(ordered, context, hi=len(ordered) - 1)].startswith(context) for context in contexts)
 
 
 def starts_with(input_ids: npt.NDArray[np.int64], prefix: npt.NDArray[np.int64]) -> bool:

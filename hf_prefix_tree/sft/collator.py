@@ -227,6 +227,35 @@ class BranchCollator:
         return concatenate_trees(trees, self.collator.pad_token_id, self.collator.pad_to_multiple_of)
 
 
+@dataclass
+class EvaluationCollator:
+    """
+    Trees in one packed sequence, and where their supervised branches are in it, int64 `[branches, longest]`:
+    `branch_positions`, filled up with -1, and `branch_labels`, unshifted and filled up with -100.
+
+    Args:
+        collator ([`DataCollatorForPrefixTree`]): Reads the features.
+    """
+
+    collator: DataCollatorForPrefixTree
+
+    def __call__(self, features: Sequence[PrefixTree | Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        trees = self.collator.trees(features)
+        starts = np.cumsum([0, *map(len, trees)])
+        branches = [
+            (path + start, np.where(branch.weights > 0, branch.input_ids, IGNORE_INDEX))
+            for start, tree in zip(starts, trees, strict=False)
+            for branch, path in zip(tree.branches(), tree.paths(), strict=True)
+            if branch.weights.any()
+        ]
+        batch, longest = self.collator(trees), max((len(labels) for _, labels in branches), default=1)
+        for index, (name, filler) in enumerate((("branch_positions", -1), ("branch_labels", IGNORE_INDEX))):
+            batch[name] = torch.full((len(branches), longest), filler)
+            for filled, branch in zip(batch[name], branches, strict=True):
+                filled[: len(branch[index])] = torch.from_numpy(branch[index])
+        return batch
+
+
 def branch_batches(batch: Mapping[str, torch.Tensor], number: int) -> list[dict[str, torch.Tensor]]:
     """
     The sequences of a batch of [`BranchCollator`], and sequences without weight up to `number`.

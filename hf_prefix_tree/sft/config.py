@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -12,6 +13,8 @@ from trl import SFTConfig
 from hf_prefix_tree.data.prepare import PREPARATION_CHOICES, check_preparation
 from hf_prefix_tree.training.checks import check_config, check_tree_config
 from hf_prefix_tree.training.options import option_field
+
+logger = logging.getLogger(__name__)
 
 # Options without effect under `dataset_kwargs={"skip_prepare_dataset": True}`.
 PREPARATION = (
@@ -27,7 +30,7 @@ class TreeSFTConfig(SFTConfig):
     r"""
     Configuration of [`TreeSFTTrainer`]: `SFTConfig` with these parameters on top.
 
-    Options of `SFTConfig` that cannot be exact on trees raise `ValueError` (`docs/options.md` lists them). So do those
+    `packing=True` is taken as `max_packed_tokens=max_length`. Options that cannot be exact on trees raise `ValueError` (`docs/options.md` lists them). So do those
     of the preparation (all from `reasoning` to `max_examples` below, `max_length` and `shuffle_dataset`) under
     `dataset_kwargs={"skip_prepare_dataset": True}`.
 
@@ -150,6 +153,22 @@ class TreeSFTConfig(SFTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.packing:
+            self._pack_trees()
         check_config(self, choices=("mode", "attn_backend"), dicts=("chat_template_kwargs", "column_names"))
         check_tree_config(self, PREPARATION)
         check_preparation(**{name: getattr(self, name) for name in signature(check_preparation).parameters})
+
+    def _pack_trees(self) -> None:
+        """Takes TRL's `packing` as `max_packed_tokens`; TRL itself must not pack trees."""
+        if self.max_length is None:
+            raise ValueError(
+                "`packing=True` packs up to `max_length`, which is None here: set it, or `max_packed_tokens` alone."
+            )
+        self.packing, self.max_packed_tokens = False, self.max_packed_tokens or self.max_length
+        if self.process_index == 0:
+            logger.warning(
+                "`packing=True` is taken as `max_packed_tokens=%d`: packed sequences hold trees, and no branch sees "
+                "another one that is packed with it.",
+                self.max_packed_tokens,
+            )

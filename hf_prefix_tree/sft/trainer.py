@@ -9,22 +9,33 @@ weights.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from accelerate.utils import recursively_apply
 from datasets import Dataset, IterableDataset
 from transformers import default_data_collator
 from trl import SFTTrainer
 
+from hf_prefix_tree.data.baselines import started_contexts
 from hf_prefix_tree.data.packed import check_weightings
-from hf_prefix_tree.data.prepare import prepare_trees
-from hf_prefix_tree.data.rows import columns_of
+from hf_prefix_tree.data.prepare import prepare_trees, renamed
+from hf_prefix_tree.data.rows import RowOptions, columns_of, row_branches, row_kind
+from hf_prefix_tree.data.supervision import IGNORE_INDEX
 from hf_prefix_tree.data.trees import write_files
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
-from hf_prefix_tree.sft.collator import BranchCollator, DataCollatorForPrefixTree, branch_batches
+from hf_prefix_tree.sft.collator import (
+    BranchCollator,
+    DataCollatorForPrefixTree,
+    EvaluationCollator,
+    branch_batches,
+)
 from hf_prefix_tree.sft.config import PREPARATION, TreeSFTConfig
 from hf_prefix_tree.sft.mixin import TreeLossMixin
 from hf_prefix_tree.training.checks import (
@@ -39,6 +50,11 @@ from hf_prefix_tree.training.step import PreparationMixin
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 from hf_prefix_tree.version import __version__
 
+logger = logging.getLogger(__name__)
+
+_READING = ("reasoning", "empty_thinking_in_prompt", "stop_token_ids", "max_length", "overlong")
+
+_COMPARED_ROWS = 100  # dataset rows that are prepared as TRL does, too, to count what differs
 _CARD_SECTION = """
 ### Prefix trees
 
@@ -77,8 +93,12 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         data_collator (`DataCollatorForPrefixTree`, *optional*):
             Defaults to one with the tokenizer's padding token.
         train_dataset, eval_dataset, processing_class, peft_config, callbacks, optimizers, ...:
-            As for `SFTTrainer`. Refused: `compute_loss_func`, `compute_metrics`, `preprocess_logits_for_metrics`,
-            `formatting_func`, vision datasets, prompt-learning PEFT.
+            As for `SFTTrainer`. Refused: `compute_loss_func`, vision datasets, prompt-learning PEFT.
+        formatting_func (`Callable`, *optional*):
+            As for `SFTTrainer`: makes a text of each dataset row, all of which is trained on.
+        compute_metrics, preprocess_logits_for_metrics (`Callable`, *optional*):
+            As for `SFTTrainer` on the branches: `predictions` and `label_ids` have one entry for each branch that
+            supervises anything, in the order of the dataset. `predict` returns the same.
 
     Raises:
         `ValueError`: where the architecture or an argument cannot be exact on trees, and under context, sequence or
@@ -100,6 +120,7 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
     ```
     """
 
+    served_functions = ("compute_metrics", "preprocess_logits_for_metrics", "formatting_func")
     columns = (
         *(field.name for field in dataclasses.fields(PrefixTree)),
         *("branches", "prompt_ids", "completions"),  # folded by the collator under `skip_prepare_dataset`
@@ -120,12 +141,14 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         processing_class: Any = None,
         **kwargs: Any,
     ) -> None:
-        args = check_arguments(args, TreeSFTConfig, model, "TreeSFT", kwargs)
+        refusable = {name: value for name, value in kwargs.items() if name not in self.served_functions}
+        args = check_arguments(args, TreeSFTConfig, model, "TreeSFT", refusable)
         if data_collator is not None:
             check_collator(data_collator, DataCollatorForPrefixTree, args, ("weighting", "pad_to_multiple_of"))
         check_rows(train_dataset)
         # `SFTTrainer` prepares the training dataset first; the same object may be an evaluation dataset as well
         self._to_select_from: Any = train_dataset
+        self._format: Callable[[Any], str] | None = kwargs.get("formatting_func")
         super().__init__(
             model=model,
             args=args,
@@ -139,15 +162,26 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         if data_collator is None:
             pad_token_id, multiple = padding_token_of(self._tokenizer), args.pad_to_multiple_of or BLOCK_SIZE
             self.data_collator = DataCollatorForPrefixTree(pad_token_id, args.weighting, multiple)
+        self._log_differences(train_dataset)
 
     def prepared_rows(self, dataset: Any, args: TreeSFTConfig) -> Any:
+        is_selected_from = dataset is self._to_select_from
         if {"chosen", "rejected"} <= {*columns_of(dataset), *(args.column_names or ())}:
             raise ValueError(
                 "the dataset has `chosen` and `rejected`, and SFT would imitate both; train with `TreeDPOTrainer`, or "
                 "rename `chosen` to `completion` and remove `rejected`."
             )
+        dataset, kind = self._texts(dataset, args)
+        meaning = {"completion": True, "completions": True, "rollouts": True, "text": False}.get(kind)
+        if args.completion_only_loss not in (None, meaning):
+            raise ValueError(
+                f"`completion_only_loss={args.completion_only_loss}` does not fit {kind} rows: trained on are the "
+                "completion of a `prompt`, the assistant's turns of a conversation, and all of a `text`; leave it out, "
+                "or pass `branches` with weights."
+            )
         options = {name: getattr(args, name) for name in ("weighting", *PREPARATION) if name != "shuffle_dataset"}
-        if dataset is self._to_select_from:
+        options["column_names"] = None
+        if is_selected_from:
             self._to_select_from = None
         else:
             options |= {"selection_metric": None, "selection_num_proc": None, "max_examples": None}
@@ -162,7 +196,9 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         return super()._get_dataloader(dataset, *args, **kwargs)
 
     def loader_collator(self, is_training: bool) -> Any:
-        if not is_training or self.args.mode != "grouped":
+        if not is_training:
+            return EvaluationCollator(self.data_collator)
+        if self.args.mode != "grouped":
             return self.data_collator
         check_grouped_mode(self)
         return BranchCollator(self.data_collator)
@@ -185,6 +221,70 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
                 losses.append(super().training_step(model, branch, num_items_in_batch))
         self.current_gradient_accumulation_steps = steps
         return torch.stack(losses).sum()
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        inputs = self._prepare_inputs(inputs)
+        positions, labels = inputs.pop("branch_positions"), inputs.pop("branch_labels")
+        loss, logits, _ = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if logits is None:
+            return loss, None, None
+        self.gather_function = self._gather_branches
+        return loss, logits[0, positions].masked_fill(positions[..., None] < 0, IGNORE_INDEX), labels
+
+    def _gather_branches(self, values: Any) -> Any:
+        """The branches of all ranks, which differ in number. (Trainer would keep as many as there are rows.)"""
+
+        def gather(tensor: torch.Tensor) -> torch.Tensor:
+            sizes = self.accelerator.gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
+            filled = self.accelerator.pad_across_processes(tensor)
+            parts = self.accelerator.gather(filled).split(len(filled))
+            return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=False)])
+
+        return recursively_apply(gather, values)
+
+    def _texts(self, dataset: Any, args: TreeSFTConfig) -> tuple[Any, str]:
+        """The dataset with the columns of `prepare_trees`, those texts that `formatting_func` makes, and its kind."""
+        columns, names, make = columns_of(dataset), {**(args.column_names or {})}, self._format  # type: ignore[dict-item]
+        if make is not None:
+            options = {"num_proc": args.dataset_num_proc} if isinstance(dataset, Dataset) else {}
+            removed = [name for name in columns if name not in ("text", args.group_by)]
+            return dataset.map(lambda row: {"text": make(row)}, remove_columns=removed, **options), "text"
+        if args.dataset_text_field != "text" and args.dataset_text_field in columns:
+            names.setdefault("text", args.dataset_text_field)
+        if names:
+            dataset, columns = renamed(dataset, columns, names)
+        return dataset, row_kind(columns)
+
+    def _log_differences(self, dataset: Any) -> None:
+        """Says for options of TRL by how much the tokens that are trained on differ from those of TRL."""
+        args: Any = self.args
+        given = [f"`{name}=True`" for name in ("assistant_only_loss", "completion_only_loss") if getattr(args, name)]
+        given += ["`formatting_func`"] if self._format is not None else []
+        if not given or not isinstance(dataset, Dataset):
+            return
+        dataset = dataset.select(range(min(len(dataset), _COMPARED_ROWS)))
+        rows, kind = self._texts(dataset, args)
+        options = {name: getattr(args, name) for name in _READING}
+        options |= {"features": rows.features, "chat_template_kwargs": args.chat_template_kwargs or {}}
+        reading = RowOptions(kind, self._tokenizer, **options)
+        try:
+            branches = [branch for row in rows for branch in row_branches(row, reading, Counter())]
+            stock = self.stock_rows(dataset, self._format)
+        except Exception as error:  # TRL does not read all columns and messages that are read here
+            counts = f"the first rows can't be compared with TRL's: {error}"
+        else:
+            branches = [branch for branch in branches if branch.weights.any()]
+            counts = (
+                f"of the first {len(rows)} dataset rows, trees train on "
+                f"{sum(np.count_nonzero(branch.weights) for branch in branches)} tokens of {len(branches)} branches, "
+                f"TRL on {sum(label != IGNORE_INDEX for labels in stock['labels'] for label in labels[1:])} tokens of "
+                f"{len(stock)} sequences, which start with {started_contexts(branches, stock['input_ids'])} of the "
+                f"{len(branches)} contexts of the branches"
+            )
+        if self.is_world_process_zero():
+            logger.warning("%s: %s.", ", ".join(given), counts)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)

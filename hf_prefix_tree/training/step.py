@@ -86,6 +86,7 @@ class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer wh
     """
 
     data_collator: Any
+    served_functions: ClassVar[Sequence[str]] = ()  # of those that `check_arguments` refuses
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._sums: dict[str, torch.Tensor] = {}
@@ -351,6 +352,16 @@ class PreparationMixin(SFTTrainer):
             dataset = dataset.shuffle(seed=args.seed)
         prepared.add(dataset)
         return dataset
+
+    def stock_rows(self, dataset: Any, formatting_func: Any) -> Any:
+        """
+        The rows that `SFTTrainer` makes of a dataset: `input_ids` and `labels`, not packed.
+
+        Args:
+            dataset (`Dataset`): The user's.
+            formatting_func (`Callable`, *optional*): As for `SFTTrainer`.
+        """
+        return super()._prepare_dataset(dataset, self.processing_class, self.args, False, formatting_func, "train")
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
