@@ -44,6 +44,7 @@ from benchmarks.flops import shape_config
 from benchmarks.trainers import best_attention
 from examples.demo.tokenizer import train_tokenizer
 from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer
+from hf_prefix_tree.cli.train import expanded
 from hf_prefix_tree.data.baselines import flat_steps
 from hf_prefix_tree.data.turns import conversation_branches
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
@@ -180,12 +181,7 @@ def load_model(args: argparse.Namespace, attention: str) -> PreTrainedModel:
     if args.gguf is None:
         loaded.set_attn_implementation(attention)
         return loaded
-    # weights that came from a GGUF file count as quantized, although they were expanded
-    config = loaded.config
-    del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
-    model.load_state_dict(loaded.state_dict())
-    return model
+    return expanded(loaded, attention)
 
 
 def held_out_loss(model: PreTrainedModel, data: dict[str, Any], args: argparse.Namespace, folder: str) -> float:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 import logging
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,12 +20,13 @@ import numpy.typing as npt
 from datasets import Dataset, Features, IterableDataset, List, Value
 
 from hf_prefix_tree.data.counts import Report
-from hf_prefix_tree.data.prepare import Plan, check_preparation, prepare_dataset, prepare_stream
+from hf_prefix_tree.data.prepare import Plan, check_preparation, prepare_dataset, prepare_stream, prepare_trees
 from hf_prefix_tree.data.rows import (
     MESSAGE_KINDS,
     SAMPLE_KINDS,
     RowOptions,
     columns_of,
+    row_branches,
     row_kind,
     rows_of_batch,
     whole_conversations,
@@ -173,6 +176,62 @@ def per_branch(trees: Iterable[PrefixTree]) -> list[Row]:
     return [_row(branch) for tree in trees for branch in tree.branches()]
 
 
+def stock_samples(
+    rows: Dataset, tokenizer: Any, args: Any, baseline: str | None, counts: dict[str, Any]
+) -> tuple[Dataset | None, list[PrefixTree]]:
+    """
+    The trees that `TreeSFTTrainer` makes of dataset rows, and the samples of a baseline for `SFTTrainer` from them.
+
+    Args:
+        rows ([`~datasets.Dataset`]): The rows.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Renders and tokenizes.
+        args ([`TreeSFTConfig`]): Its options have the names of those of `prepare_trees`.
+        baseline (`str`, *optional*): `"per_branch"` or `"flat_steps"`; `None` makes no samples.
+        counts (`dict`): As for `prepare_trees`.
+    """
+    is_flat = baseline == "flat_steps"
+    if is_flat and (args.reasoning != "per_turn" or args.group_by is not None):
+        raise ValueError(
+            "`baseline='flat_steps'` joins the turns of one conversation: leave out `reasoning`, `group_by`."
+        )
+    options = {name: getattr(args, name) for name in signature(prepare_trees).parameters if hasattr(args, name)}
+    options["num_proc"] = args.dataset_num_proc
+    if is_flat or (baseline is not None and args.overflow == "split"):
+        options["max_packed_tokens"] = None
+    prepared = prepare_trees(rows, tokenizer, counts=counts, **options)
+    trees = [PrefixTree.from_dict(tree) for row in prepared for tree in row.get("trees", [row])]
+    if baseline is None:
+        return None, trees
+    samples = [row for tree in trees for row in flat_steps(tree.branches())] if is_flat else per_branch(trees)
+    return Dataset.from_list(samples), trees
+
+
+def branch_shares(tree: PrefixTree) -> list[npt.NDArray[np.float64]]:
+    """
+    The weights of a tree's tokens, handed to its branches: over the branches through a token they sum to its weight.
+
+    Args:
+        tree ([`PrefixTree`]): A tree, or a part of a split one.
+
+    Returns:
+        `list` of float64 `[L]`, one per branch: its weights over K (weighting `"tree"`), as they are (`"branch"`),
+        or over its supervised tokens (`"branch_mean"`); for `"once"` a token's weight goes to the first branch there.
+    """
+    of_branches = [branch.weights for branch in tree.branches()]
+    if tree.weighting == "tree":
+        return [weights / tree.num_branches for weights in of_branches]
+    if tree.weighting == "branch_mean":
+        return [weights / max(int(np.count_nonzero(weights)), 1) for weights in of_branches]
+    if tree.weighting == "branch":
+        return of_branches
+    left = tree.weights.copy()
+    shares = []
+    for path in tree.paths():
+        shares.append(left[path])
+        left[path] = 0.0
+    return shares
+
+
 def flat_steps(branches: Sequence[Branch]) -> list[Row]:
     """
     The samples of RL pipelines: the turns of one conversation, as few samples as their contexts allow.
@@ -236,28 +295,27 @@ def prompt_length(branch: Branch) -> int:
     return int((branch.weights > 0).argmax())
 
 
-def started_contexts(branches: Iterable[Branch], sequences: Iterable[Sequence[int]]) -> int:
+def difference(rows: Iterable[Mapping[str, Any]], reading: RowOptions, stock: Dataset) -> str:
     """
-    How many branches have a context that a sequence starts with: what is before their first supervised token.
+    In words, by how much training on trees differs from what TRL's `SFTTrainer` makes of the same rows.
 
     Args:
-        branches (iterable of [`Branch`]): Supervised branches.
-        sequences (iterable of sequences of `int`): Token ids.
-
-    Example:
-
-    ```python
-    >>> from hf_prefix_tree import Branch
-
-    >>> started_contexts([Branch([5, 6, 7], [0, 0, 1]), Branch([5, 8, 7], [0, 0, 1])], [[5, 6, 9], [5, 7, 7]])
-    1
-
-    ```
+        rows (iterable of `Mapping`): The rows.
+        reading ([`RowOptions`]): How they become branches.
+        stock ([`~datasets.Dataset`]): The `input_ids` and `labels` of TRL.
     """
+    every = [row_branches(row, reading, Counter()) for row in rows]
+    branches = [branch for of_row in every for branch in of_row if branch.weights.any()]
     # Of sorted bytes, the first sequence that is not below a context starts with it, if any does.
-    ordered = [*sorted(np.array(ids, dtype=">i4").tobytes() for ids in sequences), b""]
+    ordered = [*sorted(np.array(ids, dtype=">i4").tobytes() for ids in stock["input_ids"]), b""]
     contexts = [branch.input_ids[: prompt_length(branch)].astype(">i4").tobytes() for branch in branches]
-    return sum(ordered[bisect_left(ordered, context, hi=len(ordered) - 1)].startswith(context) for context in contexts)
+    starts = sum(ordered[bisect_left(ordered, ids, hi=len(stock))].startswith(ids) for ids in contexts)
+    return (
+        f"of the first {len(every)} dataset rows, trees train on "
+        f"{sum(int(np.count_nonzero(branch.weights)) for branch in branches)} tokens of {len(branches)} branches, TRL "
+        f"on {sum(label != IGNORE_INDEX for labels in stock['labels'] for label in labels[1:])} tokens of "
+        f"{len(stock)} sequences, which start with {starts} of the {len(branches)} contexts of the branches"
+    )
 
 
 def starts_with(input_ids: npt.NDArray[np.int64], prefix: npt.NDArray[np.int64]) -> bool:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
+from hf_prefix_tree.data.baselines import branch_shares
 from hf_prefix_tree.data.nodes import as_branch, rollout_branches
 from hf_prefix_tree.data.supervision import IGNORE_INDEX, located
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE, concatenate_trees
@@ -170,32 +171,6 @@ def _as_tree(feature: object, weighting: str) -> PrefixTree:
     )
 
 
-def branch_shares(tree: PrefixTree) -> list[npt.NDArray[np.float64]]:
-    """
-    The weights of a tree's tokens, handed to its branches: over the branches through a token they sum to its weight.
-
-    Args:
-        tree ([`PrefixTree`]): A tree, or a part of a split one.
-
-    Returns:
-        `list` of float64 `[L]`, one per branch: its weights over K (weighting `"tree"`), as they are (`"branch"`),
-        or over its supervised tokens (`"branch_mean"`); for `"once"` a token's weight goes to the first branch there.
-    """
-    of_branches = [branch.weights for branch in tree.branches()]
-    if tree.weighting == "tree":
-        return [weights / tree.num_branches for weights in of_branches]
-    if tree.weighting == "branch_mean":
-        return [weights / max(int(np.count_nonzero(weights)), 1) for weights in of_branches]
-    if tree.weighting == "branch":
-        return of_branches
-    left = tree.weights.copy()
-    shares = []
-    for path in tree.paths():
-        shares.append(left[path])
-        left[path] = 0.0
-    return shares
-
-
 @dataclass
 class BranchCollator:
     """
@@ -248,11 +223,10 @@ class EvaluationCollator:
             for branch, path in zip(tree.branches(), tree.paths(), strict=True)
             if branch.weights.any()
         ]
-        batch, longest = self.collator(trees), max((len(labels) for _, labels in branches), default=1)
+        batch = self.collator(trees)
         for index, (name, filler) in enumerate((("branch_positions", -1), ("branch_labels", IGNORE_INDEX))):
-            batch[name] = torch.full((len(branches), longest), filler)
-            for filled, branch in zip(batch[name], branches, strict=True):
-                filled[: len(branch[index])] = torch.from_numpy(branch[index])
+            parts = [*(torch.from_numpy(branch[index]) for branch in branches), batch["labels"][0, :0]]
+            batch[name] = pad_sequence(parts, batch_first=True, padding_value=filler)[:-1]
         return batch
 
 

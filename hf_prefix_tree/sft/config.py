@@ -30,9 +30,9 @@ class TreeSFTConfig(SFTConfig):
     r"""
     Configuration of [`TreeSFTTrainer`]: `SFTConfig` with these parameters on top.
 
-    `packing=True` is taken as `max_packed_tokens=max_length`. Options that cannot be exact on trees raise `ValueError` (`docs/options.md` lists them). So do those
-    of the preparation (all from `reasoning` to `max_examples` below, `max_length` and `shuffle_dataset`) under
-    `dataset_kwargs={"skip_prepare_dataset": True}`.
+    `packing=True` is taken as `max_packed_tokens=max_length`. Options that cannot be exact on trees raise `ValueError`
+    (`docs/options.md` lists them). So do those of the preparation (all from `reasoning` to `max_examples`
+    below, `max_length` and `shuffle_dataset`) under `dataset_kwargs={"skip_prepare_dataset": True}`.
 
     Args:
         weighting (`str`, *optional*, defaults to `"tree"`):
@@ -153,22 +153,17 @@ class TreeSFTConfig(SFTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.packing:
-            self._pack_trees()
+        if self.packing:  # type: ignore[has-type]  # from here on an option of trees, which TRL must not pack
+            if self.max_length is None:
+                raise ValueError(
+                    "`packing=True` packs up to `max_length`, which is None; set it or `max_packed_tokens`."
+                )
+            self.packing = False
+            self.max_packed_tokens = self.max_packed_tokens or self.max_length
+            if self.process_index == 0:
+                logger.warning("`packing=True` packs trees: it is `max_packed_tokens=%d`.", self.max_packed_tokens)
         check_config(self, choices=("mode", "attn_backend"), dicts=("chat_template_kwargs", "column_names"))
+        if self.dataset_text_field != "text":
+            self.column_names = {"text": self.dataset_text_field, **(self.column_names or {})}  # type: ignore[dict-item]
         check_tree_config(self, PREPARATION)
         check_preparation(**{name: getattr(self, name) for name in signature(check_preparation).parameters})
-
-    def _pack_trees(self) -> None:
-        """Takes TRL's `packing` as `max_packed_tokens`; TRL itself must not pack trees."""
-        if self.max_length is None:
-            raise ValueError(
-                "`packing=True` packs up to `max_length`, which is None here: set it, or `max_packed_tokens` alone."
-            )
-        self.packing, self.max_packed_tokens = False, self.max_packed_tokens or self.max_length
-        if self.process_index == 0:
-            logger.warning(
-                "`packing=True` is taken as `max_packed_tokens=%d`: packed sequences hold trees, and no branch sees "
-                "another one that is packed with it.",
-                self.max_packed_tokens,
-            )

@@ -10,23 +10,21 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import recursively_apply
 from datasets import Dataset, IterableDataset
 from transformers import default_data_collator
 from trl import SFTTrainer
 
-from hf_prefix_tree.data.baselines import started_contexts
+from hf_prefix_tree.data.baselines import difference
 from hf_prefix_tree.data.packed import check_weightings
 from hf_prefix_tree.data.prepare import prepare_trees, renamed
-from hf_prefix_tree.data.rows import RowOptions, columns_of, row_branches, row_kind
+from hf_prefix_tree.data.rows import RowOptions, columns_of, row_kind
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
 from hf_prefix_tree.data.trees import write_files
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
@@ -176,8 +174,8 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         if args.completion_only_loss not in (None, meaning):
             raise ValueError(
                 f"`completion_only_loss={args.completion_only_loss}` does not fit {kind} rows: trained on are the "
-                "completion of a `prompt`, the assistant's turns of a conversation, and all of a `text`; leave it out, "
-                "or pass `branches` with weights."
+                "completion of a `prompt`, the assistant's turns of a conversation, and all of a `text`; leave it "
+                "out, or pass `branches` with weights."
             )
         options = {name: getattr(args, name) for name in ("weighting", *PREPARATION) if name != "shuffle_dataset"}
         options["column_names"] = None
@@ -190,8 +188,7 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         is_skipped = (self.args.dataset_kwargs or {}).get("skip_prepare_dataset")
         if is_skipped and isinstance(dataset, Dataset | IterableDataset):
-            columns = dataset.column_names or list(next(iter(dataset), {}))
-            for column in {"trees", "weighting"}.intersection(columns):
+            for column in {"trees", "weighting"}.intersection(columns_of(dataset)):
                 dataset = check_weightings(dataset, column, self.args.weighting)
         return super()._get_dataloader(dataset, *args, **kwargs)
 
@@ -226,10 +223,10 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
         inputs = self._prepare_inputs(inputs)
-        positions, labels = inputs.pop("branch_positions"), inputs.pop("branch_labels")
-        loss, logits, _ = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if logits is None:
-            return loss, None, None
+        positions, labels = inputs.pop("branch_positions", None), inputs.pop("branch_labels", None)
+        loss, logits, tree_labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if logits is None or positions is None:  # a collator of the user's has none
+            return loss, logits, tree_labels
         self.gather_function = self._gather_branches
         return loss, logits[0, positions].masked_fill(positions[..., None] < 0, IGNORE_INDEX), labels
 
@@ -246,15 +243,13 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
 
     def _texts(self, dataset: Any, args: TreeSFTConfig) -> tuple[Any, str]:
         """The dataset with the columns of `prepare_trees`, those texts that `formatting_func` makes, and its kind."""
-        columns, names, make = columns_of(dataset), {**(args.column_names or {})}, self._format  # type: ignore[dict-item]
+        columns, make = columns_of(dataset), self._format
         if make is not None:
             options = {"num_proc": args.dataset_num_proc} if isinstance(dataset, Dataset) else {}
             removed = [name for name in columns if name not in ("text", args.group_by)]
             return dataset.map(lambda row: {"text": make(row)}, remove_columns=removed, **options), "text"
-        if args.dataset_text_field != "text" and args.dataset_text_field in columns:
-            names.setdefault("text", args.dataset_text_field)
-        if names:
-            dataset, columns = renamed(dataset, columns, names)
+        if args.column_names:
+            dataset, columns = renamed(dataset, columns, args.column_names)  # type: ignore[arg-type]
         return dataset, row_kind(columns)
 
     def _log_differences(self, dataset: Any) -> None:
@@ -262,27 +257,20 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         args: Any = self.args
         given = [f"`{name}=True`" for name in ("assistant_only_loss", "completion_only_loss") if getattr(args, name)]
         given += ["`formatting_func`"] if self._format is not None else []
+        if given and (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+            raise ValueError(
+                f"{', '.join(given)}: without effect under `skip_prepare_dataset`; leave one of them out."
+            )
         if not given or not isinstance(dataset, Dataset):
             return
         dataset = dataset.select(range(min(len(dataset), _COMPARED_ROWS)))
         rows, kind = self._texts(dataset, args)
-        options = {name: getattr(args, name) for name in _READING}
-        options |= {"features": rows.features, "chat_template_kwargs": args.chat_template_kwargs or {}}
-        reading = RowOptions(kind, self._tokenizer, **options)
+        options = {name: getattr(args, name) for name in _READING} | {"features": rows.features}
+        reading = RowOptions(kind, self._tokenizer, **options, chat_template_kwargs=args.chat_template_kwargs or {})
         try:
-            branches = [branch for row in rows for branch in row_branches(row, reading, Counter())]
-            stock = self.stock_rows(dataset, self._format)
+            counts = difference(rows, reading, self.stock_rows(dataset, self._format))
         except Exception as error:  # TRL does not read all columns and messages that are read here
-            counts = f"the first rows can't be compared with TRL's: {error}"
-        else:
-            branches = [branch for branch in branches if branch.weights.any()]
-            counts = (
-                f"of the first {len(rows)} dataset rows, trees train on "
-                f"{sum(np.count_nonzero(branch.weights) for branch in branches)} tokens of {len(branches)} branches, "
-                f"TRL on {sum(label != IGNORE_INDEX for labels in stock['labels'] for label in labels[1:])} tokens of "
-                f"{len(stock)} sequences, which start with {started_contexts(branches, stock['input_ids'])} of the "
-                f"{len(branches)} contexts of the branches"
-            )
+            counts = f"the first dataset rows can't be compared with TRL: {error}"
         if self.is_world_process_zero():
             logger.warning("%s: %s.", ", ".join(given), counts)
 

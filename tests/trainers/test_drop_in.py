@@ -1,4 +1,4 @@
-"""Options and arguments of TRL's `SFTTrainer` that `TreeSFTTrainer` takes: the same numbers where they mean the same."""
+"""Options of TRL's `SFTTrainer` that `TreeSFTTrainer` takes, too: the same numbers where they mean the same."""
 
 import copy
 import logging
