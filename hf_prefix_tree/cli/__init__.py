@@ -136,11 +136,11 @@ def gain(
 )
 def train(context: typer.Context) -> None:
     """Train: sft, dpo, kto, grpo, rloo, diffusion or eagle3. `train METHOD --help` lists the options of a method."""
-    from hf_prefix_tree.cli.train import METHODS, main
-
     if not context.args or context.args[0] in ("-h", "--help"):
-        print(f"usage: hf-prefix-tree train METHOD [OPTIONS]...\nMETHOD is one of {', '.join(METHODS)}.")
+        print(f"usage: hf-prefix-tree train METHOD [OPTIONS]...\n{train.__doc__}")
         return
+    from hf_prefix_tree.cli.train import main
+
     _silence_libraries()
     main(context.args)
 

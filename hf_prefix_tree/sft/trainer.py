@@ -24,7 +24,7 @@ from trl import SFTTrainer
 from hf_prefix_tree.data.baselines import difference
 from hf_prefix_tree.data.packed import check_weightings
 from hf_prefix_tree.data.prepare import prepare_trees, renamed
-from hf_prefix_tree.data.rows import RowOptions, columns_of, row_kind
+from hf_prefix_tree.data.rows import MESSAGE_KINDS, RowOptions, columns_of, row_kind
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
 from hf_prefix_tree.data.trees import write_files
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
@@ -50,9 +50,7 @@ from hf_prefix_tree.version import __version__
 
 logger = logging.getLogger(__name__)
 
-_READING = ("reasoning", "empty_thinking_in_prompt", "stop_token_ids", "max_length", "overlong")
 
-_COMPARED_ROWS = 100  # dataset rows that are prepared as TRL does, too, to count what differs
 _CARD_SECTION = """
 ### Prefix trees
 
@@ -147,6 +145,8 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         # `SFTTrainer` prepares the training dataset first; the same object may be an evaluation dataset as well
         self._to_select_from: Any = train_dataset
         self._format: Callable[[Any], str] | None = kwargs.get("formatting_func")
+        # TRL would look for a training template of its own, which trees do not need
+        self._asked, args.assistant_only_loss = args.assistant_only_loss, False
         super().__init__(
             model=model,
             args=args,
@@ -156,6 +156,7 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
             processing_class=processing_class,
             **kwargs,
         )
+        args.assistant_only_loss = self._asked
         check_texts(self)
         if data_collator is None:
             pad_token_id, multiple = padding_token_of(self._tokenizer), args.pad_to_multiple_of or BLOCK_SIZE
@@ -171,14 +172,13 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
             )
         dataset, kind = self._texts(dataset, args)
         meaning = {"completion": True, "completions": True, "rollouts": True, "text": False}.get(kind)
-        if args.completion_only_loss not in (None, meaning):
+        if args.completion_only_loss not in (None, meaning) or (self._asked and kind not in MESSAGE_KINDS):
             raise ValueError(
-                f"`completion_only_loss={args.completion_only_loss}` does not fit {kind} rows: trained on are the "
-                "completion of a `prompt`, the assistant's turns of a conversation, and all of a `text`; leave it "
-                "out, or pass `branches` with weights."
+                f"`completion_only_loss={args.completion_only_loss}`, `assistant_only_loss={self._asked}`: of {kind} "
+                "rows, completions, assistants' turns or whole texts are trained on; leave out what does not fit."
             )
-        options = {name: getattr(args, name) for name in ("weighting", *PREPARATION) if name != "shuffle_dataset"}
-        options["column_names"] = None
+        names = {"weighting", *PREPARATION} - {"shuffle_dataset", "column_names"}  # columns have been renamed
+        options = {name: getattr(args, name) for name in names}
         if is_selected_from:
             self._to_select_from = None
         else:
@@ -263,10 +263,11 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
             )
         if not given or not isinstance(dataset, Dataset):
             return
-        dataset = dataset.select(range(min(len(dataset), _COMPARED_ROWS)))
+        dataset = dataset.select(range(min(len(dataset), 100)))  # prepared once more, as TRL does
         rows, kind = self._texts(dataset, args)
-        options = {name: getattr(args, name) for name in _READING} | {"features": rows.features}
-        reading = RowOptions(kind, self._tokenizer, **options, chat_template_kwargs=args.chat_template_kwargs or {})
+        options = {name: getattr(args, name) for name in PREPARATION if name in RowOptions.__dataclass_fields__}
+        options["chat_template_kwargs"] = args.chat_template_kwargs or {}
+        reading = RowOptions(kind, self._tokenizer, rows.features, **options)
         try:
             counts = difference(rows, reading, self.stock_rows(dataset, self._format))
         except Exception as error:  # TRL does not read all columns and messages that are read here

@@ -24,6 +24,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, has_length
 from trl import SFTTrainer
+from trl.chat_template_utils import get_training_chat_template
 from trl.trainer.utils import global_then_local_main_first
 
 from hf_prefix_tree.training.checks import check_trainer, keep_output_dtype, own_loss
@@ -361,6 +362,8 @@ class PreparationMixin(SFTTrainer):
             dataset (`Dataset`): The user's.
             formatting_func (`Callable`, *optional*): As for `SFTTrainer`.
         """
+        if self.args.assistant_only_loss:
+            self.chat_template = get_training_chat_template(self.processing_class)  # `None` leaves the tokenizer's
         return super()._prepare_dataset(dataset, self.processing_class, self.args, False, formatting_func, "train")
 
     def _set_signature_columns_if_needed(self) -> None:

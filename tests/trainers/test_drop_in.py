@@ -106,6 +106,22 @@ def test_contexts_that_stock_training_lacks_are_counted(tmp_path, tiny_tokenizer
     assert "tokens of 2 branches" in caplog.text and "start with 1 of the 2 contexts" in caplog.text
 
 
+def test_assistant_only_loss_needs_no_training_template(tmp_path, tiny_tokenizer, caplog):
+    with caplog.at_level(logging.WARNING, "hf_prefix_tree"):
+        trainer, loss, _ = step_of(
+            tmp_path, CONVERSATIONS, tiny_tokenizer, TreeSFTTrainer, {"assistant_only_loss": True}
+        )
+    assert loss == step_of(tmp_path, CONVERSATIONS, tiny_tokenizer, TreeSFTTrainer, {})[1]
+    assert "can't be compared with TRL" in caplog.text and trainer.args.assistant_only_loss
+    with pytest.raises(ValueError, match="`assistant_only_loss=True`"):
+        step_of(tmp_path, TEXTS, tiny_tokenizer, TreeSFTTrainer, {"assistant_only_loss": True})
+    with pytest.raises(ValueError, match=r"`assistant_only_loss=True`.*`skip_prepare_dataset`"):
+        step_of(
+            tmp_path, [fold(BRANCHES[0]).to_dict()], tiny_tokenizer, TreeSFTTrainer,
+            {"assistant_only_loss": True, "dataset_kwargs": {"skip_prepare_dataset": True}},
+        )  # fmt: skip
+
+
 def test_completion_only_loss(tmp_path, tokenizer, caplog):
     with caplog.at_level(logging.WARNING, "hf_prefix_tree"):
         assert_same_step(tmp_path, COMPLETIONS, tokenizer, {"completion_only_loss": True})
