@@ -137,7 +137,7 @@ def gain(
 def train(context: typer.Context) -> None:
     """Train: sft, dpo, kto, grpo, rloo, diffusion or eagle3. `train METHOD --help` lists the options of a method."""
     if not context.args or context.args[0] in ("-h", "--help"):
-        print(f"usage: hf-prefix-tree train METHOD [OPTIONS]...\n{train.__doc__}")
+        print(f"usage: hf-prefix-tree train METHOD [OPTIONS]...\n{context.command.help}")
         return
     from hf_prefix_tree.cli.train import main
 
