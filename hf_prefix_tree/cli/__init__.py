@@ -12,6 +12,7 @@ import json
 import logging
 import re
 import sys
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -171,6 +172,7 @@ def _silence_libraries() -> None:
     import datasets
     from transformers.utils.logging import disable_progress_bar
 
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of options nobody has set
     datasets.logging.set_verbosity(logging.CRITICAL)  # it logs what it then raises
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()

@@ -187,9 +187,8 @@ def run(
     Raises:
         `ValueError`: If an argument is missing or has no meaning for the method, or the data can't be read.
     """
-    spec, splits = METHODS[method], [arguments.dataset_train_split]
-    if args.eval_strategy != "no":
-        splits.append(arguments.dataset_test_split)
+    spec, is_evaluated = METHODS[method], args.eval_strategy != "no"
+    splits = [arguments.dataset_train_split, *([arguments.dataset_test_split] if is_evaluated else [])]
     tokenizer = tokenizer or _load_tokenizer(arguments, model_args)
     is_precomputed = method == "eagle3" and Path(str(model_args.model_name_or_path), TARGET_FILE).is_file()
     if datasets is None and is_precomputed:
@@ -269,20 +268,18 @@ class _WithoutBf16(TrainerCallback):
 
 def _check_columns(method: str, rows: Dataset) -> None:
     """Raises `ValueError` for columns that TRL's trainers fail on without naming them."""
-    columns = rows.column_names
+    columns: list[str] = rows.column_names
     needed = METHODS["dpo" if method == "kto" and "chosen" in columns else method].columns
     if missing := [name for name in needed if name not in columns]:
-        raise ValueError(
-            f"`dataset_name` has the columns {', '.join(columns)}, but {method} reads {', '.join(missing)}, too; name "
-            "columns as TRL does."
-        )
-    texts = [name for name in ("prompt", "chosen", "rejected", "completion") if name in columns]
+        raise ValueError(f"`dataset_name` has the columns {columns}, but {method} reads {missing}, too; name them so.")
+    texts = sorted({"prompt", *needed} & {*columns} - {"label"})
     kinds = {(getattr(rows.features[name], "dtype", None) or "list").removeprefix("large_") for name in texts}
-    nulls = [name for name in texts if None in rows[name]]
-    if kinds not in ({"string"}, {"list"}) or nulls or ("label" in needed and {*rows["label"]} - {True, False}):
+    kinds |= {"null" for name in texts if None in rows[name]}
+    has_labels = "label" not in needed or all(label in (True, False) for label in rows["label"])
+    if kinds not in ({"string"}, {"list"}) or not has_labels:
         raise ValueError(
-            f"`dataset_name` has {', '.join(sorted(kinds))} in {', '.join(texts)}, and nulls in {nulls}; pass strings "
-            "or lists of messages in all of them, and true or false as `label`."
+            f"`dataset_name` has {', '.join(sorted(kinds))} in {', '.join(texts)}; pass strings or lists of messages "
+            "in all of them, and true or false as `label`."
         )
 
 
