@@ -271,7 +271,7 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         try:
             counts = difference(rows, reading, self.stock_rows(dataset, self._format))
         except Exception as error:  # TRL does not read all columns and messages that are read here
-            counts = f"the first dataset rows can't be compared with TRL: {error}"
+            counts = f"the first dataset rows can't be compared with TRL: {str(error).rstrip('.')}"
         if self.is_world_process_zero():
             logger.warning("%s: %s.", ", ".join(given), counts)
 

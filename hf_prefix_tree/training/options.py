@@ -114,7 +114,7 @@ class Parser(TrlParser):
             raise ValueError(f"the file of `--config` can't be read: {error}.") from error
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; `{self.prog} --help` lists all options.")
+        raise ValueError(f"{message.rstrip('.')}; `{self.prog} --help` lists all options.")
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
         namespace, unknown = super().parse_known_args(*args, **kwargs)
