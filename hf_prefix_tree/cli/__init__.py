@@ -12,6 +12,7 @@ import json
 import logging
 import re
 import sys
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -69,18 +70,14 @@ def gain(
     plot: Annotated[Path | None, typer.Option(help="Image to write: the distribution and a mask.")] = None,
 ) -> None:
     """What training on trees computes, against TRL's SFTTrainer and against flat steps."""
-    import datasets
-
     from hf_prefix_tree.data.trees import write_files
     from hf_prefix_tree.report import gain as report
     from hf_prefix_tree.report import plot as pictures
     from hf_prefix_tree.report import text
     from hf_prefix_tree.tree.html import page
 
-    datasets.logging.set_verbosity(logging.CRITICAL)  # it logs what it then raises
+    _silence_libraries()
     logging.getLogger("hf_prefix_tree").setLevel(logging.ERROR)  # the report names the losses
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
     if plot is not None:
         pictures.check_matplotlib()
     if gpu is not None and gpu not in report.MEASURED_TFLOPS:
@@ -115,7 +112,7 @@ def gain(
         pictures.plot_trees(shown, shown[0], plot)
     if html is not None:
         tables = [("", table), ("Groups", per_group)]
-        drawn, decode = shown[:_TREES_OF_A_PAGE], None if loaded is None else loaded.decode
+        drawn, decode = shown[:10], None if loaded is None else loaded.decode
         content = page(f"Gain of {Path(data).name}", lines, tables, notes, drawn, decode)
         write_files({html: content.encode(errors="replace")})
     if as_json:
@@ -141,15 +138,13 @@ def gain(
 )
 def train(context: typer.Context) -> None:
     """Train: sft, dpo, kto, grpo, rloo, diffusion or eagle3. `train METHOD --help` lists the options of a method."""
-    from hf_prefix_tree.cli.train import METHODS, main
-
-    if not context.args or context.args[0].startswith("-"):
-        print(f"usage: hf-prefix-tree train METHOD [OPTIONS]...\nMETHOD is one of {', '.join(METHODS)}.")
+    if not context.args or context.args[0] in ("-h", "--help"):
+        print(f"usage: hf-prefix-tree train METHOD [OPTIONS]...\n{context.command.help}")
         return
+    from hf_prefix_tree.cli.train import main
+
+    _silence_libraries()
     main(context.args)
-
-
-_TREES_OF_A_PAGE = 10
 
 
 def main() -> None:
@@ -162,7 +157,7 @@ def main() -> None:
         code = 130
     except Exception as error:
         # `format_message` marks errors of usage: their class is Click's, which typer has under its own name since 0.2x
-        if not isinstance(error, ValueError | OSError) and not hasattr(error, "format_message"):
+        if not isinstance(error, ValueError | OSError | ImportError) and not hasattr(error, "format_message"):
             raise
         text = error.format_message() if hasattr(error, "format_message") else str(error)
         line = "".join(char if char.isprintable() else " " for char in text)
@@ -171,6 +166,18 @@ def main() -> None:
     finally:
         logger.setLevel(level)
     sys.exit(code)
+
+
+def _silence_libraries() -> None:
+    """Leaves standard error to the one line of an error, if nobody watches progress."""
+    import datasets
+    from transformers.utils.logging import disable_progress_bar
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of options nobody has set
+    datasets.logging.set_verbosity(logging.CRITICAL)  # it logs what it then raises
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+        disable_progress_bar()
 
 
 def _load(auto_class: str, name: str | None, option: str) -> Any:
@@ -205,8 +212,8 @@ def _as_json(
 ) -> dict[str, Any]:
     ways = {name: {key: n for key, n in vars(way).items() if key != "at_depth"} for name, way in folded.ways.items()}
     per_group = [{"name": name, **counts} for name, counts in groups]
-    found = {**vars(folded), "ways": ways, "total": total, "groups": per_group}
+    counts = {**vars(folded), "ways": ways, "total": total, "groups": per_group}
     if predicted is not None:
         hours = {} if gpu is None else {"hours": predicted.hours(gpu)}
-        found["estimate"] = {**dataclasses.asdict(predicted), **hours, "verdict": predicted.verdict()}
-    return found
+        counts["estimate"] = {**dataclasses.asdict(predicted), **hours, "verdict": predicted.verdict()}
+    return counts

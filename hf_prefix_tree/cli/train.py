@@ -15,19 +15,17 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from accelerate import PartialState
 from datasets import Dataset, load_from_disk
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_config
 
-from hf_prefix_tree.data.baselines import flat_steps, per_branch
+from hf_prefix_tree.data.baselines import stock_samples
 from hf_prefix_tree.data.formats import with_tools
-from hf_prefix_tree.data.prepare import prepare_trees
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
 from hf_prefix_tree.eagle3.data import prepare_eagle3_rows
 from hf_prefix_tree.eagle3.export import export_for_serving, validate_export
@@ -36,46 +34,28 @@ from hf_prefix_tree.eagle3.target import TARGET_FILE, Eagle3Target, precompute_h
 from hf_prefix_tree.report.gain import load_rows, read_tools
 from hf_prefix_tree.report.text import console, preparation_tables
 from hf_prefix_tree.training.checks import padding_token_of
-from hf_prefix_tree.training.options import option_field
-from hf_prefix_tree.tree.prefix_tree import PrefixTree
+from hf_prefix_tree.training.options import Parser, option_field
 
 logger = logging.getLogger(__name__)
 
 MASK_TOKEN = "<|mask|>"  # of a tokenizer that has none
+_NO_MODEL = "`model_name_or_path` is missing: pass a model's name or folder."
 
 
 @dataclass
 class TrainArguments(ScriptArguments):
-    """
-    Arguments of every method, besides TRL's.
+    """Arguments of every method, besides TRL's."""
 
-    Args:
-        tools_file (`str`, *optional*):
-            JSON file with tool schemas: a list for all dataset rows, or an object that maps each group to its list.
-        tokenizer_name_or_path (`str`, *optional*):
-            Tokenizer, if it is not the model's.
-        dry_run (`bool`, *optional*, defaults to `False`):
-            Prepare the data, print the counts, and stop. No model is loaded.
-    """
-
-    tools_file: str | None = option_field(None, "JSON file with tool schemas.")
+    tools_file: str | None = option_field(None, "JSON file of tools: a list, or an object of lists by group.")
     tokenizer_name_or_path: str | None = option_field(None, "Tokenizer, if not the model's.")
     dry_run: bool = option_field(False, "Prepare the data, print the counts, and stop.")
 
 
 @dataclass
 class WeightsArguments(TrainArguments):
-    """
-    Arguments of the methods that load the model themselves: `diffusion`, and with more, `sft` and `eagle3`.
+    """Arguments of the methods that load the model themselves: `diffusion`, and with more, `sft` and `eagle3`."""
 
-    Args:
-        gguf_file (`str`, *optional*):
-            Name of a GGUF file in the model's folder to load weights and tokenizer from.
-        random_weights (`bool`, *optional*, defaults to `False`):
-            Initialise the model from its config alone.
-    """
-
-    gguf_file: str | None = option_field(None, "GGUF file in the model's folder.")
+    gguf_file: str | None = option_field(None, "GGUF file in the model's folder, for weights and tokenizer.")
     random_weights: bool = option_field(False, "Initialise the model from its config alone.")
 
 
@@ -95,28 +75,14 @@ class SFTArguments(WeightsArguments):
 
 @dataclass
 class PreferenceArguments(TrainArguments):
-    """
-    Arguments of `dpo` and `kto`.
+    """Arguments of `dpo` and `kto`."""
 
-    Args:
-        stock (`bool`, *optional*, defaults to `False`):
-            Train with TRL's trainer, which computes every sequence by itself.
-    """
-
-    stock: bool = option_field(False, "Train with TRL's trainer, without trees.")
+    stock: bool = option_field(False, "Train with TRL's trainer, which computes every sequence.")
 
 
 @dataclass
 class PolicyArguments(PreferenceArguments):
-    """
-    Arguments of `grpo` and `rloo`.
-
-    Args:
-        reward_model_name_or_path (`str`, *optional*):
-            Reward model.
-        reward_funcs (`list[str]`, *optional*):
-            Names of reward functions of `trl.rewards`, or dotted import paths.
-    """
+    """Arguments of `grpo` and `rloo`."""
 
     reward_model_name_or_path: str | None = option_field(None, "Reward model.")
     reward_funcs: list[str] | None = option_field(None, "Functions of `trl.rewards`, or dotted import paths.")
@@ -151,14 +117,17 @@ class Method(NamedTuple):
     config: str
     trainer: str
     stock: str = ""
+    columns: tuple[str, ...] = ()  # that TRL's trainer reads unchecked
 
 
 METHODS = {
     "sft": Method(SFTArguments, "TreeSFTConfig", "TreeSFTTrainer", "SFTTrainer"),
-    "dpo": Method(PreferenceArguments, "TreeDPOConfig", "TreeDPOTrainer", "DPOTrainer"),
-    "kto": Method(PreferenceArguments, "TreeKTOConfig", "TreeKTOTrainer", "KTOTrainer"),
-    "grpo": Method(PolicyArguments, "TreeGRPOConfig", "TreeGRPOTrainer", "GRPOTrainer"),
-    "rloo": Method(PolicyArguments, "TreeRLOOConfig", "TreeRLOOTrainer", "RLOOTrainer"),
+    "dpo": Method(PreferenceArguments, "TreeDPOConfig", "TreeDPOTrainer", "DPOTrainer", ("chosen", "rejected")),
+    "kto": Method(
+        PreferenceArguments, "TreeKTOConfig", "TreeKTOTrainer", "KTOTrainer", ("prompt", "completion", "label")
+    ),
+    "grpo": Method(PolicyArguments, "TreeGRPOConfig", "TreeGRPOTrainer", "GRPOTrainer", ("prompt",)),
+    "rloo": Method(PolicyArguments, "TreeRLOOConfig", "TreeRLOOTrainer", "RLOOTrainer", ("prompt",)),
     "diffusion": Method(WeightsArguments, "DiffusionSFTConfig", "DiffusionSFTTrainer"),
     "eagle3": Method(Eagle3Arguments, "Eagle3Config", "Eagle3Trainer"),
 }
@@ -184,14 +153,11 @@ def parse(
     """
     if method not in METHODS:
         raise ValueError(f"`METHOD` is {method!r}; pass one of {', '.join(METHODS)}.")
-    spec, options = METHODS[method], list(options)
+    spec, has_no_gpu = METHODS[method], not torch.accelerator.is_available()
     config = getattr(importlib.import_module("hf_prefix_tree"), spec.config)
-    parser = TrlParser((arguments or spec.arguments, config, ModelConfig), prog=f"hf-prefix-tree train {method}")
+    parser = Parser((arguments or spec.arguments, config, ModelConfig), prog=f"hf-prefix-tree train {method}")
     parser.set_defaults(**defaults or {})
-    if not torch.accelerator.is_available() and not any(option.split("=")[0] == "--bf16" for option in options):
-        logger.warning("bf16 is off, because there is no GPU. `--bf16 true` keeps it.")
-        options += ["--bf16", "false"]
-    return parser.parse_args_and_config(options)
+    return parser.parse_args_and_config([*(("--bf16", "false") if has_no_gpu else ()), *options])
 
 
 def run(
@@ -222,9 +188,8 @@ def run(
     Raises:
         `ValueError`: If an argument is missing or has no meaning for the method, or the data can't be read.
     """
-    spec, splits = METHODS[method], [arguments.dataset_train_split]
-    if args.eval_strategy != "no":
-        splits.append(arguments.dataset_test_split)
+    spec, is_evaluated = METHODS[method], args.eval_strategy != "no"
+    splits = [arguments.dataset_train_split, *([arguments.dataset_test_split] if is_evaluated else [])]
     tokenizer = tokenizer or _load_tokenizer(arguments, model_args)
     is_precomputed = method == "eagle3" and Path(str(model_args.model_name_or_path), TARGET_FILE).is_file()
     if datasets is None and is_precomputed:
@@ -232,15 +197,19 @@ def run(
     if datasets is None:
         datasets = [load_split(arguments, split, args) for split in splits]
     baseline = arguments.baseline if isinstance(arguments, SFTArguments) else None
+    for rows in datasets if spec.columns else ():
+        _check_columns(method, rows)
     if arguments.dry_run:
         for split, rows in zip(splits, datasets, strict=True):
             _print_preparation(method, split, rows, tokenizer, args, baseline)
         return None
     if baseline is not None:
-        datasets = [_baseline_rows(rows, tokenizer, args, baseline, {})[0] for rows in datasets]
+        datasets = [stock_samples(rows, tokenizer, args, baseline, {})[0] for rows in datasets]
     is_stock = baseline is not None or (isinstance(arguments, PreferenceArguments) and arguments.stock)
     attention = "prefix_tree" if method == "sft" and not is_stock else model_args.attn_implementation
     name = model_args.model_name_or_path
+    if model is None and name is None:
+        raise ValueError(_NO_MODEL)
     if model is None and isinstance(arguments, PreferenceArguments):  # the trainer loads the reference from it, too
         model = name
         args.model_init_kwargs = _model_settings(args, model_args, attention) | (args.model_init_kwargs or {})
@@ -275,14 +244,44 @@ def run(
         processing_class=tokenizer,
         **options,
     )
+    if not (args.bf16 or torch.accelerator.is_available()):
+        trainer.add_callback(_WithoutBf16)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model(args.output_dir)
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=os.path.basename(arguments.dataset_name or "data"))
-    is_exported = isinstance(arguments, Eagle3Arguments) and arguments.export_engine is not None
-    if is_exported and trainer.is_world_process_zero():
-        _export(args.output_dir, arguments.export_engine, model_args.model_name_or_path)
+    if isinstance(arguments, Eagle3Arguments) and arguments.export_engine and trainer.is_world_process_zero():
+        folder, engine = str(Path(args.output_dir, "serving")), arguments.export_engine
+        draft = Eagle3DraftModel.from_pretrained(args.output_dir)  # whole, even if training sharded it
+        export_for_serving(draft, folder, engine, dtype=torch.bfloat16, target_name_or_path=name)
+        for problem in validate_export(folder):
+            logger.error("The exported draft is not what %s expects: %s", engine, problem)
     return trainer
+
+
+class _WithoutBf16(TrainerCallback):
+    """Says so once training starts: an error before is the only line on standard error."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            logger.warning("bf16 is off, because there is no GPU. `--bf16 true` keeps it.")
+
+
+def _check_columns(method: str, rows: Dataset) -> None:
+    """Raises `ValueError` for columns that TRL's trainers fail on without naming them."""
+    columns: list[str] = rows.column_names
+    needed = METHODS["dpo" if method == "kto" and "chosen" in columns else method].columns
+    if missing := [name for name in needed if name not in columns]:
+        raise ValueError(f"`dataset_name` has the columns {columns}, but {method} reads {missing}, too; name them so.")
+    texts = sorted({"prompt", *needed} & {*columns} - {"label"})
+    kinds = {(getattr(rows.features[name], "dtype", None) or "list").removeprefix("large_") for name in texts}
+    kinds |= {"null" for name in texts if None in rows[name]}
+    has_labels = "label" not in needed or all(label in (True, False) for label in rows["label"])
+    if kinds not in ({"string"}, {"list"}) or not has_labels:
+        raise ValueError(
+            f"`dataset_name` has {', '.join(sorted(kinds))} in {', '.join(texts)}; pass strings or lists of messages "
+            "in all of them, and true or false as `label`."
+        )
 
 
 def main(options: Sequence[str]) -> None:
@@ -317,21 +316,6 @@ def load_split(arguments: TrainArguments, split: str, args: Any) -> Dataset:
     return with_tools(rows, tools, columns, group_by)
 
 
-def _baseline_rows(
-    rows: Dataset, tokenizer: Any, args: Any, baseline: str, counts: dict[str, Any]
-) -> tuple[Dataset, list[PrefixTree]]:
-    """The same data for `SFTTrainer`, selected and truncated in the same way, and the trees that it was taken from."""
-    is_flat = baseline == "flat_steps"
-    if is_flat and (args.reasoning != "per_turn" or args.group_by is not None):
-        raise ValueError(
-            "`baseline='flat_steps'` joins the turns of one conversation: leave out `reasoning`, `group_by`."
-        )
-    changes = {"max_packed_tokens": None} if is_flat or args.overflow == "split" else {}
-    trees = _prepare(rows, tokenizer, args, counts, **changes)
-    samples = [row for tree in trees for row in flat_steps(tree.branches())] if is_flat else per_branch(trees)
-    return Dataset.from_list(samples), trees
-
-
 def _print_preparation(
     method: str, split: str, rows: Dataset, tokenizer: Any, args: Any, baseline: str | None
 ) -> None:
@@ -339,11 +323,7 @@ def _print_preparation(
     counts: dict[str, Any] = {}
     line = f"{split}: {len(rows):,} rows with the columns {', '.join(rows.column_names)}."
     if method == "sft":
-        samples = None
-        if baseline is None:
-            trees = _prepare(rows, tokenizer, args, counts)
-        else:
-            samples, trees = _baseline_rows(rows, tokenizer, args, baseline, counts)
+        samples, trees = stock_samples(rows, tokenizer, args, baseline, counts)
         for table in preparation_tables(split, counts, trees):
             console().print(table)
         if samples is None:
@@ -357,16 +337,6 @@ def _print_preparation(
         positions, supervised = sum(map(len, masks)), sum(map(sum, masks))
         line = f"{split}: {len(masks):,} sequences of {positions:,} positions, {supervised:,} supervised."
     console().print(line)
-
-
-def _prepare(rows: Dataset, tokenizer: Any, args: Any, counts: dict[str, Any], **changes: Any) -> list[PrefixTree]:
-    """The trees of `TreeSFTTrainer`, or parts of split ones: its options have the names of `prepare_trees`."""
-    options: dict[str, Any] = {
-        name: getattr(args, name) for name in signature(prepare_trees).parameters if hasattr(args, name)
-    }
-    options |= {"num_proc": args.dataset_num_proc, **changes}
-    prepared = prepare_trees(rows, tokenizer, counts=counts, **options)
-    return [PrefixTree.from_dict(tree) for row in prepared for tree in row.get("trees", [row])]
 
 
 def _documents(rows: Dataset, tokenizer: Any, args: Any) -> Dataset:
@@ -395,13 +365,15 @@ def _load_model(arguments: WeightsArguments, args: Any, model_args: ModelConfig,
         dtype = torch.float32 if settings["dtype"] == "auto" else settings["dtype"]
         return AutoModelForCausalLM.from_config(config, **settings | {"dtype": dtype})
     model = AutoModelForCausalLM.from_pretrained(name, gguf_file=arguments.gguf_file, **settings)
-    if arguments.gguf_file is None:
-        return model
-    # Transformers marks weights that it expanded from a GGUF file as quantized, and would not train or save them.
+    return model if arguments.gguf_file is None else expanded(model, attention)
+
+
+def expanded(model: Any, attention: str | None) -> Any:
+    """A model of a GGUF file with plain weights: Transformers counts them as quantized and would not train them."""
     del model.config.quantization_config
-    whole = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype, attn_implementation=attention)
-    whole.load_state_dict(model.state_dict())
-    return whole
+    plain = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype, attn_implementation=attention)
+    plain.load_state_dict(model.state_dict())
+    return plain
 
 
 def _model_settings(args: Any, model_args: ModelConfig, attention: str | None) -> dict[str, Any]:
@@ -418,12 +390,14 @@ def _model_settings(args: Any, model_args: ModelConfig, attention: str | None) -
 
 
 def _load_tokenizer(arguments: TrainArguments, model_args: ModelConfig) -> Any:
-    if arguments.tokenizer_name_or_path is not None:
-        return AutoTokenizer.from_pretrained(arguments.tokenizer_name_or_path)
-    if model_args.model_name_or_path is None:
-        raise ValueError("`model_name_or_path` is missing: pass a model's name or folder.")
-    gguf_file = arguments.gguf_file if isinstance(arguments, WeightsArguments) else None
-    return AutoTokenizer.from_pretrained(model_args.model_name_or_path, gguf_file=gguf_file)
+    name = arguments.tokenizer_name_or_path or model_args.model_name_or_path
+    if name is None:
+        raise ValueError(_NO_MODEL)
+    is_of_model = arguments.tokenizer_name_or_path is None and isinstance(arguments, WeightsArguments)
+    try:
+        return AutoTokenizer.from_pretrained(name, gguf_file=arguments.gguf_file if is_of_model else None)
+    except Exception as error:  # whatever a broken file makes a loader do
+        raise ValueError(f"{name!r} has no tokenizer that can be loaded: {error}") from error
 
 
 def _reward_functions(arguments: PolicyArguments) -> list[Any]:
@@ -440,11 +414,3 @@ def _reward_functions(arguments: PolicyArguments) -> list[Any]:
     if not rewards:
         raise ValueError("`reward_funcs` is missing: pass names of `trl.rewards` or import paths of functions.")
     return rewards
-
-
-def _export(output_dir: str, engine: str, target: str | None) -> None:
-    folder = str(Path(output_dir, "serving"))
-    draft = Eagle3DraftModel.from_pretrained(output_dir)  # whole, even if training sharded it
-    export_for_serving(draft, folder, engine, dtype=torch.bfloat16, target_name_or_path=target)
-    for problem in validate_export(folder):
-        logger.error("The exported draft is not what %s expects: %s", engine, problem)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,12 +20,13 @@ import numpy.typing as npt
 from datasets import Dataset, Features, IterableDataset, List, Value
 
 from hf_prefix_tree.data.counts import Report
-from hf_prefix_tree.data.prepare import Plan, check_preparation, prepare_dataset, prepare_stream
+from hf_prefix_tree.data.prepare import Plan, check_preparation, prepare_dataset, prepare_stream, prepare_trees
 from hf_prefix_tree.data.rows import (
     MESSAGE_KINDS,
     SAMPLE_KINDS,
     RowOptions,
     columns_of,
+    row_branches,
     row_kind,
     rows_of_batch,
     whole_conversations,
@@ -91,7 +95,7 @@ def read_samples(
         raise ValueError(f"`tokenizer` is None, but {kind} rows are text; pass the model's tokenizer.")
     is_list = not isinstance(rows, Dataset | IterableDataset)
     features = {} if is_list else dict(rows.features or {})
-    read = RowOptions(kind, tokenizer, features, "keep" if kind == "text" else "per_turn", **options)
+    read = RowOptions(kind, tokenizer, features, **options)
     settings: dict[str, Any] = {"options": read, "weighting": "branch", "on_error": on_error}
     plan = Plan(settings, {"max_packed_tokens": None, "overflow": "split", "on_error": on_error}, num_proc=num_proc)
     report = Report()
@@ -172,6 +176,62 @@ def per_branch(trees: Iterable[PrefixTree]) -> list[Row]:
     return [_row(branch) for tree in trees for branch in tree.branches()]
 
 
+def stock_samples(
+    rows: Dataset, tokenizer: Any, args: Any, baseline: str | None, counts: dict[str, Any]
+) -> tuple[Dataset | None, list[PrefixTree]]:
+    """
+    The trees that `TreeSFTTrainer` makes of dataset rows, and the samples of a baseline for `SFTTrainer` from them.
+
+    Args:
+        rows ([`~datasets.Dataset`]): The rows.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Renders and tokenizes.
+        args ([`TreeSFTConfig`]): Its options have the names of those of `prepare_trees`.
+        baseline (`str`, *optional*): `"per_branch"` or `"flat_steps"`; `None` makes no samples.
+        counts (`dict`): As for `prepare_trees`.
+    """
+    is_flat = baseline == "flat_steps"
+    if is_flat and (args.reasoning != "per_turn" or args.group_by is not None):
+        raise ValueError(
+            "`baseline='flat_steps'` joins the turns of one conversation: leave out `reasoning`, `group_by`."
+        )
+    options = {name: getattr(args, name) for name in signature(prepare_trees).parameters if hasattr(args, name)}
+    options["num_proc"] = args.dataset_num_proc
+    if is_flat or (baseline is not None and args.overflow == "split"):
+        options["max_packed_tokens"] = None
+    prepared = prepare_trees(rows, tokenizer, counts=counts, **options)
+    trees = [PrefixTree.from_dict(tree) for row in prepared for tree in row.get("trees", [row])]
+    if baseline is None:
+        return None, trees
+    samples = [row for tree in trees for row in flat_steps(tree.branches())] if is_flat else per_branch(trees)
+    return Dataset.from_list(samples), trees
+
+
+def branch_shares(tree: PrefixTree) -> list[npt.NDArray[np.float64]]:
+    """
+    The weights of a tree's tokens, handed to its branches: over the branches through a token they sum to its weight.
+
+    Args:
+        tree ([`PrefixTree`]): A tree, or a part of a split one.
+
+    Returns:
+        `list` of float64 `[L]`, one per branch: its weights over K (weighting `"tree"`), as they are (`"branch"`),
+        or over its supervised tokens (`"branch_mean"`); for `"once"` a token's weight goes to the first branch there.
+    """
+    of_branches = [branch.weights for branch in tree.branches()]
+    if tree.weighting == "tree":
+        return [weights / tree.num_branches for weights in of_branches]
+    if tree.weighting == "branch_mean":
+        return [weights / max(int(np.count_nonzero(weights)), 1) for weights in of_branches]
+    if tree.weighting == "branch":
+        return of_branches
+    left = tree.weights.copy()
+    shares = []
+    for path in tree.paths():
+        shares.append(left[path])
+        left[path] = 0.0
+    return shares
+
+
 def flat_steps(branches: Sequence[Branch]) -> list[Row]:
     """
     The samples of RL pipelines: the turns of one conversation, as few samples as their contexts allow.
@@ -233,6 +293,29 @@ def merged_turns(branches: Iterable[Branch]) -> list[list[Branch]]:
 def prompt_length(branch: Branch) -> int:
     """Where supervision starts: the tokens before are what the turn was sampled from. Of a supervised branch."""
     return int((branch.weights > 0).argmax())
+
+
+def difference(rows: Iterable[Mapping[str, Any]], reading: RowOptions, stock: Dataset) -> str:
+    """
+    In words, by how much training on trees differs from what TRL's `SFTTrainer` makes of the same rows.
+
+    Args:
+        rows (iterable of `Mapping`): The rows.
+        reading ([`RowOptions`]): How they become branches.
+        stock ([`~datasets.Dataset`]): The `input_ids` and `labels` of TRL.
+    """
+    every = [row_branches(row, reading, Counter()) for row in rows]
+    branches = [branch for of_row in every for branch in of_row if branch.weights.any()]
+    # Of sorted bytes, the first sequence that is not below a context starts with it, if any does.
+    ordered = [*sorted(np.array(ids, dtype=">i4").tobytes() for ids in stock["input_ids"]), b""]
+    contexts = [branch.input_ids[: prompt_length(branch)].astype(">i4").tobytes() for branch in branches]
+    starts = sum(ordered[bisect_left(ordered, ids, hi=len(stock))].startswith(ids) for ids in contexts)
+    return (
+        f"of the first {len(every)} dataset rows, trees train on "
+        f"{sum(int(np.count_nonzero(branch.weights)) for branch in branches)} tokens of {len(branches)} branches, TRL "
+        f"on {sum(label != IGNORE_INDEX for labels in stock['labels'] for label in labels[1:])} tokens of "
+        f"{len(stock)} sequences, which start with {starts} of the {len(branches)} contexts of the branches"
+    )
 
 
 def starts_with(input_ids: npt.NDArray[np.int64], prefix: npt.NDArray[np.int64]) -> bool:

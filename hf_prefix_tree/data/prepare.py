@@ -246,7 +246,7 @@ def prepare_trees(
     | `instruction`, `output` | one in Alpaca's format, maybe with `input`, `history` | the same |
     | `prompt`, `completions` or `completion` | strings, or lists of messages | one per completion, or per its turns |
     | `chosen`, `rejected` | two completions of a `prompt`, to count; not for SFT | one per completion |
-    | `text` | a text | itself, all supervised, under `reasoning="keep"` |
+    | `text` | a text | itself, all supervised |
     | `prompt_ids`, `completions` | token ids | one per completion, see [`rollout_branches`] |
     | `branches` | a list of `input_ids`, `weights` | these |
     | `parents`, `nodes` | a tree by its nodes: token ids, or `input_ids`, `weights` | one per leaf |
@@ -352,7 +352,7 @@ def prepare_trees(
         raise ValueError(f"`dataset` has the format {dataset.format['type']!r}; pass `dataset.with_format(None)`.")
     columns = columns_of(dataset)
     if column_names:
-        dataset, columns = _renamed(dataset, columns, column_names)
+        dataset, columns = renamed(dataset, columns, column_names)
     kind = row_kind(columns)
     if kind in ("tree", "packed"):
         for option, given, default in (
@@ -424,10 +424,17 @@ def prepare_trees(
     return trees
 
 
-def _renamed(
+def renamed(
     dataset: Dataset | IterableDataset, columns: list[str], column_names: Mapping[str, str]
 ) -> tuple[Dataset | IterableDataset, list[str]]:
-    """The dataset with the names of columns that are used here; a column of such a name gives way."""
+    """
+    A dataset with the names of columns that are used here, and its columns; a column of such a name gives way.
+
+    Args:
+        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]): The dataset.
+        columns (`list[str]`): Its columns.
+        column_names (`Mapping[str, str]`): As for [`prepare_trees`].
+    """
     for name, theirs in column_names.items():
         if theirs not in columns:
             raise ValueError(

@@ -246,10 +246,10 @@ def _of_completions(row: Mapping[str, Any], options: RowOptions, counts: Counter
 
 
 def _of_text(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
-    if options.reasoning != "keep":
+    if options.reasoning not in ("per_turn", "keep"):  # the default, and the mode that keeps all
         raise ValueError(
-            f"`reasoning` is {options.reasoning!r}, but a plain `text` has no turns; pass `reasoning='keep'`, which "
-            "supervises all of it, or conversations."
+            f"`reasoning` is {options.reasoning!r}, but a plain `text` has no turns; leave it out, which supervises "
+            "all of the text, or pass conversations."
         )
     if not isinstance(row["text"], str) or not row["text"]:
         raise ValueError(f"`text` is {row['text']!r}; pass a text.")

@@ -1,5 +1,11 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""[`DataCollatorForPrefixTree`]: trees, or what folds into one, to one packed sequence of the batch contract."""
+"""[`DataCollatorForPrefixTree`]: trees, or what folds into one, to one packed sequence of the batch contract.
+
+[`BranchCollator`] is the grouped baseline, the slow reference of a step: the loss and gradients of a tree, branch by
+branch, each with its backward before the next one's forward, so memory is that of one branch. The tree's weights are
+handed to its branches, so the divisor and the step's metrics stay the same. Cost: every branch's tokens, a shared
+prefix once per branch.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
+from hf_prefix_tree.data.baselines import branch_shares
 from hf_prefix_tree.data.nodes import as_branch, rollout_branches
-from hf_prefix_tree.data.supervision import located
+from hf_prefix_tree.data.supervision import IGNORE_INDEX, located
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE, concatenate_trees
 from hf_prefix_tree.training.sampling import PADDING_FEATURE
 from hf_prefix_tree.tree.folding import as_list, check_integer, check_weighting
-from hf_prefix_tree.tree.prefix_tree import PrefixTree, fold
+from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
 
 
 class RowCounts:
@@ -160,3 +169,84 @@ def _as_tree(feature: object, weighting: str) -> PrefixTree:
         "into trees with `hf_prefix_tree.prepare_trees`, or let `TreeSFTTrainer` do it. If these were trees, Trainer "
         "dropped their columns: set `remove_unused_columns=False`."
     )
+
+
+@dataclass
+class BranchCollator:
+    """
+    Every branch of the trees as a sequence by itself, padded by itself, one after the other in one batch.
+
+    `branch_lengths` (int64 `[1, number of sequences]`) says where they end; [`branch_batches`] takes them apart.
+    Indices in `prefix_tree` count from each sequence's start. `tree_stats` are those of the trees.
+
+    Args:
+        collator ([`DataCollatorForPrefixTree`]): Reads the features.
+    """
+
+    collator: DataCollatorForPrefixTree
+
+    def __call__(self, features: Sequence[PrefixTree | Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        trees = self.collator.trees(features)
+        chains = [
+            [fold([Branch(branch.input_ids, weights)], weighting="branch")]
+            for tree in trees
+            for branch, weights in zip(tree.branches(), branch_shares(tree), strict=True)
+        ]
+        sequences = [self._sequence(chain) for chain in chains or [[]]]
+        batch = {name: torch.cat([part[name] for part in sequences], dim=-1) for name in sequences[0]}
+        batch["tree_stats"] = self._sequence(trees)["tree_stats"]
+        batch["branch_lengths"] = torch.tensor([[part["input_ids"].shape[1] for part in sequences]])
+        return batch
+
+    def _sequence(self, trees: Sequence[PrefixTree]) -> dict[str, torch.Tensor]:
+        return concatenate_trees(trees, self.collator.pad_token_id, self.collator.pad_to_multiple_of)
+
+
+@dataclass
+class EvaluationCollator:
+    """
+    Trees in one packed sequence, and where their supervised branches are in it, int64 `[branches, longest]`:
+    `branch_positions`, filled up with -1, and `branch_labels`, unshifted and filled up with -100.
+
+    Args:
+        collator ([`DataCollatorForPrefixTree`]): Reads the features.
+    """
+
+    collator: DataCollatorForPrefixTree
+
+    def __call__(self, features: Sequence[PrefixTree | Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        trees = self.collator.trees(features)
+        starts = np.cumsum([0, *map(len, trees)])
+        branches = [
+            (path + start, np.where(branch.weights > 0, branch.input_ids, IGNORE_INDEX))
+            for start, tree in zip(starts, trees, strict=False)
+            for branch, path in zip(tree.branches(), tree.paths(), strict=True)
+            if branch.weights.any()
+        ]
+        batch = self.collator(trees)
+        for index, (name, filler) in enumerate((("branch_positions", -1), ("branch_labels", IGNORE_INDEX))):
+            parts = [*(torch.from_numpy(branch[index]) for branch in branches), batch["labels"][0, :0]]
+            batch[name] = pad_sequence(parts, batch_first=True, padding_value=filler)[:-1]
+        return batch
+
+
+def branch_batches(batch: Mapping[str, torch.Tensor], number: int) -> list[dict[str, torch.Tensor]]:
+    """
+    The sequences of a batch of [`BranchCollator`], and sequences without weight up to `number`.
+
+    Args:
+        batch (`Mapping[str, torch.Tensor]`): The batch.
+        number (`int`): Sequences to return, at least as many as the batch has.
+    """
+    ends = batch["branch_lengths"][0].cumsum(0).tolist()
+    names = [name for name in batch if name not in ("branch_lengths", "tree_stats")]
+    sequences = [
+        {name: batch[name][..., start:end] for name in names} for start, end in zip([0, *ends[:-1]], ends, strict=True)
+    ]
+    # The shortest sequence again, as if it were padding: collectives need a forward and a backward on every rank.
+    shortest = min(sequences, key=lambda part: part["input_ids"].shape[1])
+    filler = shortest | {
+        "labels": torch.full_like(shortest["labels"], IGNORE_INDEX),
+        "attention_mask": torch.zeros_like(shortest["attention_mask"]),
+    }
+    return sequences + [filler] * (number - len(sequences))

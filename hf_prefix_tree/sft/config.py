@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -12,6 +13,8 @@ from trl import SFTConfig
 from hf_prefix_tree.data.prepare import PREPARATION_CHOICES, check_preparation
 from hf_prefix_tree.training.checks import check_config, check_tree_config
 from hf_prefix_tree.training.options import option_field
+
+logger = logging.getLogger(__name__)
 
 # Options without effect under `dataset_kwargs={"skip_prepare_dataset": True}`.
 PREPARATION = (
@@ -27,9 +30,9 @@ class TreeSFTConfig(SFTConfig):
     r"""
     Configuration of [`TreeSFTTrainer`]: `SFTConfig` with these parameters on top.
 
-    Options of `SFTConfig` that cannot be exact on trees raise `ValueError` (`docs/options.md` lists them). So do those
-    of the preparation (all from `reasoning` to `max_examples` below, `max_length` and `shuffle_dataset`) under
-    `dataset_kwargs={"skip_prepare_dataset": True}`.
+    `packing=True` is taken as `max_packed_tokens=max_length`. Options that cannot be exact on trees raise `ValueError`
+    (`docs/options.md` lists them). So do those of the preparation (all from `reasoning` to `max_examples`
+    below, `max_length` and `shuffle_dataset`) under `dataset_kwargs={"skip_prepare_dataset": True}`.
 
     Args:
         weighting (`str`, *optional*, defaults to `"tree"`):
@@ -150,6 +153,17 @@ class TreeSFTConfig(SFTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.packing:  # type: ignore[has-type]  # from here on an option of trees, which TRL must not pack
+            if self.max_length is None:
+                raise ValueError(
+                    "`packing=True` packs up to `max_length`, which is None; set it or `max_packed_tokens`."
+                )
+            self.packing = False
+            self.max_packed_tokens = self.max_packed_tokens or self.max_length
+            if self.process_index == 0:
+                logger.warning("`packing=True` packs trees: it is `max_packed_tokens=%d`.", self.max_packed_tokens)
         check_config(self, choices=("mode", "attn_backend"), at_least={"stop_token_ids": 0})
+        if self.dataset_text_field != "text":
+            self.column_names = {"text": self.dataset_text_field, **(self.column_names or {})}  # type: ignore[dict-item]
         check_tree_config(self, PREPARATION)
         check_preparation(**{name: getattr(self, name) for name in signature(check_preparation).parameters})

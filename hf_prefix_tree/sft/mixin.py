@@ -221,6 +221,8 @@ class _WeightedLogProbs:
     def __call__(self, **inputs: Any) -> Any:
         inputs, is_empty = without_empty_mask(inputs)
         takes_log_probs = {WEIGHTED_BY_CALLER: True} if inputs.get("fused_lm_head") else {}
+        if not takes_log_probs:  # the logits that metrics are computed from
+            inputs.pop("loss_weights")
         outputs = self.model(**inputs, **takes_log_probs)
         if getattr(outputs, "aux_loss", None) is not None:
             outputs.aux_loss = self.auxiliary = outputs.aux_loss * ~is_empty

@@ -9,23 +9,31 @@ weights.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 from datasets import Dataset, IterableDataset
 from transformers import default_data_collator
 from trl import SFTTrainer
 
+from hf_prefix_tree.data.baselines import difference
 from hf_prefix_tree.data.packed import check_weightings
-from hf_prefix_tree.data.prepare import prepare_trees
-from hf_prefix_tree.data.rows import columns_of
+from hf_prefix_tree.data.prepare import prepare_trees, renamed
+from hf_prefix_tree.data.rows import MESSAGE_KINDS, RowOptions, columns_of, row_kind
+from hf_prefix_tree.data.supervision import IGNORE_INDEX
 from hf_prefix_tree.data.trees import write_files
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
-from hf_prefix_tree.sft.branchwise import BranchCollator, branch_batches
-from hf_prefix_tree.sft.collator import DataCollatorForPrefixTree
+from hf_prefix_tree.sft.collator import (
+    BranchCollator,
+    DataCollatorForPrefixTree,
+    EvaluationCollator,
+    branch_batches,
+)
 from hf_prefix_tree.sft.config import PREPARATION, TreeSFTConfig
 from hf_prefix_tree.sft.mixin import TreeLossMixin
 from hf_prefix_tree.training.checks import (
@@ -39,6 +47,9 @@ from hf_prefix_tree.training.checks import (
 from hf_prefix_tree.training.step import PreparationMixin
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 from hf_prefix_tree.version import __version__
+
+logger = logging.getLogger(__name__)
+
 
 _CARD_SECTION = """
 ### Prefix trees
@@ -78,8 +89,12 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         data_collator (`DataCollatorForPrefixTree`, *optional*):
             Defaults to one with the tokenizer's padding token.
         train_dataset, eval_dataset, processing_class, peft_config, callbacks, optimizers, ...:
-            As for `SFTTrainer`. Refused: `compute_loss_func`, `compute_metrics`, `preprocess_logits_for_metrics`,
-            `formatting_func`, vision datasets, prompt-learning PEFT.
+            As for `SFTTrainer`. Refused: `compute_loss_func`, vision datasets, prompt-learning PEFT.
+        formatting_func (`Callable`, *optional*):
+            As for `SFTTrainer`: makes a text of each dataset row, all of which is trained on.
+        compute_metrics, preprocess_logits_for_metrics (`Callable`, *optional*):
+            As for `SFTTrainer` on the branches: `predictions` and `label_ids` have one entry for each branch that
+            supervises anything, in the order of the dataset. `predict` returns the same.
 
     Raises:
         `ValueError`: where the architecture or an argument cannot be exact on trees, and under context, sequence or
@@ -101,6 +116,7 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
     ```
     """
 
+    served_functions = ("compute_metrics", "preprocess_logits_for_metrics", "formatting_func")
     columns = (
         *(field.name for field in dataclasses.fields(PrefixTree)),
         *("branches", "prompt_ids", "completions"),  # folded by the collator under `skip_prepare_dataset`
@@ -121,12 +137,16 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         processing_class: Any = None,
         **kwargs: Any,
     ) -> None:
-        args = check_arguments(args, TreeSFTConfig, model, "TreeSFT", kwargs)
+        refusable = {name: value for name, value in kwargs.items() if name not in self.served_functions}
+        args = check_arguments(args, TreeSFTConfig, model, "TreeSFT", refusable)
         if data_collator is not None:
             check_collator(data_collator, DataCollatorForPrefixTree, args, ("weighting", "pad_to_multiple_of"))
         check_rows(train_dataset)
         # `SFTTrainer` prepares the training dataset first; the same object may be an evaluation dataset as well
         self._to_select_from: Any = train_dataset
+        self._format: Callable[[Any], str] | None = kwargs.get("formatting_func")
+        # TRL would look for a training template of its own, which trees do not need
+        self._asked, args.assistant_only_loss = args.assistant_only_loss, False
         super().__init__(
             model=model,
             args=args,
@@ -136,19 +156,30 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
             processing_class=processing_class,
             **kwargs,
         )
+        args.assistant_only_loss = self._asked
         check_texts(self)
         if data_collator is None:
             pad_token_id, multiple = padding_token_of(self._tokenizer), args.pad_to_multiple_of or BLOCK_SIZE
             self.data_collator = DataCollatorForPrefixTree(pad_token_id, args.weighting, multiple)
+        self._log_differences(train_dataset)
 
     def prepared_rows(self, dataset: Any, args: TreeSFTConfig) -> Any:
+        is_selected_from = dataset is self._to_select_from
         if {"chosen", "rejected"} <= {*columns_of(dataset), *(args.column_names or ())}:
             raise ValueError(
                 "the dataset has `chosen` and `rejected`, and SFT would imitate both; train with `TreeDPOTrainer`, or "
                 "rename `chosen` to `completion` and remove `rejected`."
             )
-        options = {name: getattr(args, name) for name in ("weighting", *PREPARATION) if name != "shuffle_dataset"}
-        if dataset is self._to_select_from:
+        dataset, kind = self._texts(dataset, args)
+        meaning = {"completion": True, "completions": True, "rollouts": True, "text": False}.get(kind)
+        if args.completion_only_loss not in (None, meaning) or (self._asked and kind not in MESSAGE_KINDS):
+            raise ValueError(
+                f"`completion_only_loss={args.completion_only_loss}`, `assistant_only_loss={self._asked}`: of {kind} "
+                "rows, completions, assistants' turns or whole texts are trained on; leave out what does not fit."
+            )
+        names = {"weighting", *PREPARATION} - {"shuffle_dataset", "column_names"}  # columns have been renamed
+        options = {name: getattr(args, name) for name in names}
+        if is_selected_from:
             self._to_select_from = None
         else:
             options |= {"selection_metric": None, "selection_num_proc": None, "max_examples": None}
@@ -157,13 +188,14 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         is_skipped = (self.args.dataset_kwargs or {}).get("skip_prepare_dataset")
         if is_skipped and isinstance(dataset, Dataset | IterableDataset):
-            columns = dataset.column_names or list(next(iter(dataset), {}))
-            for column in {"trees", "weighting"}.intersection(columns):
+            for column in {"trees", "weighting"}.intersection(columns_of(dataset)):
                 dataset = check_weightings(dataset, column, self.args.weighting)
         return super()._get_dataloader(dataset, *args, **kwargs)
 
     def loader_collator(self, is_training: bool) -> Any:
-        if not is_training or self.args.mode != "grouped":
+        if not is_training:
+            return EvaluationCollator(self.data_collator)
+        if self.args.mode != "grouped":
             return self.data_collator
         check_grouped_mode(self)
         return BranchCollator(self.data_collator)
@@ -186,6 +218,62 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
                 losses.append(super().training_step(model, branch, num_items_in_batch))
         self.current_gradient_accumulation_steps = steps
         return torch.stack(losses).sum()
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        inputs = self._prepare_inputs(inputs)
+        positions, labels = inputs.pop("branch_positions", None), inputs.pop("branch_labels", None)
+        loss, logits, tree_labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if logits is None or positions is None:  # a collator of the user's has none
+            return loss, logits, tree_labels
+        self.gather_function = self._gather_branches
+        return loss, logits[0, positions].masked_fill(positions[..., None] < 0, IGNORE_INDEX), labels
+
+    def _gather_branches(self, values: Any) -> Any:
+        """The branches of all ranks, which differ in number. (Trainer would keep as many as there are rows.)"""
+
+        def gather(tensor: torch.Tensor) -> torch.Tensor:
+            sizes = self.accelerator.gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
+            filled = self.accelerator.pad_across_processes(tensor)
+            parts = self.accelerator.gather(filled).split(len(filled))
+            return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=False)])
+
+        return recursively_apply(gather, values)
+
+    def _texts(self, dataset: Any, args: TreeSFTConfig) -> tuple[Any, str]:
+        """The dataset with the columns of `prepare_trees`, those texts that `formatting_func` makes, and its kind."""
+        columns, make = columns_of(dataset), self._format
+        if make is not None:
+            options = {"num_proc": args.dataset_num_proc} if isinstance(dataset, Dataset) else {}
+            removed = [name for name in columns if name not in ("text", args.group_by)]
+            return dataset.map(lambda row: {"text": make(row)}, remove_columns=removed, **options), "text"
+        if args.column_names:
+            dataset, columns = renamed(dataset, columns, args.column_names)  # type: ignore[arg-type]
+        return dataset, row_kind(columns)
+
+    def _log_differences(self, dataset: Any) -> None:
+        """Says for options of TRL by how much the tokens that are trained on differ from those of TRL."""
+        args: Any = self.args
+        given = [f"`{name}=True`" for name in ("assistant_only_loss", "completion_only_loss") if getattr(args, name)]
+        given += ["`formatting_func`"] if self._format is not None else []
+        if given and (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+            raise ValueError(
+                f"{', '.join(given)}: without effect under `skip_prepare_dataset`; leave one of them out."
+            )
+        if not given or not isinstance(dataset, Dataset):
+            return
+        dataset = dataset.select(range(min(len(dataset), 100)))  # prepared once more, as TRL does
+        rows, kind = self._texts(dataset, args)
+        options = {name: getattr(args, name) for name in PREPARATION if name in RowOptions.__dataclass_fields__}
+        options["chat_template_kwargs"] = args.chat_template_kwargs or {}
+        reading = RowOptions(kind, self._tokenizer, rows.features, **options)
+        try:
+            counts = difference(rows, reading, self.stock_rows(dataset, self._format))
+        except Exception as error:  # TRL does not read all columns and messages that are read here
+            counts = f"the first dataset rows can't be compared with TRL: {str(error).rstrip('.')}"
+        if self.is_world_process_zero():
+            logger.warning("%s: %s.", ", ".join(given), counts)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)

@@ -98,8 +98,8 @@ def check_trainer(trainer: Any) -> None:
         )
     if trainer.args.n_gpu > 1:
         raise ValueError("`nn.DataParallel` is not supported: start one process per GPU with `accelerate launch`.")
-    _refuse_functions(vars(trainer))
-    at_least = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}
+    _refuse_functions({k: function for k, function in vars(trainer).items() if k not in trainer.served_functions})
+    at_least = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1}
     check_config(trainer.args, choices=("train_sampling_strategy",), at_least=at_least)
 
 

@@ -1,7 +1,8 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """The options of every trainer: honoured, refused or irrelevant. The checks, `docs/options.md` and the tests read it.
 
-`OPTIONS` has one table for each config class, put together from the tables of `options.toml`.
+`OPTIONS` has one table for each config class, put together from the tables of `options.toml`. [`Parser`] reads options
+from a command line.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+
+from trl import TrlParser
+from yaml import YAMLError
 
 
 @dataclass(frozen=True)
@@ -122,3 +126,35 @@ def _is_of_type(value: Any, hint: Any) -> bool:
     if hint in (int, float):
         return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
     return hint is Any or isinstance(value, hint)
+
+
+# What a YAML file may hold for options of a type, besides text, which is parsed as on the command line.
+_YAML_TYPES: dict[Any, Any] = {int: int, float: int | float, str: dict | list}
+
+
+class Parser(TrlParser):
+    """TRL's parser; errors are a `ValueError` without the usage of all options, and a file's values are checked."""
+
+    def parse_args_and_config(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:
+        if [*(args or ())][-1:] == ["--config"]:
+            self.error("`--config` has no file")
+        try:
+            return super().parse_args_and_config(args, *rest, **kwargs)
+        except (OSError, UnicodeDecodeError, YAMLError) as error:
+            raise ValueError(f"the file of `--config` can't be read: {error}.") from error
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message.rstrip('.')}; `{self.prog} --help` lists all options.")
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        namespace, unknown = super().parse_known_args(*args, **kwargs)
+        return (namespace, []) if not unknown else self.error(f"unknown options: {' '.join(unknown)}")
+
+    def set_defaults_with_config(self, **values: Any) -> list[str]:
+        if unknown := super().set_defaults_with_config(**values):
+            self.error(f"unknown options in the file of `--config`: {' '.join(unknown)}")
+        for option in self._actions:
+            value, allowed = values.get(option.dest), _YAML_TYPES.get(option.type)
+            if allowed is not None and option.nargs is None and not isinstance(value, allowed | str | None):
+                self.error(f"`{option.dest}` is {value!r} in the file of `--config`, which does not fit")
+        return []

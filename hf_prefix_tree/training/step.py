@@ -22,6 +22,7 @@ from torch.utils.data import Sampler, SequentialSampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, has_length, rotate_checkpoints
 from trl import SFTTrainer
+from trl.chat_template_utils import get_training_chat_template
 from trl.trainer.utils import global_then_local_main_first
 
 from hf_prefix_tree.data.trees import PARTIAL, checksums, write_files
@@ -115,6 +116,7 @@ class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer wh
     """
 
     data_collator: Any
+    served_functions: ClassVar[Sequence[str]] = ()  # of those that `check_arguments` refuses
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._sums: dict[str, torch.Tensor] = {}
@@ -380,6 +382,18 @@ class PreparationMixin(SFTTrainer):
             dataset = dataset.shuffle(seed=args.seed)
         prepared.add(dataset)
         return dataset
+
+    def stock_rows(self, dataset: Any, formatting_func: Any) -> Any:
+        """
+        The rows that `SFTTrainer` makes of a dataset: `input_ids` and `labels`, not packed.
+
+        Args:
+            dataset (`Dataset`): The user's.
+            formatting_func (`Callable`, *optional*): As for `SFTTrainer`.
+        """
+        if self.args.assistant_only_loss:
+            self.chat_template = get_training_chat_template(self.processing_class)  # `None` leaves the tokenizer's
+        return super()._prepare_dataset(dataset, self.processing_class, self.args, False, formatting_func, "train")
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:

@@ -48,8 +48,8 @@ def model_path(tmp_path_factory, tiny_tokenizer):
     return folder
 
 
-def words(method, model_path, tmp_path):
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[method]))
+def words(method, model_path, tmp_path, rows=None):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows or ROWS[method]))
     common = ["--model_name_or_path", model_path, "--dataset_name", tmp_path / "rows.jsonl", "--max_steps", 1]
     common += ["--output_dir", tmp_path / "out", "--report_to", "none", "--logging_steps", 1, "--use_cpu"]
     generation = GENERATION if method in ("grpo", "rloo") else []
@@ -57,8 +57,10 @@ def words(method, model_path, tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_trains_on_the_columns_that_trl_takes(method, model_path, tmp_path):
-    trainer = run(method, *parse(method, words(method, model_path, tmp_path)))
+def test_every_method_trains_on_the_columns_that_trl_takes(method, model_path, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "hf_prefix_tree"):
+        trainer = run(method, *parse(method, words(method, model_path, tmp_path)))
+    assert ("bf16 is off" in caplog.text) != torch.accelerator.is_available()
     assert type(trainer) is getattr(hf_prefix_tree, METHODS[method].trainer)
     (log,) = (entry for entry in trainer.state.log_history if "loss" in entry)
     assert log["loss"] == log["loss"] and (tmp_path / "out" / "model.safetensors").is_file()
@@ -66,6 +68,26 @@ def test_every_method_trains_on_the_columns_that_trl_takes(method, model_path, t
         assert log["tree/token_ratio"] > 1
     if method in ("grpo", "rloo"):
         assert (trainer.max_row_tokens, trainer.min_reuse) == (4096, 1.0)
+
+
+def turns(*texts):
+    return [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("method", "row"),
+    [
+        ("sft", {"prompt": turns("2 + 2 ="), "completion": turns("2 + 2 =", "4")[1:]}),
+        ("dpo", {"chosen": turns("2 + 2 =", "4"), "rejected": turns("2 + 2 =", "5")}),
+        ("kto", {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}),
+        ("grpo", {"prompt": turns("2 + 2 =")}),
+        ("eagle3", {"messages": turns("2 + 2 =", "4 and nothing else")}),
+    ],
+)
+def test_further_columns_of_trl(method, row, model_path, tmp_path):
+    trainer = run(method, *parse(method, words(method, model_path, tmp_path, [row] * 4)))
+    (log,) = (entry for entry in trainer.state.log_history if "loss" in entry)
+    assert log["loss"] == log["loss"]
 
 
 def test_the_logged_ratio_is_that_of_the_rows(model_path, tmp_path):
@@ -85,12 +107,10 @@ def test_stock_trains_with_the_trainer_of_trl(model_path, tmp_path):
     assert type(trainer).__module__.startswith("trl.")
 
 
-def test_bf16_is_off_without_a_gpu(tmp_path, caplog):
+def test_bf16_is_off_without_a_gpu(tmp_path):
     if torch.accelerator.is_available():
         pytest.skip("there is an accelerator")
-    with caplog.at_level(logging.WARNING, "hf_prefix_tree"):
-        _, args, _ = parse("sft", ["--output_dir", str(tmp_path)])
-    assert args.bf16 is False and "bf16 is off" in caplog.text
+    assert parse("sft", ["--output_dir", str(tmp_path)])[1].bf16 is False
     (tmp_path / "config.yaml").write_text("bf16: true\n")
     assert parse("sft", ["--config", str(tmp_path / "config.yaml"), "--output_dir", str(tmp_path)])[1].bf16 is False
     assert parse("sft", ["--bf16", "true", "--use_cpu", "--output_dir", str(tmp_path)])[1].bf16 is True

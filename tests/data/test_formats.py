@@ -449,8 +449,8 @@ def test_a_text_is_supervised_as_a_whole(tiny_tokenizer):
     from tokenizers.processors import TemplateProcessing
 
     dataset = Dataset.from_list([{"text": "Rome is sunny."}])
-    for reasoning in ("per_turn", "side_leaf", "think_split"):
-        with pytest.raises(ValueError, match=f"`reasoning`.*'{reasoning}'.*`text`.*'keep'"):
+    for reasoning in ("side_leaf", "think_split"):
+        with pytest.raises(ValueError, match=f"`reasoning`.*'{reasoning}'.*`text`"):
             prepare_trees(dataset, tiny_tokenizer, reasoning=reasoning)
     tokenizer = copy.deepcopy(tiny_tokenizer)
     begin = tokenizer.convert_tokens_to_ids("<|im_start|>")
@@ -460,7 +460,7 @@ def test_a_text_is_supervised_as_a_whole(tiny_tokenizer):
     )
     texts = ["Rome is sunny.", "<|im_start|>Rome is sunny."]  # the begin token is not doubled
     for row in [{"text": text} for text in texts] + [{"prompt": text, "completion": "?"} for text in texts]:
-        (tree,) = prepare_trees(Dataset.from_list([row]), tokenizer, reasoning="keep")
+        (tree,) = prepare_trees(Dataset.from_list([row]), tokenizer)
         (branch,) = PrefixTree.from_dict(tree).branches()
         text = f"Rome is sunny.{row.get('completion', '')}{tokenizer.eos_token}"
         assert tokenizer.decode(branch.input_ids) == f"<|im_start|>{text}"

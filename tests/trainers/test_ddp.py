@@ -2,10 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
-from tests.support.ddp_runs import train_and_evaluate
+from tests.support.ddp_runs import predict, train_and_evaluate
 from tests.support.ranks import run_ranks
 from tests.support.trainer_runs import distance, make_model, weights
 
@@ -42,3 +43,13 @@ def test_two_processes_equal_one(tmp_path, num_trees, stream):
             assert entry_two[key] == pytest.approx(entry_one[key], rel=2e-6), key
     evaluations = [[e["eval_loss"] for e in log if "eval_loss" in e] for log in (log_one, log_two)]
     assert evaluations[1] == pytest.approx(evaluations[0], rel=2e-6) and len(evaluations[0]) == 1
+
+
+def test_two_processes_predict_all_branches_in_order(tmp_path):
+    (tmp_path / "one").mkdir()
+    predict(tmp_path / "one", 3)
+    run_ranks(predict, tmp_path / "two", 3)
+    one, two = (torch.load(tmp_path / name / "predictions.pt", weights_only=False) for name in ("one", "two"))
+    assert len(one[1]) == 6  # 1, 2 and 3 branches
+    np.testing.assert_array_equal(two[1], one[1])
+    np.testing.assert_allclose(two[0], one[0], rtol=1e-5, atol=1e-5)

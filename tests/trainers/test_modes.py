@@ -12,9 +12,9 @@ from datasets import Dataset
 
 from conformance.double import keep_double
 from hf_prefix_tree import DataCollatorForPrefixTree, TreeSFTConfig, TreeSFTTrainer, prepare_model
-from hf_prefix_tree.data.baselines import per_branch
+from hf_prefix_tree.data.baselines import branch_shares, per_branch
 from hf_prefix_tree.modeling.batch import gather_supervised, summed_weights
-from hf_prefix_tree.sft.branchwise import BranchCollator, branch_batches, branch_shares
+from hf_prefix_tree.sft.collator import BranchCollator, branch_batches
 from hf_prefix_tree.training.step import without_empty_mask
 from hf_prefix_tree.tree.packing import split_tree
 from hf_prefix_tree.tree.prefix_tree import Branch, fold

@@ -42,6 +42,7 @@ REFUSED_VALUES = {
     **{"completion_only_loss": False, "loss_type": "dft", "label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0},
     **{"use_liger_kernel": True, "average_tokens_across_devices": False, "truncation_mode": "keep_end"},
     **{"batch_eval_metrics": True, "include_for_metrics": ["loss"], "torch_compile": True, "pad_token": "<eos>"},
+    **{"packing_strategy": "wrapped", "eval_use_gather_object": True},
 }
 REFUSED = [(name, option) for name, table in OPTIONS.items() for option in table if isinstance(table[option], Refused)]
 
