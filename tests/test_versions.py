@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from hf_prefix_tree.training import checks
-from hf_prefix_tree.version import TESTED
+from hf_prefix_tree.training.options import TESTED
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 

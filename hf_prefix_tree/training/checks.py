@@ -19,9 +19,8 @@ import torch
 from packaging.version import Version
 from transformers import PreTrainedModel
 
-from hf_prefix_tree.training.options import refuse_options
+from hf_prefix_tree.training.options import TESTED, refuse_options
 from hf_prefix_tree.tree.folding import check_integer
-from hf_prefix_tree.version import TESTED
 
 
 def refuse_engines(accelerator: Any) -> None:

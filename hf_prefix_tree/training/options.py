@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+# Lowest and highest, as in requirements-lowest.txt and requirements-dev.txt. Trainers warn of newer ones.
+TESTED = {"transformers": ("5.17.0", "5.24.0"), "trl": ("1.16.0", "1.16.0"), "peft": ("0.21.0", "0.21.2")}
+
 
 @dataclass(frozen=True)
 class Honoured:
