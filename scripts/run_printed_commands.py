@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Runs the commands and snippets of `README.md` and `docs/` as printed, in a copy of the repository, without GPU or Hub.
+"""Runs the commands and snippets of `README.md` and `docs/` as printed, without GPU and Hub.
 
-The copy gets an environment of its own on top of the packages of this Python, and the files that the pages name
+They run in a copy of the repository. It gets an environment of its own on top of the packages of this Python, and the files that the pages name
 (`python -m examples.demo.files`). Blocks of a page run in their order:
 
 - `shell`: every command, in the root of the copy. One that ends in a comment `# needs ...` is counted, not run; the
@@ -88,7 +88,7 @@ def run_session(page: Path) -> int:
 
 
 def make_copy(folder: Path) -> dict[str, str]:
-    """Copies the repository into the folder, with an environment; returns the environment variables of its commands."""
+    """Copies the repository, makes its environment and files; returns the environment variables of its commands."""
     shutil.copytree(REPO_ROOT, folder, ignore=NOT_COPIED, dirs_exist_ok=True, symlinks=True)
     environment = folder.parent / "environment"
     subprocess.run([sys.executable, "-m", "venv", environment], check=True)
@@ -107,7 +107,7 @@ def make_copy(folder: Path) -> dict[str, str]:
 
 
 def run(steps: list[Step]) -> list[str]:
-    """Runs the steps in a copy of the repository, prints a line for each, and returns the output of those that fail."""
+    """Runs the steps in a copy of the repository and prints a line for each; returns the output of those that fail."""
     failures = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "hf_prefix_tree")
