@@ -1,8 +1,8 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """Runs the commands and snippets of `README.md` and `docs/` as printed, without GPU and Hub.
 
-They run in a copy of the repository. It gets an environment of its own on top of the packages of this Python, and the files that the pages name
-(`python -m examples.demo.files`). Blocks of a page run in their order:
+They run in a copy of the repository, which gets an environment of its own on top of the packages of this Python, and
+the files that the pages name (`python -m examples.demo.files`). Blocks of a page run in their order:
 
 - `shell`: every command, in the root of the copy. One that ends in a comment `# needs ...` is counted, not run; the
   reader sees the same comment.
