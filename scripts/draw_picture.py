@@ -37,14 +37,22 @@ def draw_speed(path: Path) -> None:
     for row in rows:
         name = f"{DATA.get(row['rows'], row['rows'])}\n{MODELS.get(row['model'], row['model'])}"
         seconds.setdefault(name, {})[row["side"]] = float(row["s"])
-    names = sorted(seconds, key=lambda name: seconds[name].get("tree", 0.0) / max(seconds[name].values()), reverse=True)
+    names = sorted(
+        seconds, key=lambda name: seconds[name].get("tree", 0.0) / max(seconds[name].values()), reverse=True
+    )
     figure = Figure(figsize=(11, 0.9 * len(names) + 0.8), layout="constrained", dpi=110)
     axes = figure.subplots()
     for number, name in enumerate(names):
         for side, colour in SIDES.items():
             if side in seconds[name]:
                 y = number + 0.2 * (1.5 - list(SIDES).index(side))
-                axes.barh(y, seconds[name][side], 0.18, color=colour, label=side.replace("-", ", layers ").replace("trl", "TRL"))
+                axes.barh(
+                    y,
+                    seconds[name][side],
+                    0.18,
+                    color=colour,
+                    label=side.replace("-", ", layers ").replace("trl", "TRL"),
+                )
                 axes.text(seconds[name][side] + 0.04, y, f"{seconds[name][side]:.2f}", va="center", fontsize=8)
     axes.set_yticks(range(len(names)), names, fontsize=9)
     axes.set(xlabel="seconds of a step, one H200, medians")
