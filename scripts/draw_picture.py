@@ -19,7 +19,12 @@ ANSWERS = [["Let", "me", "check", ":", "yes"], ["Let", "me", "think", ":", "it",
 COLOURS = ["#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756"]
 REPO_ROOT = Path(__file__).resolve().parent.parent
 TIMES = REPO_ROOT / "benchmarks" / "results" / "trainers_h200.csv"
-SIDES = {"trl": "#bbbbbb", "trl-compiled": "#888888", "tree": "#4c78a8", "tree-compiled": "#1f3f66"}
+SIDES = {
+    "trl": ("TRL", "#bbbbbb"),
+    "trl-compiled": ("TRL, layers compiled", "#888888"),
+    "tree": ("tree", "#4c78a8"),
+    "tree-compiled": ("tree, layers compiled", "#1f3f66"),
+}
 MODELS = {"dense-0.6b": "Qwen3-0.6B", "moe": "Qwen3-30B-A3B, 6 layers"}
 DATA = {
     "short-completions": "1k prompt, 64 completions of 64",
@@ -37,31 +42,20 @@ def draw_speed(path: Path) -> None:
     for row in rows:
         name = f"{DATA.get(row['rows'], row['rows'])}\n{MODELS.get(row['model'], row['model'])}"
         seconds.setdefault(name, {})[row["side"]] = float(row["s"])
-    names = sorted(
-        seconds, key=lambda name: seconds[name].get("tree", 0.0) / max(seconds[name].values()), reverse=True
-    )
+    names = sorted(seconds, key=lambda name: max(seconds[name].values()))
     figure = Figure(figsize=(11, 0.9 * len(names) + 0.8), layout="constrained", dpi=110)
     axes = figure.subplots()
-    for number, name in enumerate(names):
-        for side, colour in SIDES.items():
-            if side in seconds[name]:
-                y = number + 0.2 * (1.5 - list(SIDES).index(side))
-                axes.barh(
-                    y,
-                    seconds[name][side],
-                    0.18,
-                    color=colour,
-                    label=side.replace("-", ", layers ").replace("trl", "TRL"),
-                )
-                axes.text(seconds[name][side] + 0.04, y, f"{seconds[name][side]:.2f}", va="center", fontsize=8)
+    for index, (side, (label, colour)) in enumerate(SIDES.items()):
+        bars = [(number + 0.2 * (1.5 - index), seconds[name].get(side)) for number, name in enumerate(names)]
+        places, times = zip(*((place, time) for place, time in bars if time is not None), strict=True)
+        axes.barh(places, times, 0.18, color=colour, label=label)
+        for place, time in zip(places, times, strict=True):
+            axes.text(time + 0.04, place, f"{time:.2f}", va="center", fontsize=8)
     axes.set_yticks(range(len(names)), names, fontsize=9)
     axes.set(xlabel="seconds of a step, one H200, medians")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    handles, labels = axes.get_legend_handles_labels()
-    kinds = dict(zip(labels, handles, strict=True))
-    order = [side.replace("-", ", layers ").replace("trl", "TRL") for side in SIDES]
-    axes.legend([kinds[label] for label in order], order, frameon=False)
+    for edge in ("top", "right"):
+        axes.spines[edge].set_visible(False)
+    axes.legend(frameon=False, loc="lower right")
     figure.savefig(path)
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Renders docstrings in Hugging Face's grammar for the site (types with markup, bracketed names); gives tables room."""
+"""Renders docstrings in Hugging Face's grammar (types with markup, bracketed names); gives tables room."""
 
 import re
 from typing import Any
