@@ -37,6 +37,16 @@ def test_a_wrong_example_fails(tmp_path, capsys):
     assert run_session(page) == 1
 
 
+def test_the_front_page_is_short_and_its_links_hold():
+    """Pictures have absolute addresses, because package indexes show the page, too."""
+    text = TEXTS["README.md"]
+    assert len(text.splitlines()) < 130
+    links = re.findall(r"(!?)\[[^]]*\]\(([^)#]+)", text)
+    assert len(links) > 20
+    wrong = [target for _, target in links if "://" not in target and not (REPO_ROOT / target).is_file()]
+    assert wrong + [target for picture, target in links if picture and "://" not in target] == []
+
+
 def test_steps_of_a_page():
     page = """```shell
 one --long \\
