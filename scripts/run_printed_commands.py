@@ -29,7 +29,7 @@ PAGES = ["README.md", *sorted(str(path.relative_to(REPO_ROOT)) for path in (REPO
 BLOCK = re.compile(r"^ *```(shell|python|diff)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 NEEDS = re.compile(r"#.*?(needs .*)$")
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", "site", "build", "dist", "outputs", "*.egg-info", "__pycache__")
-LIMIT = 300  # seconds of a command
+LIMIT = 900  # seconds of a command
 
 
 class Step(NamedTuple):

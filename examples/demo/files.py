@@ -26,7 +26,7 @@ MODEL = "Qwen/Qwen3-0.6B"
 
 def main(folder: Path = Path()) -> None:
     """Writes the files into the folder."""
-    dialogues = generate_dialogues(num_groups=4, trials=2)
+    dialogues = generate_dialogues(num_groups=2, trials=2)
     rows = [{name: row[name] for name in ("group", "trial", "messages")} for row in dialogues]
     _write_lines(folder / "dialogues.jsonl", rows)
     tools = {row["group"]: row["tools"] for row in dialogues}
@@ -38,8 +38,8 @@ def main(folder: Path = Path()) -> None:
 
     tokenizer = train_tokenizer(dialogue_texts(dialogues))
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 16}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 7, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
     tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     model = AutoModelForCausalLM.from_config(Qwen3Config(vocab_size=len(tokenizer), **sizes, **heads, **tokens))
     model.save_pretrained(folder / MODEL)
