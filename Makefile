@@ -43,7 +43,7 @@ test-wheel-lowest: requirements-dev.txt requirements-lowest.txt
 test-wheel test-wheel-lowest:
 	rm -rf build/$@ && mkdir -p build/$@
 	TORCH="$(TORCH)" PROJECT="$$(echo dist/*.whl)" $(PYTHON) scripts/create_venv.py build/$@/venv $^
-	cp -r tests benchmarks conformance examples notebooks docs mkdocs.yml scripts pyproject.toml MANIFEST.in .github requirements-*.txt README.md build/$@
+	cp -r tests benchmarks conformance examples notebooks docs mkdocs.yml scripts pyproject.toml MANIFEST.in .github requirements-*.txt README.md CHANGELOG.md CONTRIBUTING.md build/$@
 	cd build/$@ && venv/bin/python $(PYTEST) -m "not perf"
 
 .venv/.ready: requirements-dev.txt

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hf_prefix_tree.version import __version__ as __version__
+__version__ = "0.2.0"
 
 # Listed once, in the stub that type checkers read; `__getattr__` loads a name on first use.
 _HOMES = {
@@ -23,7 +23,6 @@ _HOMES = {
     for statement in ast.parse(Path(__file__).with_suffix(".pyi").read_text()).body
     if isinstance(statement, ast.ImportFrom) and statement.module
     for alias in statement.names
-    if alias.name != "__version__"
 }
 __all__ = ["__version__", *sorted(_HOMES)]
 

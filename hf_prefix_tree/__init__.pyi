@@ -51,4 +51,5 @@ from hf_prefix_tree.tree.prefix_tree import PrefixTree as PrefixTree
 from hf_prefix_tree.tree.prefix_tree import fold as fold
 from hf_prefix_tree.tree.synthetic import caterpillar as caterpillar
 from hf_prefix_tree.tree.synthetic import caterpillar_set as caterpillar_set
-from hf_prefix_tree.version import __version__ as __version__
+
+__version__: str

@@ -1,7 +1,11 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Draws `docs/assets/tree.png`: three rollouts of a prompt, the tree that they fold into, and its mask."""
+"""Draws the pictures of the documentation, in `docs/assets/`.
 
-import sys
+`tree.png`: three rollouts of a prompt, the tree that they fold into, and its mask. `speed.png`: the times of
+`benchmarks/results/trainers_h200.csv`.
+"""
+
+import csv
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +17,49 @@ from hf_prefix_tree import Branch, PrefixTree, fold
 PROMPT = ["Is", "7", "prime", "?"]
 ANSWERS = [["Let", "me", "check", ":", "yes"], ["Let", "me", "think", ":", "it", "is"], ["Yes", "."]]
 COLOURS = ["#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756"]
+REPO_ROOT = Path(__file__).resolve().parent.parent
+TIMES = REPO_ROOT / "benchmarks" / "results" / "trainers_h200.csv"
+SIDES = {
+    "trl": ("TRL", "#bbbbbb"),
+    "trl-compiled": ("TRL, layers compiled", "#888888"),
+    "tree": ("tree", "#4c78a8"),
+    "tree-compiled": ("tree, layers compiled", "#1f3f66"),
+}
+MODELS = {"dense-0.6b": "Qwen3-0.6B", "moe": "Qwen3-30B-A3B, 6 layers"}
+DATA = {
+    "short-completions": "1k prompt, 64 completions of 64",
+    "completions": "4k prompt, 16 completions of 512",
+    "stripped": "agent dialogue of 20 turns, reasoning stripped",
+    "trials": "4 trials of a task, nothing stripped",
+    "single": "1 trial: nothing is shared",
+}
 
 
-def main(path: Path) -> None:
+def draw_speed(path: Path) -> None:
+    with TIMES.open() as file:
+        rows = list(csv.DictReader(file))
+    seconds: dict[str, dict[str, float]] = {}
+    for row in rows:
+        name = f"{DATA.get(row['rows'], row['rows'])}\n{MODELS.get(row['model'], row['model'])}"
+        seconds.setdefault(name, {})[row["side"]] = float(row["s"])
+    names = sorted(seconds, key=lambda name: max(seconds[name].values()))
+    figure = Figure(figsize=(11, 0.9 * len(names) + 0.8), layout="constrained", dpi=110)
+    axes = figure.subplots()
+    for index, (side, (label, colour)) in enumerate(SIDES.items()):
+        bars = [(number + 0.2 * (1.5 - index), seconds[name].get(side)) for number, name in enumerate(names)]
+        places, times = zip(*((place, time) for place, time in bars if time is not None), strict=True)
+        axes.barh(places, times, 0.18, color=colour, label=label)
+        for place, time in zip(places, times, strict=True):
+            axes.text(time + 0.04, place, f"{time:.2f}", va="center", fontsize=8)
+    axes.set_yticks(range(len(names)), names, fontsize=9)
+    axes.set(xlabel="seconds of a step, one H200, medians")
+    for edge in ("top", "right"):
+        axes.spines[edge].set_visible(False)
+    axes.legend(frameon=False, loc="lower right")
+    figure.savefig(path)
+
+
+def draw_tree_and_mask(path: Path) -> None:
     words = sorted({word for text in (PROMPT, *ANSWERS) for word in text})
     sequences = [[words.index(word) for word in (*PROMPT, *answer)] for answer in ANSWERS]
     tree = fold([Branch(ids, np.r_[np.zeros(4), np.ones(len(ids) - 4)]) for ids in sequences])
@@ -30,7 +74,6 @@ def main(path: Path) -> None:
     left.set_title(title, fontsize=12)
     draw_mask(right, tree, texts, colours)
     right.set_title("each token sees its own path", fontsize=12)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
@@ -71,4 +114,5 @@ def _square(x: float, y: float, colour: str):  # type: ignore[no-untyped-def]
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/assets/tree.png"))
+    draw_tree_and_mask(REPO_ROOT / "docs" / "assets" / "tree.png")
+    draw_speed(REPO_ROOT / "docs" / "assets" / "speed.png")

@@ -24,7 +24,8 @@ def main(names: list[str]) -> None:
             continue
         notebook = jupytext.read(source)
         with tempfile.TemporaryDirectory() as folder:
-            NotebookClient(notebook, timeout=600, resources={"metadata": {"path": folder}}).execute()
+            resources = {"metadata": {"path": folder}}
+            NotebookClient(notebook, timeout=600, coalesce_streams=True, resources=resources).execute()
         for number, cell in enumerate(notebook.cells):
             cell.id = f"{source.stem.replace('_', '-')}-{number}"  # stable across runs
             if cell.cell_type == "code":

@@ -1,39 +1,115 @@
 """The Python examples of the README and of the guides do what they say."""
 
-import doctest
+import ast
+import inspect
+import os
 import re
 from pathlib import Path
 
 import pytest
+from transformers import training_args
+from transformers.models.qwen3 import modeling_qwen3
 
-REPO_ROOT = Path(__file__).resolve().parent.parent
-PAGES = [REPO_ROOT / "README.md", *sorted((REPO_ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+import hf_prefix_tree
+from scripts import run_printed_commands
+from scripts.run_printed_commands import PAGES, REPO_ROOT, blocks, run_session, steps_of
+
+TEXTS = {page: (REPO_ROOT / page).read_text(encoding="utf-8") for page in PAGES}
+SNIPPETS = {page: blocks(text, "python") for page, text in TEXTS.items()}
 
 
-def blocks(page):
-    return BLOCK.findall(page.read_text())
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if any(">>>" in block for block in blocks(page))], ids=str)
+@pytest.mark.parametrize("page", [page for page in PAGES if any(">>>" in code for code in SNIPPETS[page])])
 def test_examples(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = "\n".join(block for block in blocks(page) if ">>>" in block)
-    test = doctest.DocTestParser().get_doctest(text, {}, page.name, str(page), 0)
-    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-    runner.run(test)
-    assert runner.tries > 0 and runner.failures == 0
+    assert run_session(REPO_ROOT / page) == 0
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=str)
+@pytest.mark.parametrize("page", [page for page in PAGES if SNIPPETS[page]])
 def test_other_blocks_are_valid_python(page):
-    for block in blocks(page):
-        if ">>>" not in block:
-            compile(block, str(page), "exec")
+    for code in SNIPPETS[page]:
+        if ">>>" not in code:
+            compile(code, page, "exec")
 
 
-def test_a_wrong_example_fails():
-    test = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "wrong", "wrong", 0)
-    runner = doctest.DocTestRunner()
-    runner.run(test, out=lambda text: None)
-    assert runner.failures == 1
+def test_a_wrong_example_fails(tmp_path, capsys):
+    page = tmp_path / "wrong.md"
+    page.write_text("```python\n>>> 1 + 1\n3\n```\n")
+    assert run_session(page) == 1
+
+
+def test_the_front_page_is_short_and_its_links_hold():
+    """Pictures have absolute addresses, because package indexes show the page, too."""
+    text = TEXTS["README.md"]
+    assert len(text.splitlines()) < 130
+    links = re.findall(r"(!?)\[[^]]*\]\(([^)#]+)", text)
+    assert len(links) > 20
+    wrong = [target for _, target in links if "://" not in target and not (REPO_ROOT / target).is_file()]
+    assert wrong + [target for picture, target in links if picture and "://" not in target] == []
+
+
+def test_steps_of_a_page():
+    page = """```shell
+one --long \\
+    --option
+# a comment
+two  # needs a GPU
+```
+```diff
+  same
+- old
++ new
+```
+```python
+three
+```
+"""
+    steps = steps_of("page", page)
+    assert [step.code and step.code[-1] for step in steps] == [
+        *("one --long --option", None, "same\nold", "same\nnew", "three\n"),
+    ]
+    assert [step.needs for step in steps if step.code is None] == ["needs a GPU"]
+
+
+@pytest.mark.slow
+def test_printed_commands_run(capsys):
+    """All pages, in a copy of the repository. What is not run says in the page what it needs."""
+    if not (REPO_ROOT / "hf_prefix_tree").is_dir():
+        pytest.skip("an installed wheel is tested; the commands need a clone")
+    failed = run_printed_commands.main([])
+    printed = capsys.readouterr().out
+    assert failed == 0, printed[-6000:]
+    assert printed.count("\nran, ") > 40
+
+
+@pytest.mark.slow
+def test_a_wrong_command_is_a_failure(monkeypatch, capsys):
+    wrong = steps_of("page", "```shell\nfalse\ntrue\n```\n```python\nraise SystemExit(3)\n```\n")
+    monkeypatch.setattr(run_printed_commands, "make_copy", lambda folder: (folder.mkdir(), dict(os.environ))[1])
+    assert len(run_printed_commands.run(wrong)) == 2
+
+
+QUOTED = re.compile(r"^> (?:`` (.+) ``|`(.+)`)$", re.MULTILINE)
+
+
+def texts_of(folder):
+    """The string constants of the modules in a folder; a formatted value is `\\0`."""
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield re.sub(r"%[sdr]", "\0", node.value)
+
+
+def is_printed(message, texts):
+    parts = [re.escape(part) for part in message.split("...")]
+    return any(re.search("[^\\n]*".join(parts), text) for text in texts)
+
+
+def test_quoted_messages_are_those_of_the_code():
+    package = list(texts_of(Path(hf_prefix_tree.__file__).parent))
+    libraries = "".join(map(inspect.getsource, (training_args, modeling_qwen3)))
+    quoted = ["".join(match) for match in QUOTED.findall((REPO_ROOT / "docs" / "troubleshooting.md").read_text())]
+    assert len(quoted) > 25
+    assert [text for text in quoted if not is_printed(text, package) and text not in libraries] == []
+    assert not is_printed("no such message", package) and not is_printed("dropout in ... is supported", package)

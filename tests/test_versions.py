@@ -7,8 +7,9 @@ from pathlib import Path
 
 import yaml
 
+from hf_prefix_tree import __version__
 from hf_prefix_tree.training import checks
-from hf_prefix_tree.version import TESTED
+from hf_prefix_tree.training.options import TESTED
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 
@@ -48,3 +49,8 @@ def test_the_build_is_pinned_and_the_sdist_has_no_tests():
     assert all("==" in requirement for requirement in build["requires"])
     # setuptools would take `tests/test_*.py` without the files that these import
     assert "prune tests" in (REPO_ROOT / "MANIFEST.in").read_text().splitlines()
+
+
+def test_the_changelog_begins_with_this_version():
+    (latest, *_) = re.findall(r"^## (\S+)", (REPO_ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert latest in (__version__, "Unreleased")

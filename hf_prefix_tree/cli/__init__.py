@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_prefix_tree.version import __version__
+from hf_prefix_tree import __version__
 
 if TYPE_CHECKING:
     from hf_prefix_tree.report.gain import Estimate, Folded

@@ -284,8 +284,11 @@ def _only_looks(hook: Any) -> bool:
     if code is None:
         return False
     steps = list(dis.get_instructions(code))
-    # what is called is looked up together with a null, or as a method
-    called = [step for step in steps if step.opname == "LOAD_METHOD" or "NULL" in step.argrepr]
+    pairs = list(itertools.pairwise(steps))
+    nulls = [after for step, after in pairs if (step.opname, after.opname) == ("LOAD_ATTR", "PUSH_NULL")]
+    # what is called is looked up together with a null, or as a method; Python 3.13 has the null of `torch.f` behind it
+    called = [x for x, after in pairs if x.opname == "LOAD_METHOD" or "NULL" in x.argrepr or after in nulls]
+    steps = [step for step in steps if step not in nulls]
     files = [x for x in called if isinstance(function.__globals__.get(x.argval), types.ModuleType)]  # `torch`
     called = [steps[steps.index(step) + 1] if step in files else step for step in called]
     names = [step.argval for step in called]

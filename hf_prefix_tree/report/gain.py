@@ -22,7 +22,7 @@ from datasets import Dataset, load_dataset
 
 from hf_prefix_tree.data.baselines import Sequences, sequences_of_rows
 from hf_prefix_tree.data.counts import described
-from hf_prefix_tree.data.messages import Tools
+from hf_prefix_tree.data.messages import Tools, plain_data
 from hf_prefix_tree.data.prepare import check_preparation, prepare_trees
 from hf_prefix_tree.data.rows import MESSAGE_KINDS, RowOptions, row_kind
 from hf_prefix_tree.data.selection import find_group_column
@@ -155,7 +155,7 @@ def read_tools(path: Path, option: str) -> list[Any] | dict[str, list[Any]]:
         `ValueError`: If there is no such file, or it holds something else.
     """
     try:
-        tools = json.loads(path.read_bytes())
+        tools = plain_data(json.loads(path.read_bytes()), option)  # Python 3.12 reads any depth
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"`{option}` is {path}, which is no JSON file that can be read: {error}.") from error
     if not isinstance(tools, list | dict):

@@ -21,6 +21,7 @@ from datasets import Dataset, IterableDataset
 from transformers import default_data_collator
 from trl import SFTTrainer
 
+from hf_prefix_tree import __version__
 from hf_prefix_tree.data.baselines import difference
 from hf_prefix_tree.data.packed import check_weightings
 from hf_prefix_tree.data.prepare import prepare_trees, renamed
@@ -46,7 +47,6 @@ from hf_prefix_tree.training.checks import (
 )
 from hf_prefix_tree.training.step import PreparationMixin
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
-from hf_prefix_tree.version import __version__
 
 logger = logging.getLogger(__name__)
 

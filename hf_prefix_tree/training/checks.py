@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 import torch
 from packaging.version import Version
 
-from hf_prefix_tree.training.options import check_types, refuse_options
+from hf_prefix_tree.training.options import TESTED, check_types, refuse_options
 from hf_prefix_tree.tree.folding import check_integer
-from hf_prefix_tree.version import TESTED
 
 
 def refuse_engines(accelerator: Any) -> None:

@@ -20,6 +20,9 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 from trl import TrlParser
 from yaml import YAMLError
 
+# Lowest and highest, as in requirements-lowest.txt and requirements-dev.txt. Trainers warn of newer ones.
+TESTED = {"transformers": ("5.17.0", "5.24.0"), "trl": ("1.16.0", "1.16.0"), "peft": ("0.21.0", "0.21.2")}
+
 
 @dataclass(frozen=True)
 class Honoured:

@@ -19,8 +19,7 @@ from hf_prefix_tree import (
     TreeLossMixin,
     TreeSFTConfig,
 )
-from hf_prefix_tree.training.options import OPTIONS, Honoured, Refused
-from hf_prefix_tree.version import TESTED
+from hf_prefix_tree.training.options import OPTIONS, TESTED, Honoured, Refused
 from tests.support.policy_runs import build
 from tests.support.preference_runs import pairs, unpaired
 from tests.support.preference_runs import tokenizer as text_tokenizer

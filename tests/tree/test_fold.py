@@ -131,7 +131,7 @@ def test_weightings(weighting: str, weights: list[float]):
 def test_tree_weights_are_exactly_g_over_k():
     tree = fold([branch(1, 2, *([3] if index % 3 else [4])) for index in range(10)])
     check(tree, input_ids=[1, 2, 4, 3], branch_count=[0, 10, 4, 6], weights=[0.0, 1.0, 4 / 10, 6 / 10])
-    assert sum([1 / 10] * 10) != 1.0  # what dividing first would give
+    assert sum(np.full(10, 1 / 10)) != 1.0  # what dividing first would give
 
 
 def test_weights_that_vanish_still_count():
