@@ -289,7 +289,7 @@ def sequences_of_rows(
         at_best ([`RowOptions`], *optional*):
             The same with the chat template for training. `None` if TRL has none: all tokens are trained on.
     """
-    found: dict[str, list[tuple[list[int], int, int, int]]] = {}
+    by_way: dict[str, list[tuple[list[int], int, int, int]]] = {}
     for index, given in rows.items():
         branches = [branch for branch in given if branch.weights.any()]
         turns = [branch.input_ids for branch in branches]
@@ -313,7 +313,7 @@ def sequences_of_rows(
         ):
             kept = [ids[:limit] for ids in sequences]
             is_whole = name == "stock_defaults" or (name == "stock_best" and at_best is None)
-            found.setdefault(name, []).append(
+            by_way.setdefault(name, []).append(
                 (
                     list(map(len, kept)),
                     sum(map(len, kept)) if is_whole else supervised,
@@ -322,7 +322,7 @@ def sequences_of_rows(
                 )
             )
     ways = {}
-    for name, of_rows in found.items():
+    for name, of_rows in by_way.items():
         lengths, trained, truncated, missing = zip(*of_rows, strict=True)
         every = [length for row in lengths for length in row]
         ways[name] = Sequences.of(every, sum(trained), truncated=sum(truncated), missing=sum(missing))

@@ -153,8 +153,11 @@ class Conversation:
         forms = [self.shown[turn]]
         if self.dialect.reasoning_form is None and self.reasoning(turn):
             forms.append(self.visible[turn])  # reasoning in the text that the template doesn't print as text
+        elif not self.reasoning(turn) and "</think>" in str(self.shown[turn]["content"]):
+            # Or the template would take the text before it for reasoning, as it does in the history.
+            forms.insert(0, {**self.shown[turn], "reasoning_content": ""})
         failure: TurnError | None = None
-        found: tuple[bool, str, str, dict[str, bool], Message] | None = None
+        best: tuple[bool, str, str, dict[str, bool], Message] | None = None
         for switch, message in product(switches, forms):
             if switch and not self._keeps(switch["enable_thinking"]):
                 continue
@@ -165,14 +168,15 @@ class Conversation:
             except TurnError as error:
                 failure = failure or error
                 continue
-            if found is None or reasons or found[3] == switch:
-                found = reasons, prompt, output, switch, message
+            if best is None or reasons or best[3] == switch:
+                best = reasons, prompt, output, switch, message
             if reasons:
                 break
-        if found is None:
+        if best is None:
             assert failure is not None
             raise failure
-        reasons, prompt, output, switch, self.shown[turn] = found
+        reasons, prompt, output, switch, message = best
+        self.shown[turn] = {key: value for key, value in message.items() if (key, value) != ("reasoning_content", "")}
         self.counts["unrendered_reasoning"] += not reasons
         if turn == self.turns[-1]:
             self.count_left_out(prompt, self.shown[:turn], add_generation_prompt=True, **switch)
@@ -181,9 +185,7 @@ class Conversation:
     def _after(self, prompt: str, text: str, turn: int, message: Message, switch: dict[str, bool]) -> str:
         """What the model must emit after the prompt, if `text` renders the turn."""
         output = text[len(prompt) :] if text.startswith(prompt) else ""
-        # After another assistant message, the output may begin with a header that the prompt lacks.
-        follows = turn > 0 and self.messages[turn - 1]["role"] == "assistant"
-        if not (prompt and output) or follows or output.startswith(self._header(switch)):
+        if not (prompt and output) or self._repeats_header(output, turn, switch):
             output = self._cut(prompt, text, turn, message, switch)
         thought, opens = self.reasoning(turn), prompt.rstrip().endswith("<think>")
         if self.dialect.reasoning_form is not None or not (thought or opens):
@@ -219,35 +221,52 @@ class Conversation:
             self._headers[key] = prompt.removeprefix(before) or USER
         return self._headers[key]
 
+    def _repeats_header(self, output: str, turn: int, switch: dict[str, bool]) -> bool:
+        """Whether the output has the start of a header before anything that the message has."""
+        message = self.messages[turn]
+        calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
+        first = next(filter(None, (self.reasoning(turn), str(self.visible[turn]["content"]), *calls)), "")
+        tags = _ATOM.findall(self._header(switch).lstrip())
+        return tags[0] in output.partition(first.strip() or output)[0]
+
     def _cut(self, prompt: str, text: str, turn: int, message: Message, switch: dict[str, bool]) -> str:
         """The output of a turn whose rendering, `text`, doesn't continue its prompt."""
         ask = self.dialect.adapt(ASK)
         asked, answered = self.prompt([ask], **switch), self.text([ask, message], **switch)
         at = len(asked) if answered.startswith(asked) else _shared_atoms(asked, answered)
-        extra, own = asked[at:], answered[at:]  # what the prompt has after the header, and the turn has
-        if not (prompt and own) or not text.endswith(own) or not prompt.endswith(extra):
+        extra, rest = asked[at:], answered[at:]  # what the prompt has after the header, and the turn has
+        start, history = prompt[: len(prompt) - len(extra)], [ask]
+        if not text.endswith(rest) and prompt.endswith(self._header(switch)) and text.startswith(start):
+            rest, asked, history = text[len(start) :], prompt, self.shown[:turn]  # the template counts its calls
+        if not (prompt and rest) or not text.endswith(rest) or not prompt.endswith(extra):
             raise self.error("refused_starts", turn, "its rendering doesn't continue its generation prompt")
-        headers = prompt[: len(prompt) - len(extra)].rstrip(), text[: len(text) - len(own)].rstrip()
-        if headers[0][-4:] != headers[1][-4:] and text not in (prompt + own, prompt + self._header(switch) + own):
+        headers = [
+            _ATOM.findall(side[: len(side) - len(tail)].rstrip()[-60:])[-1:]
+            for side, tail in ((prompt, extra), (text, rest))
+        ]
+        # Where a tool's result stands in the turn, its rendering may have a second header.
+        is_new = self.messages[turn - 1]["role"] == "assistant"
+        same = [prompt + rest] if is_new else [prompt + rest, prompt + self._header(switch) + rest]
+        if headers[0] != headers[1] and text not in same:
             raise self.error("refused_starts", turn, "its rendering and its generation prompt have different headers")
         if not extra:
-            return own
-        if (thought := self.reasoning(turn).strip()) and thought in beside(own, self.messages[turn]):  # trimmed
-            if "<" in extra or not own.lstrip().startswith(thought):  # which the turn opens or closes again
+            return rest
+        if (thought := self.reasoning(turn).strip()) and thought in beside(rest, self.messages[turn]):  # trimmed
+            if "<" in extra or not rest.lstrip().startswith(thought):  # which the turn opens or closes again
                 reason = "its generation prompt turns reasoning off; pass `chat_template_kwargs` that turn it on"
                 raise self.error("refused_starts", turn, reason)
-            return own
+            return rest
         if self.dialect.reasoning_form is not None:
             # The prompt opens a block of reasoning: what closes it is what reasoning would have after it.
             thoughtful = self.dialect.adapt({**split_reasoning(self.messages[turn])[1], "reasoning_content": THOUGHT})
-            thinking = self.text([ask, thoughtful], **switch)
+            thinking = self.text([*history, thoughtful], **switch)
             starts = len(asked) if thinking.startswith(asked) else _shared_atoms(asked, thinking)
             if thinking[starts:].lstrip().startswith(THOUGHT) and (starts == len(asked) or "<" not in extra):
                 return thinking[starts:].replace(THOUGHT, "", 1)
         if not _BLOCK.search(extra):
             raise self.error("refused_starts", turn, "its header is not that of its generation prompt")
-        twice = next(n for n in range(min(len(extra), len(own)), -1, -1) if extra.endswith(own[:n]))
-        return own[twice:]
+        twice = next(n for n in range(min(len(extra), len(rest)), -1, -1) if extra.endswith(rest[:n]))
+        return rest[twice:]
 
 
 def _shared_atoms(first: str, second: str) -> int:

@@ -57,6 +57,10 @@ class Dialect:
         self._parts = False
         self._parts = self._wants_parts()
         self.reasoning_form = self._find_reasoning_form()
+        # Some templates write the reasoning before calls alone, or an empty think block of their own.
+        thoughtful = self._formed(_call_message(_ARGUMENTS) | dict.fromkeys(REASONING_KEYS, THOUGHT))
+        self._reasons_in_calls = THOUGHT in self._try(thoughtful, tools=True)
+        self._writes_block = "</think>" in self._try(self._formed({"role": "assistant", "content": TEXT}))
         self._arguments, self._without_content = self._find_call_form()
         self.turn_end_id, self.past_turn_end_id, self._closing, self._trailer = self._find_end(eos)
         self._call_end_id, self._call_closing = self._find_call_end()
@@ -69,12 +73,12 @@ class Dialect:
         """
         if message["role"] != "assistant":
             return self._formed(message)
-        if self.reasoning_form is not None:
-            reasoning, visible = split_reasoning(message)
-            if reasoning:
-                message = visible | dict.fromkeys(REASONING_KEYS, reasoning)
-            elif visible["content"] != message["content"]:  # an empty block
-                message = visible
+        reasoning, visible = split_reasoning(message)
+        writes = self.reasoning_form is not None or (self._reasons_in_calls and "tool_calls" in message)
+        if reasoning and writes:
+            message = visible | dict.fromkeys(REASONING_KEYS, reasoning)
+        elif not reasoning and (writes or self._writes_block):  # without an empty block
+            message = visible
         if "tool_calls" in message:
             message = {**message, "tool_calls": [self._with_arguments(call) for call in message["tool_calls"]]}
             if message["content"] == "" and self._without_content:
