@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from conformance.dialogues import Dialogue, Message, reasoning_of, words_of
 from conformance.message_forms import Form, is_foreign_form, written_as
-from conformance.template_sources import stops_of
+from conformance.template_sources import NO_STOP_TOKEN, stops_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -279,6 +279,8 @@ def _until_stop(
     stop = _first_of(stops, rendering, end)
     if stop is not None:
         return rendering[start:stop], (rendering,)
+    if stops == NO_STOP_TOKEN:
+        raise Impossible(f"{LEAVES_OUT} a stop token: {rendering[end:]!r}")
     follower: Message = {"role": "user", "content": "zafterq"}
     if written[t].get("tool_calls"):
         follower = next(m for m in written if m["role"] == "tool")
@@ -306,8 +308,9 @@ def _without_headers(renderer: Renderer, emitted: str, words: list[str], t: int)
     said = [word for word in words if not word.startswith("zthought")] or words
     asked = renderer.messages[: 1 + [message["role"] for message in renderer.messages].index("user")]
     header = renderer.text(asked, True, {}).removeprefix(renderer.text(asked, False, {}))
-    opening = header.lstrip().split("\n")[0]
     stops = stops_of(str(renderer.tokenizer.chat_template))
+    before = _first_of(stops, header, 0)  # of the question, where only a message after it ends it
+    opening = header[before or 0 :].lstrip().split("\n")[0]
     stop = _first_of(stops, emitted[min(map(emitted.find, said)) : _end_of_last(said, emitted)], 0)
     if stop is not None:
         raise Impossible(f"{LEAVES_OUT} one turn for what was said, it stops before the end: {emitted!r}")

@@ -33,6 +33,8 @@ _STOPS = (
     ("<|END_OF_TURN_TOKEN|>",),
     ("<\uff5cend\u2581of\u2581sentence\uff5c>",),
     ("<|eot|>",),
+    ("<|EOT|>",),
+    ("<|eos|>",),
     ("<|end_of_msg|>",),
     ("<|message_sep|>",),
     ("[e~[",),
@@ -53,7 +55,7 @@ _EOS = {"<|end|>": "<|endoftext|>", "<|observation|>": "<|endoftext|>"}  # where
 # How Qwen cuts text into pieces, and how GPT-2 does: "\n\n" is one token at the end of a text, and two before a word.
 _SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT2_SPLIT = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_NO_STOP_TOKEN = ("\n\n",)  # a template without control tokens, such as RWKV World's
+NO_STOP_TOKEN = ("\n\n",)  # a template without control tokens, such as RWKV World's
 
 
 def trl_templates() -> dict[str, Path]:
@@ -109,7 +111,7 @@ def stops_of(source: str) -> tuple[str, ...]:
         return ("<\uff5chy_eos:opensource\uff5c>",)
     written = next((stops for stops in _STOPS if stops[0] in source), None)
     if written is None:
-        return ("</s>",) if "eos_token" in source else _NO_STOP_TOKEN
+        return ("</s>",) if "eos_token" in source else NO_STOP_TOKEN
     return written
 
 

@@ -185,7 +185,7 @@ class Conversation:
     def _after(self, prompt: str, text: str, turn: int, message: Message, switch: dict[str, bool]) -> str:
         """What the model must emit after the prompt, if `text` renders the turn."""
         output = text[len(prompt) :] if text.startswith(prompt) else ""
-        if not (prompt and output) or self._repeats_header(output, turn, switch):
+        if not (prompt and output) or self._leads(output, self._header(switch), turn):
             output = self._cut(prompt, text, turn, message, switch)
         thought, opens = self.reasoning(turn), prompt.rstrip().endswith("<think>")
         if self.dialect.reasoning_form is not None or not (thought or opens):
@@ -218,23 +218,22 @@ class Conversation:
         if key not in self._headers:
             ask = self.dialect.adapt(ASK)
             before, prompt = self.text([ask], **switch), self.prompt([ask], **switch)
-            self._headers[key] = prompt.removeprefix(before) or USER
+            self._headers[key] = prompt.rpartition(USER)[2].removeprefix(before.rpartition(USER)[2]) or USER
         return self._headers[key]
 
-    def _repeats_header(self, output: str, turn: int, switch: dict[str, bool]) -> bool:
-        """Whether the output has the start of a header before anything that the message has."""
+    def _leads(self, output: str, header: str, turn: int) -> bool:
+        """Whether the output has a part of the header, other than a think block, before anything of the message."""
         message = self.messages[turn]
         calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
         first = next(filter(None, (self.reasoning(turn), str(self.visible[turn]["content"]), *calls)), "")
-        tags = _ATOM.findall(self._header(switch).lstrip())
-        return tags[0] in output.partition(first.strip() or output)[0]
+        lead = output.partition(first.strip() or output)[0]
+        return any(atom in lead for atom in _ATOM.findall(header) if atom.strip() and not _BLOCK.search(atom))
 
     def _cut(self, prompt: str, text: str, turn: int, message: Message, switch: dict[str, bool]) -> str:
         """The output of a turn whose rendering, `text`, doesn't continue its prompt."""
         ask = self.dialect.adapt(ASK)
         asked, answered = self.prompt([ask], **switch), self.text([ask, message], **switch)
-        at = len(asked) if answered.startswith(asked) else _shared_atoms(asked, answered)
-        extra, rest = asked[at:], answered[at:]  # what the prompt has after the header, and the turn has
+        extra, rest = _after_header(asked, answered)
         start, history = prompt[: len(prompt) - len(extra)], [ask]
         if not text.endswith(rest) and prompt.endswith(self._header(switch)) and text.startswith(start):
             rest, asked, history = text[len(start) :], prompt, self.shown[:turn]  # the template counts its calls
@@ -260,20 +259,23 @@ class Conversation:
             # The prompt opens a block of reasoning: what closes it is what reasoning would have after it.
             thoughtful = self.dialect.adapt({**split_reasoning(self.messages[turn])[1], "reasoning_content": THOUGHT})
             thinking = self.text([*history, thoughtful], **switch)
-            starts = len(asked) if thinking.startswith(asked) else _shared_atoms(asked, thinking)
-            if thinking[starts:].lstrip().startswith(THOUGHT) and (starts == len(asked) or "<" not in extra):
-                return thinking[starts:].replace(THOUGHT, "", 1)
-        if not _BLOCK.search(extra):
+            missing, thinking = _after_header(asked, thinking)
+            if thinking.lstrip().startswith(THOUGHT) and not (missing and "<" in extra):
+                return thinking.replace(THOUGHT, "", 1)
+        if not _BLOCK.search(extra) or self._leads(rest, extra, turn):
             raise self.error("refused_starts", turn, "its header is not that of its generation prompt")
         twice = next(n for n in range(min(len(extra), len(rest)), -1, -1) if extra.endswith(rest[:n]))
         return rest[twice:]
 
 
-def _shared_atoms(first: str, second: str) -> int:
-    """Length of what two renderings of the same question share, up to the last whole atom after the question."""
-    at = first.rfind(USER) + len(USER)
-    pairs = zip(_ATOM.findall(first[at:]), _ATOM.findall(second[at:]), strict=False)
-    return at + sum(len(one) for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+def _after_header(asked: str, answered: str) -> tuple[str, str]:
+    """What the prompt and the answer to the same question have after their header, which ends with a whole atom."""
+    if answered.startswith(asked):
+        return "", answered[len(asked) :]
+    tails = [text.rpartition(USER)[2] for text in (asked, answered)]
+    pairs = zip(*map(_ATOM.findall, tails), strict=False)
+    shared = sum(len(one) for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return tails[0][shared:], tails[1][shared:]
 
 
 def branch_of(ids: Ids, spans: Iterable[tuple[int, int]]) -> Branch:

@@ -189,7 +189,7 @@ class Dialect:
         shared = self._first_run(last_ids[: common_prefix(last_ids, followed_ids)])
         past = next(iter(self._special(followed_ids)), None)
         written, nothing = self._special(last_ids), last_ids[:0]
-        self._writes_end = bool(last) or TEXT not in texts[0]
+        self._writes_end = bool(last.strip(" ")) or TEXT not in texts[0]
         if written:
             end = eos if eos in shared else shared[-1] if shared else written[0]
             trailer = last_ids[last_ids.tolist().index(end) + 1 :]
