@@ -117,7 +117,7 @@ def expected_turns(renderers: list[Renderer], messages: list[Message], t: int) -
                         turns += turns_of(renderer, messages, t, variables)
                     except Impossible as why:
                         reasons.append(str(why))
-        return _native(turns, reasons)
+        return _native(turns, reasons, thinks)
 
     turns = gather(_turns_of, [{}] if thinks else switches)
     if not any(turn.reasons for turn in turns):
@@ -129,7 +129,7 @@ def expected_turns(renderers: list[Renderer], messages: list[Message], t: int) -
     return known[t]
 
 
-def _native(turns: list[Turn], reasons: list[str]) -> list[Turn]:
+def _native(turns: list[Turn], reasons: list[str], thinks: bool) -> list[Turn]:
     """
     Without the turns that a template writes for data that it was not made for, if there are others: arguments that are
     escaped or printed as Python; no reasoning, or as text; arguments that it takes apart, but as a string.
@@ -137,7 +137,7 @@ def _native(turns: list[Turn], reasons: list[str]) -> list[Turn]:
     turns = [turn for turn in turns if not is_foreign_form(turn.emitted)] or turns
     if any(why.endswith(_REASONS_THERE) for why in reasons):  # it writes reasoning, but not as text
         turns = [turn for turn in turns if turn.form.thought != ("content",)]
-    apart = [turn for turn in turns if turn.reasons and turn.form.thought != ("content",)]
+    apart = [turn for turn in turns if thinks and turn.reasons and turn.form.thought != ("content",)]
     turns = apart or turns
     objects = {"".join(turn.emitted.split()) for turn in turns if turn.form.arguments == "object"}
     return [turn for turn in turns if not objects or "".join(turn.emitted.split()) in objects]

@@ -110,7 +110,7 @@ class Conversation:
         lost = lost_part(text, message)
         if lost is None:
             return True
-        if lost == "reasoning" and self.dialect.reasoning_form is None and not _EMPTY_BLOCK.match(text):
+        if lost == "reasoning" and not self.dialect.writes_reasoning(message) and not _EMPTY_BLOCK.match(text):
             return False
         reason = f"the chat template leaves out its {lost}; change or drop the row, or pass `chat_template_kwargs`"
         raise self.error(f"refused_{lost}", turn, reason)
@@ -151,7 +151,7 @@ class Conversation:
             elif empty_thinking_in_prompt:
                 switches.insert(0, {"enable_thinking": False})
         forms = [self.shown[turn]]
-        if self.dialect.reasoning_form is None and self.reasoning(turn):
+        if self.reasoning(turn) and not self.dialect.writes_reasoning(self.messages[turn]):
             forms.append(self.visible[turn])  # reasoning in the text that the template doesn't print as text
         elif not self.reasoning(turn) and "</think>" in str(self.shown[turn]["content"]):
             # Or the template would take the text before it for reasoning, as it does in the history.
@@ -188,7 +188,7 @@ class Conversation:
         if not (prompt and output) or self._leads(output, self._header(switch), turn):
             output = self._cut(prompt, text, turn, message, switch)
         thought, opens = self.reasoning(turn), prompt.rstrip().endswith("<think>")
-        if self.dialect.reasoning_form is not None or not (thought or opens):
+        if self.dialect.writes_reasoning(message) or not (thought or opens):
             return output
         # The template never writes reasoning: it is part of the text, or its prompt opens a block of it.
         if thought and thought in beside(output, self.messages[turn]):

@@ -74,7 +74,7 @@ class Dialect:
         if message["role"] != "assistant":
             return self._formed(message)
         reasoning, visible = split_reasoning(message)
-        writes = self.reasoning_form is not None or (self._reasons_in_calls and "tool_calls" in message)
+        writes = self.writes_reasoning(message)
         if reasoning and writes:
             message = visible | dict.fromkeys(REASONING_KEYS, reasoning)
         elif not reasoning and (writes or self._writes_block):  # without an empty block
@@ -89,6 +89,10 @@ class Dialect:
             text = [{"type": "text", "text": message["content"]}] if message["content"] else []
             return {**message, "content": [thought, *text]}
         return self._formed(message)
+
+    def writes_reasoning(self, message: Message) -> bool:
+        """Whether the template writes the reasoning of such a message, if there is any."""
+        return self.reasoning_form is not None or (self._reasons_in_calls and "tool_calls" in message)
 
     def end_turn(self, ids: Ids, start: int, calls: bool, stop_ids: frozenset[int] | None) -> tuple[Ids, int]:
         """
@@ -271,7 +275,13 @@ def lost_part(text: str, message: Message) -> str | None:
         if isinstance(value, list):
             return all(map(has_value, value))
         if isinstance(value, str):
-            forms = [value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1]]
+            forms = [
+                value,
+                value.replace("\n", "\\n"),
+                json.dumps(value)[1:-1],
+                json.dumps(value, ensure_ascii=False)[1:-1],
+                repr(value)[1:-1],
+            ]
             return any(map(has, forms))
         return has(json.dumps(value)) or has(str(value))
 

@@ -80,9 +80,9 @@ def split_reasoning(message: Message) -> tuple[str, Message]:
     """
     The reasoning of a normalized message, `""` if there is none, and the message without it.
 
-    Reasoning is `reasoning_content`, or what stands in `content` up to `</think>` (see [`split_thought`]). The line
-    breaks that set the content apart from it go with it. Content that begins with a `<think>` which is never closed is
-    all reasoning.
+    Reasoning is `reasoning_content` as it is, or what stands in `content` up to `</think>` (see [`split_thought`]),
+    without the line breaks around the tags. Content that begins with a `<think>` which is never closed is all
+    reasoning.
     """
     if (unclosed := unclosed_reasoning(message)) is not None:
         return unclosed, {**message, "content": ""}
@@ -92,11 +92,9 @@ def split_reasoning(message: Message) -> tuple[str, Message]:
         return reasoning, visible
     if not reasoning:
         thought, content = split_thought(content)
-        reasoning = thought.lstrip().removeprefix("<think>").removesuffix("</think>")
+        reasoning = thought.lstrip().removeprefix("<think>").removesuffix("</think>").strip("\n")
         visible["content"] = content.lstrip("\n") if thought else content
-    else:
-        visible["content"] = content.lstrip("\n")
-    return reasoning.strip("\n") if reasoning.strip() else "", visible
+    return reasoning if reasoning.strip() else "", visible
 
 
 def split_thought(content: str) -> tuple[str, str]:

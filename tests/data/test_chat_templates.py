@@ -418,10 +418,42 @@ def test_a_block_that_the_template_writes_by_itself(tiny_tokenizer):
         assert output.startswith("<think>r</think>a[{")
 
 
+def test_reasoning_before_a_call_is_not_lost_where_the_prompt_closes_the_block(tiny_tokenizer):
+    tokenizer = tokenizer_of("qwen2_5", tiny_tokenizer)  # answers have no reasoning, calls have
+    tokenizer.chat_template = (
+        PLAIN_CHATML.replace("assistant\n{%", "assistant\n<think></think>{%")
+        .replace(
+            "{{ m.content", "{% if m.tool_calls %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content"
+        )
+        .replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}")
+    )
+    for message in (said("a", reasoning_content="r"), said("<think>\nr\n</think>\n\na")):
+        refused("refused_starts", [user("u"), {**message, "tool_calls": [CALL]}], tokenizer, tools=TOOLS)
+    result = conversation_branches([user("u"), said("a", reasoning_content="r")], tokenizer)
+    assert result.counts == {"unrendered_reasoning": 1}
+
+
+def test_line_breaks_around_reasoning_are_what_the_template_writes(tiny_tokenizer):
+    tokenizer = tokenizer_of("qwen2_5", tiny_tokenizer)
+    tokenizer.chat_template = THINKING_CHATML.replace("assistant\n<think>{%", "assistant\n{%")
+    talk = [user("u"), said("\n\na", reasoning_content="r\n")]
+    assert supervised(talk, tokenizer) == [["<think>r\n</think>\n\na<|im_end|>"]]
+    inside = [user("u"), said("<think>\nr\n</think>\n\na")]  # there they belong to the tags
+    assert supervised(inside, tokenizer) == [["<think>r</think>a<|im_end|>"]]
+
+
 def test_a_prompt_without_the_header_of_its_turn_is_refused(tiny_tokenizer):
     tokenizer = tokenizer_of("qwen2_5", tiny_tokenizer)
+    late = "{% for m in messages %}{{ '<|im_end|>\\n' if loop.index0 }}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    late += "{{ '<|im_end|>\\n' if loop.last and (add_generation_prompt or m.role == 'assistant') }}{% endfor %}"
+    late += "{% if add_generation_prompt and messages[-1].role != 'assistant' %}<|im_start|>assistant\n{% endif %}"
+    spaced = PLAIN_CHATML.replace("<|im_start|>assistant\n", "  <|im_start|>assistant\n<think></think>")
+    for template in (NO_SECOND_HEADER, late):  # the user's end may be written with the header
+        tokenizer.chat_template = template
+        refused("refused_starts", [user("u"), said("a1"), said("a2")], tokenizer)
+    tokenizer.chat_template = spaced
+    refused("refused_starts", [user("u"), said("a1")], tokenizer)
     tokenizer.chat_template = NO_SECOND_HEADER
-    refused("refused_starts", [user("u"), said("a1"), said("a2")], tokenizer)
     assert supervised(TALK, tokenizer) == [["a1<|im_end|>"], ["a2<|im_end|>"]]
     # Neither has a header after another assistant message: the second text follows the first.
     tokenizer.chat_template = (
