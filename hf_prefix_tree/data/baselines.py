@@ -27,7 +27,7 @@ from hf_prefix_tree.data.rows import (
     rows_of_batch,
     whole_conversations,
 )
-from hf_prefix_tree.data.supervision import IGNORE_INDEX, SUPERVISION, read_sample
+from hf_prefix_tree.data.supervision import IGNORE_INDEX, read_sample
 from hf_prefix_tree.data.trees import REPORT, TREE_FEATURES, cached_map, tree_of_rows
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree
 
@@ -81,12 +81,7 @@ def read_samples(
     columns = columns_of(rows)
     if "input_ids" in columns or not columns:
         return rows if on_error == "raise" else _readable(rows)
-    kind = row_kind(columns)
-    if kind not in SAMPLE_KINDS:
-        raise ValueError(
-            f"`dataset` has the columns {sorted(columns)}, {kind} rows, which are no samples; pass conversations, "
-            f"`text`, or `input_ids` with one of {', '.join(SUPERVISION)}."
-        )
+    kind = row_kind(columns, (*SAMPLE_KINDS, "tokens"))
     if tokenizer is None:
         raise ValueError(f"`tokenizer` is None, but {kind} rows are text; pass the model's tokenizer.")
     is_list = not isinstance(rows, Dataset | IterableDataset)

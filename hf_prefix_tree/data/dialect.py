@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hf_prefix_tree.data.messages import REASONING_KEYS, Message, TurnError, split_reasoning
-from hf_prefix_tree.data.tokenization import SegmentTokenizer, common_prefix
 
 if TYPE_CHECKING:
-    from hf_prefix_tree.data.tokenization import Ids
+    from hf_prefix_tree.data.template import SegmentTokenizer
+
+    Ids = npt.NDArray[np.int64]
 
 # What a probe says, asks, thinks and calls: words that no template has.
 USER, TEXT, THOUGHT, _NAME, _KEY, _VALUE = (
@@ -322,3 +324,11 @@ def _squeezed(text: str) -> str:
 def _call_message(arguments: Any) -> Message:
     call = {"type": "function", "id": "call00000", "function": {"name": _NAME, "arguments": arguments}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def common_prefix(first: Ids, second: Ids) -> int:
+    """Number of tokens that two texts share at their start."""
+    length = min(len(first), len(second))
+    differs = first[:length] != second[:length]
+    at = int(differs.argmax()) if length else 0
+    return at if length and differs[at] else length
