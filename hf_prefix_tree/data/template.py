@@ -7,8 +7,8 @@ serializes every tool anew; for an agent dialogue, rendered once per turn, this 
 
 Each distinct piece of text between control tokens is tokenized once. A fast tokenizer looks for its added tokens
 before it does anything else, and then treats the text between them piece by piece. So cutting at those tokens changes
-nothing, as long as none of them reaches into the text around it and no piece is treated differently for standing first. The
-first is checked on the tokens' flags, the second on a probe; a sample of the renderings is tokenized whole too, and
+nothing, as long as none of them reaches into the text around it and no piece is treated differently for standing first.
+The first is checked on the tokens' flags, the second on a probe; a sample of the renderings is tokenized whole too, and
 compared. Where cutting is not exact, texts are tokenized whole.
 
 Cost: one pass of the template over the messages per rendering; a scan of every text, tokenization of every distinct
