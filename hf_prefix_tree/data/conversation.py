@@ -26,9 +26,9 @@ from hf_prefix_tree.data.template import ChatTemplate
 if TYPE_CHECKING:
     from hf_prefix_tree.data.dialect import Ids
 
-# What a header is made of: tags, white space, words.
 _EMPTY_BLOCK = re.compile(r"\s*<think>\s*</think>")  # says that the model did not think
 _BLOCK = re.compile(r"think|thought", re.IGNORECASE)
+# What a header is made of: tags, white space, words.
 _ATOM = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\s+|[^\s<\[]+|.", re.DOTALL)
 
 

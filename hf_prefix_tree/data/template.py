@@ -6,10 +6,10 @@ The template is compiled once, and its inputs are copied once per conversation. 
 serializes every tool anew; for an agent dialogue, rendered once per turn, this is most of it.
 
 Each distinct piece of text between control tokens is tokenized once. A fast tokenizer looks for its added tokens
-before it does anything else, and then treats the text between them piece by piece. So cutting at those tokens changes
-nothing, as long as none of them reaches into the text around it and no piece is treated differently for standing first.
-The first is checked on the tokens' flags, the second on a probe; a sample of the renderings is tokenized whole too, and
-compared. Where cutting is not exact, texts are tokenized whole.
+before anything else, and then treats the text between them piece by piece. So cutting there changes nothing, as long
+as no added token reaches into the text around it and no piece is treated differently for standing first. The first is
+checked on the tokens' flags, the second on a probe; a sample of the renderings is tokenized whole too, and compared.
+Where cutting is not exact, texts are tokenized whole.
 
 Cost: one pass of the template over the messages per rendering; a scan of every text, tokenization of every distinct
 piece.
@@ -37,20 +37,9 @@ if TYPE_CHECKING:
 
 # Arguments of `apply_chat_template` that are not for the template.
 _OWN_ARGUMENTS = {
-    "conversation",
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tokenize",
-    "sanitize_control_tokens",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
+    *("conversation", "messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "padding"),
+    *("sanitize_control_tokens", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
     "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
 }
 _MARK = "Zq7xMark"  # stands for a message's text where the template's own text around it is looked for
 # Pieces as they stand between control tokens: words, spaces and line breaks at either end, nothing at all.
@@ -103,23 +92,13 @@ class ChatTemplate:
         Raises:
             `ValueError`: If the template raises. The message gives its reason.
         """
+        options: dict[str, Any] = {"tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
             if self._compiled is None:
-                return self._tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=tools,
-                    chat_template=self._source,
-                    add_generation_prompt=add_generation_prompt,
-                    tokenize=False,
-                    **variables,
-                )
-            return self._compiled.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens | variables,
-            )
+                options |= {"chat_template": self._source, "tokenize": False}
+                return self._tokenizer.apply_chat_template(list(messages), **options, **variables)
+            special_tokens = self._special_tokens
+            return self._compiled.render(messages=messages, documents=None, **options, **special_tokens | variables)
         except Exception as error:  # whatever a template does with data that it was not written for
             what = f"the prompt after {len(messages)} messages" if add_generation_prompt else "the messages"
             roles = ", ".join(message["role"] for message in messages[-4:]) or "none"
