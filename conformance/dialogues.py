@@ -87,21 +87,23 @@ def _agent(call: Message, *more: Message, text: bool = False) -> list[Message]:
 def _dialogues() -> list[Dialogue]:
     talk = [_user(1), _said(1), _user(2), _said(2)]
     forms = {"objects": lambda value: value, "strings": lambda value: json.dumps(value, separators=(",", ":"))}
-    found = [Dialogue("plain", "text", talk[:2]), Dialogue("two turns", "text", talk)]
+    dialogues = [Dialogue("plain", "text", talk[:2]), Dialogue("two turns", "text", talk)]
     for key in ("reasoning_content", "<think>"):
-        found.append(Dialogue("reasoning", key, [_user(1), _thought(1, key)]))
-        found.append(Dialogue("reasoning + two turns", key, [_user(1), _thought(1, key), _user(2), _thought(2, key)]))
+        dialogues.append(Dialogue("reasoning", key, [_user(1), _thought(1, key)]))
+        dialogues.append(
+            Dialogue("reasoning + two turns", key, [_user(1), _thought(1, key), _user(2), _thought(2, key)])
+        )
     for form, write in forms.items():
-        found.append(Dialogue("call", form, _agent(_call(1, write=write)), TOOLS))
-        found.append(Dialogue("call + text", form, _agent(_call(1, write=write), text=True), TOOLS))
+        dialogues.append(Dialogue("call", form, _agent(_call(1, write=write)), TOOLS))
+        dialogues.append(Dialogue("call + text", form, _agent(_call(1, write=write), text=True), TOOLS))
         both = _agent(_call(1, write=write), _call(2, write=write))
-        found.append(Dialogue("several calls", form, both, TOOLS))
+        dialogues.append(Dialogue("several calls", form, both, TOOLS))
     nothings: dict[str, Any] = {"{}": {}, '"{}"': "{}", '""': "", "null": None}
     for form, nothing in nothings.items():
-        found.append(Dialogue("no arguments", form, _agent(_call(1, nothing, "zlistq")), TOOLS))
-    found.append(Dialogue("parts", "list of text", [_parts(message) for message in talk]))
-    found.append(Dialogue("adjacent assistants", "text", [_user(1), _said(1), _said(2), _user(2), _said(3)]))
-    found.append(Dialogue("system", "text", [{"role": "system", "content": "Be zsystemq."}, *talk[:2]]))
+        dialogues.append(Dialogue("no arguments", form, _agent(_call(1, nothing, "zlistq")), TOOLS))
+    dialogues.append(Dialogue("parts", "list of text", [_parts(message) for message in talk]))
+    dialogues.append(Dialogue("adjacent assistants", "text", [_user(1), _said(1), _said(2), _user(2), _said(3)]))
+    dialogues.append(Dialogue("system", "text", [{"role": "system", "content": "Be zsystemq."}, *talk[:2]]))
     failed = [
         *_agent(_call(1))[:2],
         _result(1, "Error: ztool1q is not there."),
@@ -109,8 +111,8 @@ def _dialogues() -> list[Dialogue]:
         _result(2),
         _said(3),
     ]
-    found.append(Dialogue("tool error", "text", failed, TOOLS))
-    return found
+    dialogues.append(Dialogue("tool error", "text", failed, TOOLS))
+    return dialogues
 
 
 DIALOGUES = _dialogues()
@@ -130,5 +132,5 @@ def words_of(message: Message) -> list[str]:
     for call in message.get("tool_calls") or ():
         words += [call["function"]["name"], str(call["function"]["arguments"])]
     text = " ".join(words)
-    found = "".join(c if c.isalnum() else " " for c in text).split()
-    return [word for word in found if (word[0] == "z" and word[-1] == "q") or word.startswith("7300")]
+    parts = "".join(c if c.isalnum() else " " for c in text).split()
+    return [word for word in parts if (word[0] == "z" and word[-1] == "q") or word.startswith("7300")]

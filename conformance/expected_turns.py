@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from conformance.dialogues import Dialogue, Message, reasoning_of, words_of
 from conformance.message_forms import Form, is_foreign_form, written_as
-from conformance.template_sources import stops_of
+from conformance.template_sources import NO_STOP_TOKEN, stops_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,6 +39,7 @@ _EMPTY_BLOCK = re.compile(rf"(?:{OPEN_BLOCK}\s*)?{CLOSE_BLOCK}\s*")
 _AFTER_OPEN = re.compile(rf"({OPEN_BLOCK})\s+")
 _OPENED = re.compile(rf"{OPEN_BLOCK}\s*$")
 _BLANK = "zthoughtblankq"
+_REASONS_THERE = ": it reasons there"
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def expected_turns(renderers: list[Renderer], messages: list[Message], t: int) -
                         turns += turns_of(renderer, messages, t, variables)
                     except Impossible as why:
                         reasons.append(str(why))
-        return _native(turns)
+        return _native(turns, reasons, thinks)
 
     turns = gather(_turns_of, [{}] if thinks else switches)
     if not any(turn.reasons for turn in turns):
@@ -128,13 +129,15 @@ def expected_turns(renderers: list[Renderer], messages: list[Message], t: int) -
     return known[t]
 
 
-def _native(turns: list[Turn]) -> list[Turn]:
+def _native(turns: list[Turn], reasons: list[str], thinks: bool) -> list[Turn]:
     """
     Without the turns that a template writes for data that it was not made for, if there are others: arguments that are
     escaped or printed as Python; no reasoning, or as text; arguments that it takes apart, but as a string.
     """
     turns = [turn for turn in turns if not is_foreign_form(turn.emitted)] or turns
-    apart = [turn for turn in turns if turn.reasons and turn.form.thought != ("content",)]
+    if any(why.endswith(_REASONS_THERE) for why in reasons):  # it writes reasoning, but not as text
+        turns = [turn for turn in turns if turn.form.thought != ("content",)]
+    apart = [turn for turn in turns if thinks and turn.reasons and turn.form.thought != ("content",)]
     turns = apart or turns
     objects = {"".join(turn.emitted.split()) for turn in turns if turn.form.arguments == "object"}
     return [turn for turn in turns if not objects or "".join(turn.emitted.split()) in objects]
@@ -152,8 +155,10 @@ def _turns_of(renderer: Renderer, messages: list[Message], t: int, switch: dict[
             words = _words_in(rendering, messages, t)
             for start in _starts(prompt, header, rendering, messages, t):
                 emitted, renderings = _until_stop(renderer, rendering, start, t, words, variables)
-                emitted = _without_headers(renderer, emitted, words)
+                emitted = _without_headers(renderer, emitted, words, t)
                 wrote = reasoning_of(messages[t]) in [None, *words]
+                if reasoning_of(messages[t]) and _EMPTY_BLOCK.match(emitted.lstrip()):
+                    raise Impossible(f"{LEAVES_OUT} reasoning, and writes an empty block")
                 if wrote or renderer.form.thought != ("blocks",):
                     yield Turn(prompt, emitted, renderings, wrote, renderer.form)
             return
@@ -184,7 +189,7 @@ def _composed(renderer: Renderer, messages: list[Message], t: int, switch: dict[
     cut = prompt[: opened.start()]
     for start in _starts(cut, header[: len(header) - len(opened.group())], rendering, messages, t):
         text, renderings = _until_stop(renderer, rendering, start, t, said, {})
-        text = _without_headers(renderer, text, said)
+        text = _without_headers(renderer, text, said, t)
         if reasoning and reasoning in text:  # without the start of the block
             yield Turn(prompt, text, renderings, True, renderer.form)
             continue
@@ -214,10 +219,10 @@ def _reasoning_text(message: Message) -> str:
 
 def _words_in(rendering: str, messages: list[Message], t: int) -> list[str]:
     """The words of the turn that its rendering has; raises if any but the reasoning are missing."""
-    own = words_of(messages[t])
+    wanted = words_of(messages[t])
     begin = _end_of_last(_earlier(messages, t), rendering)
-    words = [word for word in own if word in rendering[begin:]]
-    missing = [word for word in own if word not in words and word != reasoning_of(messages[t])]
+    words = [word for word in wanted if word in rendering[begin:]]
+    missing = [word for word in wanted if word not in words and word != reasoning_of(messages[t])]
     if missing:
         raise Impossible(f"{LEAVES_OUT} {_kinds(missing)}")
     return words
@@ -225,8 +230,8 @@ def _words_in(rendering: str, messages: list[Message], t: int) -> list[str]:
 
 def _earlier(messages: list[Message], t: int) -> list[str]:
     """The words of the messages before the turn that it doesn't have itself."""
-    own = words_of(messages[t])
-    return [word for message in messages[:t] for word in words_of(message) if word not in own]
+    wanted = words_of(messages[t])
+    return [word for message in messages[:t] for word in words_of(message) if word not in wanted]
 
 
 def _starts(prompt: str, header: str, rendering: str, messages: list[Message], t: int) -> list[int]:
@@ -237,25 +242,25 @@ def _starts(prompt: str, header: str, rendering: str, messages: list[Message], t
     # What follows the last word that the messages before it wrote.
     tail = prompt[_end_of_last(_earlier(messages, t), prompt) :]
     begin = _end_of_last(_earlier(messages, t), rendering)
-    own = rendering[begin:]
-    first = min(own.find(word) for word in words_of(messages[t]) if word in own)
-    if own.startswith(tail):
+    turn = rendering[begin:]
+    first = min(turn.find(word) for word in words_of(messages[t]) if word in turn)
+    if turn.startswith(tail):
         return [begin + len(tail)]
     told = [part for part in (header, tail) if "<" in part or "[" in part]
     for part in told:
-        at = own.find(part, 0, first)
+        at = turn.find(part, 0, first)
         if at >= 0:
             return [begin + at + len(part)]
-    plain = _without_empty_blocks(own)
+    plain = _without_empty_blocks(turn)
     if re.search(CLOSE_BLOCK, tail) and re.search(OPEN_BLOCK, plain):
-        raise Impossible(f"{LEAVES_OUT} the think block that its prompt closes, {tail[-40:]!r}: it reasons there")
+        raise Impossible(f"{LEAVES_OUT} the think block that its prompt closes, {tail[-40:]!r}{_REASONS_THERE}")
     for part in told:
         for cut in range(first, -1, -1):
-            if plain.endswith(_without_empty_blocks(part + own[cut:])):
-                blank = len(own[:cut]) - len(own[:cut].rstrip())
+            if plain.endswith(_without_empty_blocks(part + turn[cut:])):
+                blank = len(turn[:cut]) - len(turn[:cut].rstrip())
                 return [begin + cut - back for back in range(blank + 1)]
     raise Impossible(
-        f"{LEAVES_OUT} what its prompt ends with, {tail[-40:]!r}, where it renders the turn: {own[:40]!r}"
+        f"{LEAVES_OUT} what its prompt ends with, {tail[-40:]!r}, where it renders the turn: {turn[:40]!r}"
     )
 
 
@@ -271,9 +276,11 @@ def _until_stop(
     written = renderer.messages
     stops = stops_of(str(renderer.tokenizer.chat_template))
     end = _end_of_last(words, rendering)
-    own = _first_of(stops, rendering, end)
-    if own is not None:
-        return rendering[start:own], (rendering,)
+    stop = _first_of(stops, rendering, end)
+    if stop is not None:
+        return rendering[start:stop], (rendering,)
+    if stops == NO_STOP_TOKEN:
+        raise Impossible(f"{LEAVES_OUT} a stop token: {rendering[end:]!r}")
     follower: Message = {"role": "user", "content": "zafterq"}
     if written[t].get("tool_calls"):
         follower = next(m for m in written if m["role"] == "tool")
@@ -291,17 +298,19 @@ def _until_stop(
     return rendering[start:] + longer[again:stop], (rendering, longer)
 
 
-def _without_headers(renderer: Renderer, emitted: str, words: list[str]) -> str:
+def _without_headers(renderer: Renderer, emitted: str, words: list[str], t: int) -> str:
     """
-    The model's part without the turn's header, where the prompt lacks it.
+    The model's part without the turn's header, which a template may write where a tool's result stands in the turn.
 
-    Raises where another header is in it. Between reasoning and text there may be one, as of channels.
+    Raises where the prompt lacks the header of a new turn, or has another one. Between reasoning and text there may
+    be one, as of channels.
     """
     said = [word for word in words if not word.startswith("zthought")] or words
     asked = renderer.messages[: 1 + [message["role"] for message in renderer.messages].index("user")]
     header = renderer.text(asked, True, {}).removeprefix(renderer.text(asked, False, {}))
-    opening = header.split("\n")[0]
     stops = stops_of(str(renderer.tokenizer.chat_template))
+    before = _first_of(stops, header, 0)  # of the question, where only a message after it ends it
+    opening = header[before or 0 :].lstrip().split("\n")[0]
     stop = _first_of(stops, emitted[min(map(emitted.find, said)) : _end_of_last(said, emitted)], 0)
     if stop is not None:
         raise Impossible(f"{LEAVES_OUT} one turn for what was said, it stops before the end: {emitted!r}")
@@ -311,7 +320,7 @@ def _without_headers(renderer: Renderer, emitted: str, words: list[str]) -> str:
     lead = emitted[: min(map(emitted.find, words))]
     if not opening or opening not in lead:
         return emitted
-    if header not in lead or _first_of(stops, lead, 0) is not None:
+    if header not in lead or _first_of(stops, lead, 0) is not None or renderer.messages[t - 1]["role"] == "assistant":
         raise Impossible(f"{LEAVES_OUT} what comes before the turn from its prompt: {lead!r}")
     return emitted[lead.index(header) + len(header) :]
 

@@ -25,6 +25,25 @@ from conformance.turn_oracle import COUNTED, EXACT, NO_REASONING, REFUSED, WRONG
 SYMBOLS = {EXACT: "=", NO_REASONING: "=r", COUNTED: "c", REFUSED: "c", RAISES: "-", LEAVES_OUT: "-"}
 SYMBOLS |= {status: "WRONG" for status in WRONG}
 
+# What a reason has in it, and what that says about the template; the first one counts.
+_KINDS = (
+    (f"{RAISES}: TemplateError: This model only supports single tool-calls", "raises on several calls at once"),
+    ("System role not supported", "raises on a system message"),
+    ("alternate", "raises on two assistant messages in a row"),
+    (f"{RAISES}: TypeError: 'NoneType' object", "raises without tools"),
+    (f"{RAISES}: UndefinedError", "raises without a variable of its own"),
+    (RAISES, "raises on calls, for its own reasons (what it calls is unsafe or no JSON)"),
+    (f"{LEAVES_OUT} text and calls", "leaves out the text and a call"),
+    (f"{LEAVES_OUT} calls", "leaves out calls, or all but one"),
+    (f"{LEAVES_OUT} text", "leaves out the text of a turn with calls"),
+    (f"{LEAVES_OUT} reasoning", "writes an empty think block instead of the reasoning"),
+    (f"{LEAVES_OUT} the think block", "turns reasoning off in the prompt of a turn that reasons"),
+    (f"{LEAVES_OUT} what", "writes no header, or another one, into the prompt than into the turn"),
+    (f"{LEAVES_OUT} a stop token", "writes no stop token after the turn"),
+    (f"{LEAVES_OUT} one turn", "writes two turns for text and calls"),
+    ("", "others: refused, although the template renders them"),
+)
+
 _TEXT = """
 Written by `python -m conformance.templates --output docs/templates.md`, run from the root of the repository with the
 folders of further templates; don't edit. [Data](data.md) explains the options.
@@ -122,7 +141,15 @@ def markdown_page(judged: dict[str, dict[str, Judged]]) -> str:
         lines += [f"| template | {' | '.join(CELLS)} |", "|---" * (1 + len(CELLS)) + "|"]
         for name, answer in templates.items():
             lines.append(f"| `{name}` | {' | '.join(SYMBOLS[answer.cells[cell].status] for cell in CELLS)} |")
-    lines += ["", "## Reasons", "", "| template | dialogues | reason |", "|---|---|---|"]
+    lines += [
+        "",
+        "## Reasons",
+        "",
+        *_kinds_of_reasons(judged),
+        "",
+        "| template | dialogues | reason |",
+        "|---|---|---|",
+    ]
     lines += [line for named in judged.values() for name, answer in named.items() for line in _reasons(name, answer)]
     lines += [*_TWINS.splitlines(), "", *_twins(judged)]
     return "\n".join(lines) + "\n"
@@ -142,6 +169,29 @@ def read_cells(page: str) -> dict[str, dict[str, str]]:
         if name.startswith("`") and len(symbols) == len(CELLS):
             cells.setdefault(name.strip("`"), dict(zip(CELLS, symbols, strict=True)))
     return cells
+
+
+def _kinds_of_reasons(judged: dict[str, dict[str, Judged]]) -> list[str]:
+    """A table of what templates do with the cells that are not exact, and why these can't be."""
+    kinds: dict[str, list[str]] = {kind: [] for _, kind in _KINDS}
+    for named in judged.values():
+        for name, answer in named.items():
+            for result in answer.cells.values():
+                if SYMBOLS[result.status] in ("-", "c", "WRONG"):
+                    kinds[next(kind for part, kind in _KINDS if part in result.reason)].append(name)
+    rows = [
+        f"| {kind} | {len(names)} | {len(set(names))} |"
+        for kind, names in sorted(kinds.items(), key=lambda item: -len(item[1]))
+        if names
+    ]
+    cells = sum(map(len, kinds.values()))
+    return [
+        f"Why {cells} cells are not exact. A served model does not see these turns whole either.",
+        "",
+        "| what the template does | cells | templates |",
+        "|---|---|---|",
+        *rows,
+    ]
 
 
 def _reasons(name: str, answer: Judged) -> list[str]:

@@ -22,38 +22,42 @@ _CONTROL = re.compile(
 )
 # Tags that real vocabularies have as tokens that are not special.
 _TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-# What ends generation, from the models' own configurations: the first whose first token the template writes.
+# What ends generation: the first whose first token the template writes. Verified with the end of what TRL's training
+# variants mark ("TRL"), with the end tokens in src/llama-vocab.cpp of llama-cpp-python 0.3.36 ("llama.cpp"), or with
+# the `eos_token` of a model's tokenizer_config.json (the model). The others are what templates write after a turn.
 _STOPS = (
-    ("<|im_end|>",),
-    ("<|eot_id|>", "<|eom_id|>"),
-    ("<end_of_turn>",),
-    ("<turn|>", "<|tool_response>"),
-    ("<|return|>", "<|call|>"),
-    ("<|observation|>", "<|user|>"),
-    ("<|END_OF_TURN_TOKEN|>",),
-    ("<\uff5cend\u2581of\u2581sentence\uff5c>",),
-    ("<|eot|>",),
+    ("<|im_end|>",),  # TRL, llama.cpp, Qwen2.5 and Qwen3
+    ("<|eot_id|>", "<|eom_id|>"),  # TRL (the first), llama.cpp, Llama-3.1 (the first)
+    ("<end_of_turn>",),  # TRL, llama.cpp, Gemma-3
+    ("<turn|>", "<|tool_response>"),  # TRL (the first), llama.cpp
+    ("<|return|>", "<|call|>"),  # TRL, llama.cpp, gpt-oss (the first)
+    ("<|observation|>", "<|user|>"),  # TRL
+    ("<|END_OF_TURN_TOKEN|>",),  # TRL
+    ("<\uff5cend\u2581of\u2581sentence\uff5c>",),  # TRL, llama.cpp, DeepSeek-V3
+    ("<|eot|>",),  # TRL
+    ("[e~[",),  # llama.cpp
+    ("<|EOT|>",),
+    ("<|eos|>",),
     ("<|end_of_msg|>",),
     ("<|message_sep|>",),
-    ("[e~[",),
     ("<|assistant_end|>", "<|tools_suffix|>"),
     ("<seed:eos>",),
     ("<end_of_sentence>",),
     ("<SPECIAL_12>",),
     ("<|role_end|>",),
     ("<\uff5chy_eos:opensource\uff5c>",),
-    ("<|end_of_text|>",),
+    ("<|end_of_text|>",),  # llama.cpp
     ("</assistant>",),
-    ("<end_of_utterance>",),
+    ("<end_of_utterance>",),  # TRL, llama.cpp
     ("<sep>",),
-    ("<|end|>", "<|calls|>"),
-    ("</s>",),
+    ("<|end|>", "<|calls|>"),  # TRL (the first), llama.cpp
+    ("</s>",),  # llama.cpp, Llama-2, Mistral-Nemo
 )
 _EOS = {"<|end|>": "<|endoftext|>", "<|observation|>": "<|endoftext|>"}  # where it is not what ends a turn
 # How Qwen cuts text into pieces, and how GPT-2 does: "\n\n" is one token at the end of a text, and two before a word.
 _SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT2_SPLIT = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_NO_STOP_TOKEN = ("\n\n",)  # a template without control tokens, such as RWKV World's
+NO_STOP_TOKEN = ("\n\n",)  # a template without control tokens, such as RWKV World's
 
 
 def trl_templates() -> dict[str, Path]:
@@ -109,7 +113,7 @@ def stops_of(source: str) -> tuple[str, ...]:
         return ("<\uff5chy_eos:opensource\uff5c>",)
     written = next((stops for stops in _STOPS if stops[0] in source), None)
     if written is None:
-        return ("</s>",) if "eos_token" in source else _NO_STOP_TOKEN
+        return ("</s>",) if "eos_token" in source else NO_STOP_TOKEN
     return written
 
 

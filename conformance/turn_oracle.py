@@ -92,10 +92,10 @@ def judge(
     if len(branches) > len(positions):
         return Result(OTHER, f"{len(branches)} branches of {len(positions)} turns")
     for t, branch in zip(positions, _of_turns(branches, renderers, dialogue.messages, positions), strict=True):
-        found = _judge_turn(dialogue.messages, renderers, branch, t, counts)
-        worst.turns += found.turns
-        if ORDER.index(found.status) > ORDER.index(worst.status):
-            worst.status, worst.reason = found.status, found.reason
+        judged = _judge_turn(dialogue.messages, renderers, branch, t, counts)
+        worst.turns += judged.turns
+        if ORDER.index(judged.status) > ORDER.index(worst.status):
+            worst.status, worst.reason = judged.status, judged.reason
     worst.possible = not why_not
     if worst.status == COUNTED and why_not:
         worst.status, worst.reason = fault, f"{why_not}; counted: {worst.reason}"
@@ -165,12 +165,12 @@ def _of_turns(
     """The branch of every turn: in order; where some are missing, the one with the context of a turn."""
     if len(branches) == len(positions):
         return list(branches)
-    found: list[_Branch | None] = []
+    matched: list[_Branch | None] = []
     for t in positions:
         prompts = [turn.prompt for turn in expected_turns(renderers, messages, t) if isinstance(turn, Turn)]
         contexts = [_ids(renderers[0].tokenizer, prompt) for prompt in prompts]
-        found.append(next((branch for branch in branches if branch.context_ids in contexts), None))
-    return found
+        matched.append(next((branch for branch in branches if branch.context_ids in contexts), None))
+    return matched
 
 
 def _why_not(renderers: list[Renderer], messages: list[Message], positions: list[int]) -> str:
@@ -193,9 +193,9 @@ def _counts(answer: Any) -> Iterator[str]:
 
 def _foreign(messages: list[Message], t: int) -> list[str]:
     """Words that only other messages wrote; names of functions are everybody's."""
-    own = words_of(messages[t])
+    words_here = words_of(messages[t])
     words = [word for i, message in enumerate(messages) if i != t for word in words_of(message)]
-    return [word for word in words if word not in own and word not in ("zlookq", "zlistq")]
+    return [word for word in words if word not in words_here and word not in ("zlookq", "zlistq")]
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

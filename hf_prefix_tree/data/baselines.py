@@ -31,7 +31,7 @@ from hf_prefix_tree.data.rows import (
     rows_of_batch,
     whole_conversations,
 )
-from hf_prefix_tree.data.supervision import IGNORE_INDEX, SUPERVISION, read_sample
+from hf_prefix_tree.data.supervision import IGNORE_INDEX, read_sample
 from hf_prefix_tree.data.trees import REPORT, TREE_FEATURES, cached_map, tree_of_rows
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree
 
@@ -85,12 +85,7 @@ def read_samples(
     columns = columns_of(rows)
     if "input_ids" in columns or not columns:
         return rows if on_error == "raise" else _readable(rows)
-    kind = row_kind(columns)
-    if kind not in SAMPLE_KINDS:
-        raise ValueError(
-            f"`dataset` has the columns {sorted(columns)}, {kind} rows, which are no samples; pass conversations, "
-            f"`text`, or `input_ids` with one of {', '.join(SUPERVISION)}."
-        )
+    kind = row_kind(columns, (*SAMPLE_KINDS, "tokens"))
     if tokenizer is None:
         raise ValueError(f"`tokenizer` is None, but {kind} rows are text; pass the model's tokenizer.")
     is_list = not isinstance(rows, Dataset | IterableDataset)
@@ -372,7 +367,7 @@ def sequences_of_rows(
         at_best ([`RowOptions`], *optional*):
             The same with the chat template for training. `None` if TRL has none: all tokens are trained on.
     """
-    found: dict[str, list[tuple[list[int], int, int, int]]] = {}
+    by_way: dict[str, list[tuple[list[int], int, int, int]]] = {}
     for index, given in rows.items():
         branches = [branch for branch in given if branch.weights.any()]
         turns = [branch.input_ids for branch in branches]
@@ -396,7 +391,7 @@ def sequences_of_rows(
         ):
             kept = [ids[:limit] for ids in sequences]
             is_whole = name == "stock_defaults" or (name == "stock_best" and at_best is None)
-            found.setdefault(name, []).append(
+            by_way.setdefault(name, []).append(
                 (
                     list(map(len, kept)),
                     sum(map(len, kept)) if is_whole else supervised,
@@ -405,7 +400,7 @@ def sequences_of_rows(
                 )
             )
     ways = {}
-    for name, of_rows in found.items():
+    for name, of_rows in by_way.items():
         lengths, trained, truncated, missing = zip(*of_rows, strict=True)
         every = [length for row in lengths for length in row]
         ways[name] = Sequences.of(every, sum(trained), truncated=sum(truncated), missing=sum(missing))

@@ -1,45 +1,34 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""One conversation under one chat template: what each turn was sampled from, what the model wrote, and the branches.
+"""One conversation under one chat template: what each turn was sampled from, and what the model wrote.
 
-`per_turn`: the context of a turn is the rendering of the messages before it, with generation prompt, and its output is
+The context of a turn is the rendering of the messages before it, with generation prompt, and its output is
 what its own rendering has after that. Where the two renderings differ before the turn, its output is found in the
 rendering of a question and the turn, and must end its rendering in the conversation. The output must then have all
 that the message has, and a stop token ends it.
 
-`side_leaf` and `keep` make branches around one trunk, the conversation without reasoning: reasoning as side leaves, or
-put back where it was. The template renders the trunk itself, so it decides how an earlier turn looks. The i-th
-assistant turn begins at the i-th header, which is what a generation prompt adds, and ends with its turn-end token. Its
-reasoning is what its own rendering, after a question, has between header and visible output. An empty think block that
-the template writes on the trunk is context.
-
-Cost: two renderings per turn; on a trunk, two of a question and the turn.
+Cost: two renderings per turn, and two of a question and the turn where it has to be found.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
 from hf_prefix_tree.data.dialect import ASK, THOUGHT, USER, beside, lost_part
 from hf_prefix_tree.data.messages import Message, TurnError, split_reasoning
 from hf_prefix_tree.data.template import ChatTemplate
-from hf_prefix_tree.data.tokenization import common_prefix
-from hf_prefix_tree.tree.prefix_tree import Branch
 
 if TYPE_CHECKING:
-    from hf_prefix_tree.data.tokenization import Ids
+    from hf_prefix_tree.data.dialect import Ids
 
-# What a header is made of: tags, white space, words.
 _EMPTY_BLOCK = re.compile(r"\s*<think>\s*</think>")  # says that the model did not think
 _BLOCK = re.compile(r"think|thought", re.IGNORECASE)
+# What a header is made of: tags, white space, words.
 _ATOM = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\s+|[^\s<\[]+|.", re.DOTALL)
 
 
@@ -110,7 +99,7 @@ class Conversation:
         lost = lost_part(text, message)
         if lost is None:
             return True
-        if lost == "reasoning" and self.dialect.reasoning_form is None and not _EMPTY_BLOCK.match(text):
+        if lost == "reasoning" and not self.dialect.writes_reasoning(message) and not _EMPTY_BLOCK.match(text):
             return False
         reason = f"the chat template leaves out its {lost}; change or drop the row, or pass `chat_template_kwargs`"
         raise self.error(f"refused_{lost}", turn, reason)
@@ -151,10 +140,13 @@ class Conversation:
             elif empty_thinking_in_prompt:
                 switches.insert(0, {"enable_thinking": False})
         forms = [self.shown[turn]]
-        if self.dialect.reasoning_form is None and self.reasoning(turn):
+        if self.reasoning(turn) and not self.dialect.writes_reasoning(self.messages[turn]):
             forms.append(self.visible[turn])  # reasoning in the text that the template doesn't print as text
+        elif not self.reasoning(turn) and "</think>" in str(self.shown[turn]["content"]):
+            # Or the template would take the text before it for reasoning, as it does in the history.
+            forms.insert(0, {**self.shown[turn], "reasoning_content": ""})
         failure: TurnError | None = None
-        found: tuple[bool, str, str, dict[str, bool], Message] | None = None
+        best: tuple[bool, str, str, dict[str, bool], Message] | None = None
         for switch, message in product(switches, forms):
             if switch and not self._keeps(switch["enable_thinking"]):
                 continue
@@ -165,14 +157,15 @@ class Conversation:
             except TurnError as error:
                 failure = failure or error
                 continue
-            if found is None or reasons or found[3] == switch:
-                found = reasons, prompt, output, switch, message
+            if best is None or reasons or best[3] == switch:
+                best = reasons, prompt, output, switch, message
             if reasons:
                 break
-        if found is None:
+        if best is None:
             assert failure is not None
             raise failure
-        reasons, prompt, output, switch, self.shown[turn] = found
+        reasons, prompt, output, switch, message = best
+        self.shown[turn] = {key: value for key, value in message.items() if (key, value) != ("reasoning_content", "")}
         self.counts["unrendered_reasoning"] += not reasons
         if turn == self.turns[-1]:
             self.count_left_out(prompt, self.shown[:turn], add_generation_prompt=True, **switch)
@@ -181,12 +174,10 @@ class Conversation:
     def _after(self, prompt: str, text: str, turn: int, message: Message, switch: dict[str, bool]) -> str:
         """What the model must emit after the prompt, if `text` renders the turn."""
         output = text[len(prompt) :] if text.startswith(prompt) else ""
-        # After another assistant message, the output may begin with a header that the prompt lacks.
-        follows = turn > 0 and self.messages[turn - 1]["role"] == "assistant"
-        if not (prompt and output) or follows or output.startswith(self._header(switch)):
+        if not (prompt and output) or self._leads(output, self._header(switch), turn):
             output = self._cut(prompt, text, turn, message, switch)
         thought, opens = self.reasoning(turn), prompt.rstrip().endswith("<think>")
-        if self.dialect.reasoning_form is not None or not (thought or opens):
+        if self.dialect.writes_reasoning(message) or not (thought or opens):
             return output
         # The template never writes reasoning: it is part of the text, or its prompt opens a block of it.
         if thought and thought in beside(output, self.messages[turn]):
@@ -216,235 +207,61 @@ class Conversation:
         if key not in self._headers:
             ask = self.dialect.adapt(ASK)
             before, prompt = self.text([ask], **switch), self.prompt([ask], **switch)
-            self._headers[key] = prompt.removeprefix(before) or USER
+            self._headers[key] = prompt.rpartition(USER)[2].removeprefix(before.rpartition(USER)[2]) or USER
         return self._headers[key]
+
+    def _leads(self, output: str, header: str, turn: int) -> bool:
+        """Whether the output has a part of the header, other than a think block, before anything of the message."""
+        message = self.messages[turn]
+        calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
+        first = next(filter(None, (self.reasoning(turn), str(self.visible[turn]["content"]), *calls)), "")
+        lead = output.partition(first.strip() or output)[0]
+        return any(atom in lead for atom in _ATOM.findall(header) if atom.strip() and not _BLOCK.search(atom))
 
     def _cut(self, prompt: str, text: str, turn: int, message: Message, switch: dict[str, bool]) -> str:
         """The output of a turn whose rendering, `text`, doesn't continue its prompt."""
         ask = self.dialect.adapt(ASK)
         asked, answered = self.prompt([ask], **switch), self.text([ask, message], **switch)
-        at = len(asked) if answered.startswith(asked) else _shared_atoms(asked, answered)
-        extra, own = asked[at:], answered[at:]  # what the prompt has after the header, and the turn has
-        if not (prompt and own) or not text.endswith(own) or not prompt.endswith(extra):
+        extra, rest = _after_header(asked, answered)
+        start, history = prompt[: len(prompt) - len(extra)], [ask]
+        if not text.endswith(rest) and prompt.endswith(self._header(switch)) and text.startswith(start):
+            rest, asked, history = text[len(start) :], prompt, self.shown[:turn]  # the template counts its calls
+        if not (prompt and rest) or not text.endswith(rest) or not prompt.endswith(extra):
             raise self.error("refused_starts", turn, "its rendering doesn't continue its generation prompt")
-        headers = prompt[: len(prompt) - len(extra)].rstrip(), text[: len(text) - len(own)].rstrip()
-        if headers[0][-4:] != headers[1][-4:] and text not in (prompt + own, prompt + self._header(switch) + own):
+        headers = [
+            _ATOM.findall(side[: len(side) - len(tail)].rstrip()[-60:])[-1:]
+            for side, tail in ((prompt, extra), (text, rest))
+        ]
+        # Where a tool's result stands in the turn, its rendering may have a second header.
+        is_new = self.messages[turn - 1]["role"] == "assistant"
+        same = [prompt + rest] if is_new else [prompt + rest, prompt + self._header(switch) + rest]
+        if headers[0] != headers[1] and text not in same:
             raise self.error("refused_starts", turn, "its rendering and its generation prompt have different headers")
         if not extra:
-            return own
-        if (thought := self.reasoning(turn).strip()) and thought in beside(own, self.messages[turn]):  # trimmed
-            if "<" in extra or not own.lstrip().startswith(thought):  # which the turn opens or closes again
+            return rest
+        if (thought := self.reasoning(turn).strip()) and thought in beside(rest, self.messages[turn]):  # trimmed
+            if "<" in extra or not rest.lstrip().startswith(thought):  # which the turn opens or closes again
                 reason = "its generation prompt turns reasoning off; pass `chat_template_kwargs` that turn it on"
                 raise self.error("refused_starts", turn, reason)
-            return own
+            return rest
         if self.dialect.reasoning_form is not None:
             # The prompt opens a block of reasoning: what closes it is what reasoning would have after it.
             thoughtful = self.dialect.adapt({**split_reasoning(self.messages[turn])[1], "reasoning_content": THOUGHT})
-            thinking = self.text([ask, thoughtful], **switch)
-            starts = len(asked) if thinking.startswith(asked) else _shared_atoms(asked, thinking)
-            if thinking[starts:].lstrip().startswith(THOUGHT) and (starts == len(asked) or "<" not in extra):
-                return thinking[starts:].replace(THOUGHT, "", 1)
-        if not _BLOCK.search(extra):
+            thinking = self.text([*history, thoughtful], **switch)
+            missing, thinking = _after_header(asked, thinking)
+            if thinking.lstrip().startswith(THOUGHT) and not (missing and "<" in extra):
+                return thinking.replace(THOUGHT, "", 1)
+        if not _BLOCK.search(extra) or self._leads(rest, extra, turn):
             raise self.error("refused_starts", turn, "its header is not that of its generation prompt")
-        twice = next(n for n in range(min(len(extra), len(own)), -1, -1) if extra.endswith(own[:n]))
-        return own[twice:]
+        twice = next(n for n in range(min(len(extra), len(rest)), -1, -1) if extra.endswith(rest[:n]))
+        return rest[twice:]
 
 
-def _shared_atoms(first: str, second: str) -> int:
-    """Length of what two renderings of the same question share, up to the last whole atom after the question."""
-    at = first.rfind(USER) + len(USER)
-    pairs = zip(_ATOM.findall(first[at:]), _ATOM.findall(second[at:]), strict=False)
-    return at + sum(len(one) for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def branch_of(ids: Ids, spans: Iterable[tuple[int, int]]) -> Branch:
-    """The branch that supervises the tokens of the spans."""
-    weights = np.zeros(len(ids))
-    for start, end in spans:
-        weights[start:end] = 1.0
-    return Branch(ids, weights)
-
-
-def per_turn(conversation: Conversation, empty_thinking_in_prompt: bool) -> list[Branch]:
-    """The branches of `reasoning="per_turn"`. See `conversation_branches`."""
-    segments = conversation.template.segments
-    outputs = [conversation.output(turn, empty_thinking_in_prompt) for turn in conversation.turns]
-    encoded = segments.encode([text for prompt, output in outputs for text in (prompt, prompt + output)])
-    branches = []
-    for turn, (_, output), prompt, ids in zip(conversation.turns, outputs, encoded[::2], encoded[1::2], strict=True):
-        start = len(prompt)
-        if not np.array_equal(ids[:start], prompt):  # a token reaches over the seam: the model has not sampled it
-            ids = np.concatenate([prompt, segments.encode_alone(output)])
-        ids, end = conversation.ended(ids, start, turn)
-        branches.append(branch_of(ids, [(start, end)]))
-    return branches
-
-
-def side_leaf(conversation: Conversation) -> list[Branch]:
-    """The branches of `reasoning="side_leaf"`: a leaf per turn that reasons, in order, then the trunk."""
-    # A user message after it makes the last turn look like an earlier one.
-    trunk = _Trunk(conversation, [{"role": "user", "content": "."}])
-    branches: list[Branch] = []
-    spans: list[tuple[int, int]] = []
-    for turn in trunk.turns:
-        if turn.full is not None:
-            leaf = turn.full[: trunk.reasoning_end(turn, turn.full)]
-            ids = np.concatenate([trunk.ids[: turn.begin], leaf])
-            branches.append(branch_of(ids, [*spans, (turn.begin + turn.prompt_length, len(ids))]))
-        spans.append((turn.start, turn.end))
-    return [*branches, branch_of(trunk.ids[: spans[-1][1]], spans)]
-
-
-def keep(conversation: Conversation) -> list[Branch]:
-    """The branch of `reasoning="keep"`: the visible conversation, with every turn that reasons put back in full."""
-    trunk = _Trunk(conversation, [])
-    pieces: list[Ids] = []
-    spans: list[tuple[int, int]] = []
-    read, shift = 0, 0  # how much of the trunk was used, and how far the branch is ahead of it
-    for turn in trunk.turns:
-        if turn.full is None:
-            spans.append((turn.start + shift, turn.end + shift))
-            continue
-        full, full_end = conversation.ended(turn.full, turn.prompt_length, turn.index)
-        pieces += [trunk.ids[read : turn.begin], full[:full_end]]
-        begin = turn.begin + shift
-        spans.append((begin + turn.prompt_length, begin + full_end))
-        read, shift = turn.end, begin + full_end - turn.end
-    return [branch_of(np.concatenate([*pieces, trunk.ids[read:]]), spans)]
-
-
-@dataclass
-class _Turn:
-    """Where a turn is on the trunk, and, if it reasons, how the template renders it."""
-
-    index: int
-    begin: int  # of its header
-    start: int  # of its visible output, after the header and an empty think block
-    end: int
-    full: Ids | None  # header, reasoning, visible output
-    prompt_length: int  # how much of `full` is the generation prompt
-
-
-class _Trunk:
-    """
-    The visible conversation up to its last turn, rendered with `following` after it, and where its turns are.
-
-    Raises:
-        `ValueError`: If a turn can't be found.
-    """
-
-    def __init__(self, conversation: Conversation, following: list[Message]) -> None:
-        self._segments, self._conversation = conversation.template.segments, conversation
-        visible, last = conversation.visible, conversation.turns[-1]
-        quiet = {"enable_thinking": False} if conversation.template.takes_enable_thinking else {}
-        ask, following = conversation.dialect.adapt(ASK), list(map(conversation.dialect.adapt, following))
-        whole = [*visible[: last + 1], *following]
-        texts = [conversation.text(whole)]
-        conversation.count_left_out(texts[0], whole)
-        for variables in ({}, quiet):
-            texts += [conversation.text(visible[:last], **variables), conversation.prompt(visible[:last], **variables)]
-        reasons = []
-        for t in conversation.turns:
-            message, full = conversation.messages[t], ""
-            shown = conversation.text([ask, visible[t]])
-            conversation.check_whole(shown.rpartition(USER)[2], t, split_reasoning(message)[1])
-            if conversation.reasoning(t):
-                full = conversation.text([ask, conversation.shown[t]])
-                if not conversation.check_whole(full.rpartition(USER)[2], t, message):
-                    conversation.counts["unrendered_reasoning"] += 1
-                    full = ""
-            reasons.append(bool(full))
-            texts += [shown, full] if full else [shown]
-        self.ids, before, prompt, quiet_before, quiet_prompt, *encoded = self._segments.encode(texts)
-        # The tokens that a generation prompt adds, as it is and with thinking turned off.
-        self._header = prompt[common_prefix(before, prompt) :]
-        self._quiet_header = quiet_prompt[common_prefix(quiet_before, quiet_prompt) :]
-
-        assistants = [t for t in range(last + 1) if visible[t]["role"] == "assistant"]
-        self._mark, begins = self._find_mark(len(assistants))
-        begins = [*begins, len(self.ids)]
-        self.turns: list[_Turn] = []
-        for t, reason in zip(conversation.turns, reasons, strict=True):
-            order = assistants.index(t)
-            alone = self._from_header(encoded.pop(0))
-            full_ids = self._from_header(encoded.pop(0)) if reason else None
-            begin = begins[order]
-            start = begin + self._skip(self.ids[begin : begins[order + 1]])
-            if t == last and not following:
-                self.ids, end = conversation.ended(self.ids, start, t)
-            else:
-                end = start + self._output_length(t, alone, self.ids[start : begins[order + 1]])
-            prompt_length = self._skip(alone) if full_ids is None else common_prefix(full_ids, self._header)
-            if prompt_length not in ([len(self._header)] if reason else [len(self._header), len(self._quiet_header)]):
-                raise _no_trunk(f"`messages[{t}]` doesn't continue its generation prompt")
-            self.turns.append(_Turn(t, begin, start, end, full_ids, prompt_length))
-
-    def reasoning_end(self, turn: _Turn, full: Ids) -> int:
-        """Where the reasoning ends in `full`: before the visible output and the white space in front of that."""
-        special_ids, is_blank = self._segments.special_ids, self._segments.is_blank
-        output, shown = (
-            ids[:-1] if len(ids) and int(ids[-1]) in special_ids else ids
-            for ids in (self._ended(full, turn.prompt_length, turn.index), self.ids[turn.start : turn.end])
-        )
-        shared = common_prefix(output[::-1], shown[::-1])
-        if not all(is_blank(int(i)) for i in shown[: len(shown) - shared]):
-            raise _no_trunk(f"the visible output of `messages[{turn.index}]` is another one after its reasoning")
-        end = len(output) - shared
-        while end > turn.prompt_length and is_blank(int(full[end - 1])):
-            end -= 1
-        return end
-
-    def _find_mark(self, count: int) -> tuple[Ids, list[int]]:
-        """The shortest start of the header that the trunk has once for every assistant message, and where."""
-        for length in range(1, len(self._header) + 1):
-            positions = _positions(self._header[:length], self.ids)
-            if len(positions) == count:
-                return self._header[:length], positions.tolist()
-        raise _no_trunk("some of its assistant turns don't begin as a generation prompt ends")
-
-    def _from_header(self, ids: Ids) -> Ids:
-        """The rendering of a question and a turn, from the turn's header on."""
-        positions = _positions(self._mark, ids)
-        if not len(positions):
-            raise _no_trunk("some of its assistant turns have no header when they come last")
-        return ids[positions[0] :]
-
-    def _ended(self, ids: Ids, start: int, turn: int) -> Ids:
-        ids, end = self._conversation.ended(ids, start, turn)
-        return ids[:end]
-
-    def _skip(self, ids: Ids) -> int:
-        """Length of the header, and of an empty think block after it, at the start of `ids`."""
-        quiet = len(self._quiet_header)
-        return quiet if common_prefix(ids, self._quiet_header) == quiet else common_prefix(ids, self._header)
-
-    def _output_length(self, turn: int, alone: Ids, output: Ids) -> int:
-        """Length of a turn's visible output at the start of `output`, found by its rendering `alone`."""
-        skipped = self._skip(alone)
-        shown = self._ended(alone, skipped, turn)[skipped:]
-        if len(shown) and int(shown[-1]) in self._segments.special_ids:
-            # It has as many special tokens as its own rendering; the last may be the next header, of any role.
-            special, past = list(self._segments.special_ids), self._conversation.dialect.past_turn_end_id
-            (at,) = np.isin(output, special).nonzero()
-            count = int(np.isin(shown, special).sum())
-            if len(at) >= count and int(output[at[count - 1]]) in (int(shown[-1]), past):
-                return int(at[count - 1]) + 1
-        elif np.array_equal(output[: len(shown)], shown):
-            return len(shown)
-        raise _no_trunk(f"the visible output of `messages[{turn}]` is another one when messages follow it")
-
-
-def _positions(pattern: Ids, ids: Ids) -> npt.NDArray[np.intp]:
-    """Where the pattern occurs."""
-    windows = len(ids) - len(pattern) + 1
-    if windows <= 0:
-        return np.empty(0, dtype=np.intp)
-    return np.logical_and.reduce([ids[i : i + windows] == token for i, token in enumerate(pattern)]).nonzero()[0]
-
-
-def _no_trunk(reason: str) -> TurnError:
-    return TurnError(
-        "refused_trunks",
-        f"`messages` don't fit on a trunk of visible content with this chat template: {reason}; pass "
-        "`reasoning='per_turn'`.",
-    )
+def _after_header(asked: str, answered: str) -> tuple[str, str]:
+    """What the prompt and the answer to the same question have after their header, which ends with a whole atom."""
+    if answered.startswith(asked):
+        return "", answered[len(asked) :]
+    tails = [text.rpartition(USER)[2] for text in (asked, answered)]
+    pairs = zip(*map(_ATOM.findall, tails), strict=False)
+    shared = sum(len(one) for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return tails[0][shared:], tails[1][shared:]

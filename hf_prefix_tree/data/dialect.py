@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hf_prefix_tree.data.messages import REASONING_KEYS, Message, TurnError, split_reasoning
-from hf_prefix_tree.data.tokenization import SegmentTokenizer, common_prefix
 
 if TYPE_CHECKING:
-    from hf_prefix_tree.data.tokenization import Ids
+    from hf_prefix_tree.data.template import SegmentTokenizer
+
+    Ids = npt.NDArray[np.int64]
 
 # What a probe says, asks, thinks and calls: words that no template has.
 USER, TEXT, THOUGHT, _NAME, _KEY, _VALUE = (
@@ -57,6 +59,10 @@ class Dialect:
         self._parts = False
         self._parts = self._wants_parts()
         self.reasoning_form = self._find_reasoning_form()
+        # Some templates write the reasoning before calls alone, or an empty think block of their own.
+        thoughtful = self._formed(_call_message(_ARGUMENTS) | dict.fromkeys(REASONING_KEYS, THOUGHT))
+        self._reasons_in_calls = THOUGHT in self._try(thoughtful, tools=True)
+        self._writes_block = "</think>" in self._try(self._formed({"role": "assistant", "content": TEXT}))
         self._arguments, self._without_content = self._find_call_form()
         self.turn_end_id, self.past_turn_end_id, self._closing, self._trailer = self._find_end(eos)
         self._call_end_id, self._call_closing = self._find_call_end()
@@ -69,12 +75,12 @@ class Dialect:
         """
         if message["role"] != "assistant":
             return self._formed(message)
-        if self.reasoning_form is not None:
-            reasoning, visible = split_reasoning(message)
-            if reasoning:
-                message = visible | dict.fromkeys(REASONING_KEYS, reasoning)
-            elif visible["content"] != message["content"]:  # an empty block
-                message = visible
+        reasoning, visible = split_reasoning(message)
+        writes = self.writes_reasoning(message)
+        if reasoning and writes:
+            message = visible | dict.fromkeys(REASONING_KEYS, reasoning)
+        elif not reasoning and (writes or self._writes_block):  # without an empty block
+            message = visible
         if "tool_calls" in message:
             message = {**message, "tool_calls": [self._with_arguments(call) for call in message["tool_calls"]]}
             if message["content"] == "" and self._without_content:
@@ -85,6 +91,10 @@ class Dialect:
             text = [{"type": "text", "text": message["content"]}] if message["content"] else []
             return {**message, "content": [thought, *text]}
         return self._formed(message)
+
+    def writes_reasoning(self, message: Message) -> bool:
+        """Whether the template writes the reasoning of such a message, if there is any."""
+        return self.reasoning_form is not None or (self._reasons_in_calls and "tool_calls" in message)
 
     def end_turn(self, ids: Ids, start: int, calls: bool, stop_ids: frozenset[int] | None) -> tuple[Ids, int]:
         """
@@ -185,7 +195,7 @@ class Dialect:
         shared = self._first_run(last_ids[: common_prefix(last_ids, followed_ids)])
         past = next(iter(self._special(followed_ids)), None)
         written, nothing = self._special(last_ids), last_ids[:0]
-        self._writes_end = bool(last) or TEXT not in texts[0]
+        self._writes_end = bool(last.strip(" ")) or TEXT not in texts[0]
         if written:
             end = eos if eos in shared else shared[-1] if shared else written[0]
             trailer = last_ids[last_ids.tolist().index(end) + 1 :]
@@ -267,7 +277,13 @@ def lost_part(text: str, message: Message) -> str | None:
         if isinstance(value, list):
             return all(map(has_value, value))
         if isinstance(value, str):
-            forms = [value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1]]
+            forms = [
+                value,
+                value.replace("\n", "\\n"),
+                json.dumps(value)[1:-1],
+                json.dumps(value, ensure_ascii=False)[1:-1],
+                repr(value)[1:-1],
+            ]
             return any(map(has, forms))
         return has(json.dumps(value)) or has(str(value))
 
@@ -308,3 +324,11 @@ def _squeezed(text: str) -> str:
 def _call_message(arguments: Any) -> Message:
     call = {"type": "function", "id": "call00000", "function": {"name": _NAME, "arguments": arguments}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def common_prefix(first: Ids, second: Ids) -> int:
+    """Number of tokens that two texts share at their start."""
+    length = min(len(first), len(second))
+    differs = first[:length] != second[:length]
+    at = int(differs.argmax()) if length else 0
+    return at if length and differs[at] else length

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 from datasets import Dataset
 
-from hf_prefix_tree.data.messages import REASONING_KEYS, Message
+from hf_prefix_tree.data.messages import Message, normalize_messages, split_reasoning, split_thought
 from hf_prefix_tree.tree.prefix_tree import Branch
 
 if TYPE_CHECKING:
@@ -202,12 +202,13 @@ def switched_off(
 
 
 def _reasoning_length(ids: Any, turn: Mapping[str, Any], switches: tuple[bool, bool], options: RowOptions) -> int:
-    """Tokens of a turn up to the `reasoning_end` of its reasoning, in raw text the last one; 0 if there is none."""
+    """Tokens of a turn up to the `reasoning_end` of its reasoning; 0 if there is none."""
     assert options.tokenizer is not None
     decode, mark = options.tokenizer.decode, options.reasoning_end
-    reasoning = next((str(turn[key]) for key in REASONING_KEYS if turn.get(key)), "")
-    if ends := decode(ids).count(mark):
-        ends = min(ends, reasoning.count(mark) + 1) if reasoning else ends  # the answer may have some, too
+    reasoning, visible = split_reasoning(normalize_messages([turn])[0])
+    if ends := decode(ids).count(mark):  # those of the answer are not of an end of reasoning
+        said = str(visible["content"]) + str(visible.get("tool_calls", ""))
+        ends = min(ends, reasoning.count(mark) + 1) if reasoning else max(ends - said.count(mark), 0)
         return bisect_left(range(len(ids)), ends, key=lambda length: decode(ids[:length]).count(mark))
     if any(switches) and reasoning:
         raise ValueError(
@@ -268,11 +269,11 @@ def _sharegpt_role(role: Any, content: Any, where: str) -> str:
 
 def _calls_of_role(content: Any, where: str) -> tuple[str, list[Message]]:
     """The reasoning before a call that is a message of its own, and the calls."""
-    thought = closed = ""
+    thought = ""
     if isinstance(content, str):
-        thought, closed, content = content.rpartition("</think>")
+        thought, content = ("", content) if content.lstrip().startswith(("{", "[")) else split_thought(content)
         content = _parsed(content, f"{where}.content", " in the format with calls as roles")
-    return thought + closed, [
+    return thought, [
         _call(call, where, "the format with calls as roles") for call in (content if _is_list(content) else [content])
     ]
 
@@ -286,7 +287,7 @@ def _call(call: Any, where: str, name_of_format: str) -> Message:
 
 def _of_hermes(message: Mapping[str, Any], where: str, counts: Counter[str]) -> Mapping[str, Any]:
     """An assistant message with its `<tool_call>` text, after the reasoning, as calls."""
-    thought, closed, said = message["content"].rpartition("</think>")
+    thought, said = split_thought(message["content"])
     text, *parts = _HERMES_CALL.split(said)  # text, call, text, call, text
     if re.search(r"<tool_call>\s*\{", text) or any(part.strip() for part in parts[1::2]):
         raise ValueError(
@@ -297,7 +298,7 @@ def _of_hermes(message: Mapping[str, Any], where: str, counts: Counter[str]) -> 
         return message
     counts["hermes"] = 1
     calls = [_call(_hermes_object(part, where), where, "the Hermes format") for part in parts[::2]]
-    return {**message, "content": thought + closed + text.rstrip(), "tool_calls": calls}
+    return {**message, "content": thought + text.rstrip(), "tool_calls": calls}
 
 
 def _hermes_object(text: str, where: str) -> Any:
@@ -358,8 +359,8 @@ def _of_blocks(message: Mapping[str, Any], where: str) -> Iterator[Message]:
             texts = []
         content = block.get("content") or ""
         if _is_list(content):
-            if other := [_type(part) for part in content if _type(part) != "text"]:
-                raise ValueError(f"`{where}` has a tool_result with {other[0]!r} in the Anthropic format; pass text.")
+            if kinds := [_type(part) for part in content if _type(part) != "text"]:
+                raise ValueError(f"`{where}` has a tool_result with {kinds[0]!r} in the Anthropic format; pass text.")
             content = _text_of(content)
         result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
         yield {**result, "is_error": True} if block.get("is_error") else result

@@ -7,6 +7,7 @@ Cost: linear in the messages.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ Tools = Sequence[Mapping[str, Any] | str | Callable[..., Any]] | str
 # Names that data uses for a message's reasoning. Templates read the first; gpt-oss reads the second.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
-
+_BEFORE_WORD, _AFTER_WORD = " \t`'\"*([{<\u201c\u2018\u00ab", "`'\"*)]}\u201d\u2019\u00bb"  # of a quoted tag
 MAX_DEPTH = 100  # levels of a message; Python recurses over them
 
 
@@ -79,8 +80,9 @@ def split_reasoning(message: Message) -> tuple[str, Message]:
     """
     The reasoning of a normalized message, `""` if there is none, and the message without it.
 
-    Reasoning is `reasoning_content`, or what stands in `content` up to `</think>`. The line breaks that set the
-    content apart from it go with it. Content that begins with a `<think>` which is never closed is all reasoning.
+    Reasoning is `reasoning_content` as it is, or what stands in `content` up to `</think>` (see [`split_thought`]),
+    without the line breaks around the tags. Content that begins with a `<think>` which is never closed is all
+    reasoning.
     """
     if (unclosed := unclosed_reasoning(message)) is not None:
         return unclosed, {**message, "content": ""}
@@ -88,14 +90,37 @@ def split_reasoning(message: Message) -> tuple[str, Message]:
     reasoning, content = message.get("reasoning_content", ""), message["content"]
     if message["role"] != "assistant" or not isinstance(content, str):
         return reasoning, visible
-    if not reasoning and "</think>" in content:
-        thought, _, after = content.rpartition("</think>")
-        before, opened, inner = thought.partition("<think>")
-        if not opened or not before.strip():
-            reasoning, visible["content"] = inner if opened else thought, after.lstrip("\n")
-    elif reasoning:
-        visible["content"] = content.lstrip("\n")
-    return reasoning.strip("\n") if reasoning.strip() else "", visible
+    if not reasoning:
+        thought, content = split_thought(content)
+        reasoning = thought.lstrip().removeprefix("<think>").removesuffix("</think>").strip("\n")
+        visible["content"] = content.lstrip("\n") if thought else content
+    return reasoning if reasoning.strip() else "", visible
+
+
+def split_thought(content: str) -> tuple[str, str]:
+    """
+    The reasoning at the start of an assistant's text, tags included, and the rest; `("", content)` if there is none.
+
+    It ends with `</think>`, and begins with `<think>` unless that was in the prompt. A `</think>` between spaces, in
+    quotes, brackets or a block of code is a word of the text: one that ends reasoning follows the last word directly,
+    or begins a line and stands alone there or directly before the answer, or begins the text.
+    """
+    opened = content.lstrip().startswith("<think>")
+    for match in re.finditer("</think>", content):
+        before, after = content[: match.start()], content[match.end() :]
+        if not opened and "<think>" in before:
+            break
+        left, right = before.rpartition("\n")[2], after.partition("\n")[0]
+        if left.strip():
+            ends = left[-1] not in _BEFORE_WORD and (not right or right[0] not in _AFTER_WORD)
+        else:
+            ends = not right.strip() or right[0] not in _AFTER_WORD + " \t" or not before.strip()
+        if ends and before.count("```") % 2 == 0:
+            return content[: match.end()], after
+    if opened:
+        thought, closed, after = content.partition("</think>")
+        return thought + closed, after if closed else content
+    return "", content
 
 
 def unclosed_reasoning(message: Message) -> str | None:

@@ -49,6 +49,10 @@ class Plan:
     max_examples: int | None = None
     num_proc: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.num_proc is not None:
+            check_integer(self.num_proc, "num_proc", 1)
+
 
 def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
     """The trees of a dataset, or the rows that they are packed in. Counts are added to the report."""

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_prefix_tree.data.counts import code_state
+from hf_prefix_tree.data.dialect import common_prefix
 from hf_prefix_tree.data.formats import (
     FORMATS,
     TOOL_COLUMNS,
@@ -33,7 +34,6 @@ from hf_prefix_tree.data.messages import check_text, normalize_messages, normali
 from hf_prefix_tree.data.nodes import as_branch, rollout_branches, search_tree_branches, text_tree_branches
 from hf_prefix_tree.data.supervision import read_sample
 from hf_prefix_tree.data.template import chat_template_of
-from hf_prefix_tree.data.tokenization import common_prefix
 from hf_prefix_tree.data.turns import conversation_branches
 from hf_prefix_tree.tree.folding import integer_array
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree
@@ -95,27 +95,30 @@ def rows_of_batch(batch: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]
         yield dict(zip(batch, values, strict=True))
 
 
-def row_kind(columns: Iterable[str]) -> str:
+def row_kind(columns: Iterable[str], allowed: Sequence[str] = ()) -> str:
     """
     The kind of rows with these columns: a key of `ROW_KINDS`, `"tree"` or `"packed"`.
 
     Raises:
-        `ValueError`: If they fit no kind, or several.
+        `ValueError`: If they fit no kind, or several, or none of those that are `allowed`, if any are given.
     """
     present = set(columns)
     if present.issuperset(_TREE_COLUMNS):
-        return "tree"
-    if present.issuperset(PACKED_COLUMNS):
-        return "packed"
-    kinds = [name for name, kind in ROW_KINDS.items() if present.issuperset(kind.columns)]
+        kinds = ["tree"]
+    elif present.issuperset(PACKED_COLUMNS):
+        kinds = ["packed"]
+    else:
+        kinds = [name for name, kind in ROW_KINDS.items() if present.issuperset(kind.columns)]
     if len(kinds) > 1 and "text" in kinds:  # often a rendering of the other columns
         kinds.remove("text")
-    if len(kinds) == 1:
+    if len(kinds) == 1 and (not allowed or kinds[0] in allowed):
         return kinds[0]
-    known = "; ".join(" + ".join(f"`{name}`" for name in kind.columns) for kind in ROW_KINDS.values())
+    known = "; ".join(" + ".join(f"`{name}`" for name in ROW_KINDS[kind].columns) for kind in allowed or ROW_KINDS)
     given = f"`dataset` has the columns {', '.join(sorted(present)) or 'none at all'}"
     if not kinds:
         raise ValueError(f"{given}, which are no known kind of rows; rename them to one of: {known}; or pass trees.")
+    if len(kinds) == 1:
+        raise ValueError(f"{given}, {kinds[0]} rows, which are not read here; pass one of: {known}.")
     raise ValueError(f"{given}, which fit {' and '.join(kinds)} rows; remove those that are not to be read ({known}).")
 
 

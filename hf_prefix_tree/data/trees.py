@@ -173,7 +173,7 @@ def drop_oversized(
     """
     if max_packed_tokens is None or counts["tree_tokens"] <= max_packed_tokens:
         return
-    problem = _overflow(counts, max_packed_tokens, overflow)
+    problem = overflow_problem(counts, max_packed_tokens, overflow)
     if problem and on_error == "raise":
         raise ValueError(f"row {last}: {problem}")
     if problem:
@@ -191,7 +191,7 @@ def drop_oversized_trees(counts: dict[str, Any], last: Callable[[int], int], **l
             counts[name][index] = value
 
 
-def _overflow(counts: Mapping[str, Any], max_packed_tokens: int, overflow: str) -> str:
+def overflow_problem(counts: Mapping[str, Any], max_packed_tokens: int, overflow: str) -> str:
     """Why a tree that is larger than a row can't be prepared; empty if it can be split or dropped."""
     if overflow == "raise":
         return (
@@ -201,7 +201,7 @@ def _overflow(counts: Mapping[str, Any], max_packed_tokens: int, overflow: str) 
     longest = counts["longest_path"]
     if overflow == "split" and longest > max_packed_tokens:
         return (
-            f"its tree has a branch of {longest} tokens, which can't be split, `max_packed_tokens` is "
+            f"a branch has {longest} tokens, which can't be split, `max_packed_tokens` is "
             f"{max_packed_tokens}; raise it, or cap the branches with `max_length`."
         )
     return ""

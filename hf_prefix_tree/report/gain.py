@@ -26,6 +26,7 @@ from hf_prefix_tree.data.messages import Tools, plain_data
 from hf_prefix_tree.data.prepare import check_preparation, prepare_trees
 from hf_prefix_tree.data.rows import MESSAGE_KINDS, RowOptions, row_kind
 from hf_prefix_tree.data.selection import find_group_column
+from hf_prefix_tree.data.trees import overflow_problem
 from hf_prefix_tree.modeling.attention.masks.causal import mean_keys_seen
 from hf_prefix_tree.modeling.flops import model_costs
 from hf_prefix_tree.tree.packing import split_tree
@@ -104,6 +105,7 @@ def load_rows(data: str | Path, split: str = "train", config: str | None = None)
     is_file = path.is_file()
     suffix = path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix
     builder = _BUILDERS.get(suffix, "json")
+    is_json = is_file and builder == "json" and suffix == path.suffix
     if not is_file and not path.is_dir() and (path.suffix or path.is_absolute() or str(data).count("/") > 1):
         raise ValueError(f"{data} is no file or folder; pass one, or the name of a data set on the Hub.")
     if is_file and not path.stat().st_size:
@@ -115,11 +117,16 @@ def load_rows(data: str | Path, split: str = "train", config: str | None = None)
         else:
             rows = load_dataset(str(data), config, split=split)
     except Exception as error:  # a builder, a codec or the Hub: each has errors of its own
-        reason = _broken_json(path) if is_file and builder == "json" and suffix == path.suffix else ""
+        reason = _broken_json(path) if is_json else ""
         causes = f"{error}; {error.__cause__}" if error.__cause__ else f"{type(error).__name__}: {error}"
         raise ValueError(f"{data}{reason or f' could not be read: {causes}'}") from error
     if not len(rows):
         raise ValueError(f"{data} has no rows; pass at least one.")
+    if is_json:
+        with path.open("rb") as file:
+            is_one_line = bool(file.readline()) and not file.readline()
+        if is_one_line and (reason := _broken_json(path)):  # `datasets` reads such a line in another way
+            raise ValueError(f"{data}{reason}")
     return rows
 
 
@@ -128,7 +135,8 @@ def _broken_json(path: Path) -> str:
     content = path.read_bytes()
     if not content.strip():
         return " has no rows; pass a file with at least one."
-    is_array = content.lstrip().startswith(b"[") and not content.lstrip().partition(b"\n")[0].rstrip().endswith(b"]")
+    first, _, rest = content.strip().partition(b"\n")
+    is_array = first.startswith(b"[") and not (rest and first.rstrip().endswith(b"]"))
     for number, line in enumerate([content] if is_array else content.splitlines(), 1):
         where = "" if is_array else f" line {number}:"
         try:
@@ -226,11 +234,8 @@ def fold_rows(
         ways = sequences_of_rows(branches, dataset, reading, at_best)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    if max_packed_tokens is not None and counts["longest_path"] > max_packed_tokens:
-        raise ValueError(
-            f"{name}: `max_packed_tokens` is {max_packed_tokens}, but a branch has {counts['longest_path']} tokens "
-            "and can't be split; raise it, or cap branches with `max_length`."
-        )
+    if max_packed_tokens is not None and (problem := overflow_problem(counts, max_packed_tokens, "split")):
+        raise ValueError(f"{name}: {problem}")
     missing = 0 if reasoning == as_served else None
     cut = {"truncated": counts["truncated"], "missing": missing}
     ways["tree"] = sequences_of_trees(list(trees.values()), max_packed_tokens, **cut)

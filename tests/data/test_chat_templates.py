@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
-from hf_prefix_tree.data.messages import TurnError
+from hf_prefix_tree.data.messages import TurnError, split_reasoning
 from hf_prefix_tree.data.turns import conversation_branches
 from tests.support.branch_parts import supervised_parts
 
@@ -37,6 +37,7 @@ PLAIN_CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+NO_SECOND_HEADER = PLAIN_CHATML.replace("prompt %}", "prompt and messages[-1].role != 'assistant' %}")
 TALK = [user("u1"), said("a1"), user("u2"), said("a2")]
 R1, R2 = ({"reasoning_content": text, "thinking": text} for text in ("r1", "r2"))  # gpt-oss reads the second
 THOUGHT = [user("u1"), said("a1", **R1), user("u2"), said("a2", **R2)]
@@ -299,6 +300,48 @@ def test_raw_output_after_a_think_in_the_prompt(tiny_tokenizer, name):
         assert turns([user("u1"), said(raw)], tokenizer) == expected
 
 
+QUOTES = [
+    "Use `</think>` to end.",
+    "The </think> tag ends it.",
+    'It writes "</think>".',
+    "```\n</think>\n```\nends it.",
+    "It ends with (</think>)",
+]
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2_5", "qwen3", "qwen3_6", "qwen3_8", "nemotron_3_nano", "glm4moe", "deepseek_r1_distill"]
+)
+def test_a_quoted_end_of_reasoning_is_text(tiny_tokenizer, name):
+    tokenizer = tokenizer_of(name, tiny_tokenizer)
+    tokenizer.eos_token = "<\uff5cend\u2581of\u2581sentence\uff5c>" if "deepseek" in name else tokenizer.eos_token
+    for quote in QUOTES:
+        try:
+            ((_, output),) = turns([user("u1"), said(quote)], tokenizer)
+        except TurnError as error:  # a template that cuts its text there, whatever it is given
+            assert (name, error.name) == ("deepseek_r1_distill", "refused_content")
+            continue
+        ((_, plain),) = turns([user("u1"), said("a1")], tokenizer)
+        assert output == plain.replace("a1", quote)
+        if name not in ("qwen2_5", "deepseek_r1_distill"):  # these write no reasoning of other turns
+            thought = {"reasoning_content": "r1"}
+            ((_, whole),) = turns([user("u1"), said(quote, **thought)], tokenizer)
+            assert turns([user("u1"), said(f"<think>\nr1\n</think>\n\n{quote}")], tokenizer)[0][1] == whole
+            assert turns([user("u1"), said(f"r1\n</think>\n\n{quote}")], tokenizer)[0][1] == whole
+            assert whole.count("r1") == 1 and quote in whole
+
+
+@pytest.mark.parametrize(
+    "raw", ["r1</think>a1", "r1\n</think>\n\na1", "r1.</think>\n\na1", "r1 `</think>`\n</think>\na1"]
+)
+def test_an_end_of_reasoning_without_a_start(raw):
+    reasoning, visible = split_reasoning({"role": "assistant", "content": raw})
+    assert reasoning.startswith("r1") and visible["content"] == "a1"
+    for text in ("</think>\n\na1", "\n</think>a1", "</think> a1"):
+        reasoning, visible = split_reasoning({"role": "assistant", "content": text})
+        assert reasoning == "" and visible["content"].strip() == "a1"
+
+
 def test_an_opened_block_is_closed(tiny_tokenizer):
     tokenizer = tokenizer_of("qwen3_8", tiny_tokenizer)
     assert turns([user("u1"), said("a1")], tokenizer) == [
@@ -358,6 +401,84 @@ def test_an_empty_block_in_the_data_is_not_written_twice(tiny_tokenizer, content
     tokenizer = tokenizer_of("qwen2_5", tiny_tokenizer)
     tokenizer.chat_template = THINKING_CHATML
     assert supervised([user("u"), said(content)], tokenizer) == [["</think>a<|im_end|>"]]
+
+
+def test_a_block_that_the_template_writes_by_itself(tiny_tokenizer):
+    tokenizer = tokenizer_of("qwen2_5", tiny_tokenizer)  # reasoning before calls alone, an empty block in answers
+    tokenizer.chat_template = PLAIN_CHATML.replace(
+        "{{ m.content",
+        "{% if m.role == 'assistant' %}<think>{{ m.reasoning_content if m.tool_calls }}</think>{% endif %}"
+        "{{ m.content",
+    ).replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}")
+    for content in ("a", "<think>\n\n</think>\n\na"):
+        assert supervised([user("u"), said(content)], tokenizer) == [["<think></think>a<|im_end|>"]]
+    refused("refused_reasoning", [user("u"), said("a", reasoning_content="r")], tokenizer)
+    for message in (said("<think>\nr\n</think>\n\na"), said("a", reasoning_content="r")):
+        ((output,),) = supervised([user("u"), {**message, "tool_calls": [CALL]}], tokenizer, tools=TOOLS)
+        assert output.startswith("<think>r</think>a[{")
+
+
+def test_reasoning_before_a_call_is_not_lost_where_the_prompt_closes_the_block(tiny_tokenizer):
+    tokenizer = tokenizer_of("qwen2_5", tiny_tokenizer)  # answers have no reasoning, calls have
+    tokenizer.chat_template = (
+        PLAIN_CHATML.replace("assistant\n{%", "assistant\n<think></think>{%")
+        .replace(
+            "{{ m.content", "{% if m.tool_calls %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content"
+        )
+        .replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}")
+    )
+    for message in (said("a", reasoning_content="r"), said("<think>\nr\n</think>\n\na")):
+        refused("refused_starts", [user("u"), {**message, "tool_calls": [CALL]}], tokenizer, tools=TOOLS)
+    result = conversation_branches([user("u"), said("a", reasoning_content="r")], tokenizer)
+    assert result.counts == {"unrendered_reasoning": 1}
+
+
+def test_line_breaks_around_reasoning_are_what_the_template_writes(tiny_tokenizer):
+    tokenizer = tokenizer_of("qwen2_5", tiny_tokenizer)
+    tokenizer.chat_template = THINKING_CHATML.replace("assistant\n<think>{%", "assistant\n{%")
+    talk = [user("u"), said("\n\na", reasoning_content="r\n")]
+    assert supervised(talk, tokenizer) == [["<think>r\n</think>\n\na<|im_end|>"]]
+    inside = [user("u"), said("<think>\nr\n</think>\n\na")]  # there they belong to the tags
+    assert supervised(inside, tokenizer) == [["<think>r</think>a<|im_end|>"]]
+
+
+def test_a_prompt_without_the_header_of_its_turn_is_refused(tiny_tokenizer):
+    tokenizer = tokenizer_of("qwen2_5", tiny_tokenizer)
+    late = "{% for m in messages %}{{ '<|im_end|>\\n' if loop.index0 }}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    late += "{{ '<|im_end|>\\n' if loop.last and (add_generation_prompt or m.role == 'assistant') }}{% endfor %}"
+    late += "{% if add_generation_prompt and messages[-1].role != 'assistant' %}<|im_start|>assistant\n{% endif %}"
+    spaced = PLAIN_CHATML.replace("<|im_start|>assistant\n", "  <|im_start|>assistant\n<think></think>")
+    for template in (NO_SECOND_HEADER, late):  # the user's end may be written with the header
+        tokenizer.chat_template = template
+        refused("refused_starts", [user("u"), said("a1"), said("a2")], tokenizer)
+    tokenizer.chat_template = spaced
+    refused("refused_starts", [user("u"), said("a1")], tokenizer)
+    tokenizer.chat_template = NO_SECOND_HEADER
+    assert supervised(TALK, tokenizer) == [["a1<|im_end|>"], ["a2<|im_end|>"]]
+    # Neither has a header after another assistant message: the second text follows the first.
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>{{ m.content }}\n{% else %}"
+        "{% if messages[loop.index0 - 1].role == 'user' %}</think>{% endif %}{{ m.content }}<|im_end|>{% endif %}"
+        "{% endfor %}{% if add_generation_prompt and messages[-1].role == 'user' %}<think></think>{% endif %}"
+    )
+    assert turns([user("u"), said("a1"), said("a2")], tokenizer) == [
+        ("<|im_start|>u\n<think></think>", "a1<|im_end|>"),
+        ("<|im_start|>u\n</think>a1<|im_end|>", "a2<|im_end|>"),
+    ]
+
+
+def test_a_template_that_numbers_its_calls(tiny_tokenizer):
+    tokenizer = tokenizer_of("qwen2_5", tiny_tokenizer)  # its prompt opens a block, which a call leaves out
+    tokenizer.chat_template = (
+        "{% set all = namespace(n=0) %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}[{{ all.n }} {{ c.function.name }} {{ c.function.arguments | tojson }}]"
+        "{% set all.n = all.n + 1 %}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
+    )
+    talk = [user("u"), said("", tool_calls=[CALL]), {"role": "tool", "content": "t"}, said("", tool_calls=[CALL])]
+    outputs = [output for _, output in turns(talk, tokenizer, TOOLS)]
+    assert outputs == [f'</think>[{n} look {{"x": "1"}}]<|im_end|>' for n in (0, 1)]
 
 
 def test_an_assistant_message_without_context_is_refused(tiny_tokenizer):

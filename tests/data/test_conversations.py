@@ -456,6 +456,7 @@ def test_a_message_whose_text_is_changed_or_parsed_is_not_left_out(tiny_tokenize
         ([{"from": "human", "value": "x"}], {}, "`role`"),
         ([HI], {}, "assistant"),
         (TALK, {"num_prompt_messages": 5}, "assistant.* 5 "),
+        (TALK, {"num_prompt_messages": "a"}, "`num_prompt_messages`.*'a'"),
         ([HI, {"role": "assistant", "content": 5}], {}, r"`messages\[1\].content`.*int"),
         ([HI, {"role": "assistant", "content": {"a": 1}}], {}, "dict.*`json.dumps`"),
         ([HI, {"role": "assistant", "tool_calls": ["x"]}], {}, r"`messages\[1\].tool_calls\[0\]`.*JSON"),

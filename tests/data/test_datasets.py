@@ -552,6 +552,9 @@ def test_what_is_no_split():
             prepare_trees(wrong)
     with pytest.raises(ValueError, match=r"`num_proc`.*2"):
         prepare_trees(stream_of([{"branches": [BRANCH]}]), num_proc=2)
+    for wrong in ("2", 0, 1.5):
+        with pytest.raises(ValueError, match=f"`num_proc`.*{wrong}"):
+            prepare_trees(dataset, num_proc=wrong)
 
 
 def test_rollouts_of_an_explicit_schema():

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 
 from conformance.dialogues import DIALOGUES
+from conformance.expected_turns import LEAVES_OUT
 from conformance.template_page import SYMBOLS, read_cells
 from conformance.template_sources import GPT2_SPLIT, byte_tokenizer, tokenizer_for, trl_templates, trl_twins
 from conformance.template_twins import DIFFERENT, compare_with_twin
 from conformance.templates import judge_template
 from conformance.turn_oracle import EXACT, LOSS, NO_STOP, OTHER, PROMPT, WRONG, judge
-from hf_prefix_tree.data.turns import conversation_branches
+from hf_prefix_tree.data.turns import ConversationBranches, conversation_branches
 from hf_prefix_tree.tree.prefix_tree import Branch
+from tests.data.test_chat_templates import NO_SECOND_HEADER
 
 CELLS = read_cells((Path(__file__).resolve().parents[2] / "docs" / "templates.md").read_text())
 SUBSET = (
@@ -181,3 +183,22 @@ def test_a_tool_result_that_is_supervised_is_wrong():
         return dataclasses.replace(answer, branches=[first, Branch(last.input_ids, weights)])
 
     assert judge(called, tokenizer, all_after_the_first_turn).status == PROMPT
+
+
+def test_a_lost_header_is_wrong():
+    """After an assistant message the prompt has no header: a turn without it is not what the model must emit."""
+    tokenizer = tokenizer_for(NO_SECOND_HEADER, byte_tokenizer())
+    (adjacent,) = (dialogue for dialogue in DIALOGUES if dialogue.cell == "adjacent assistants")
+
+    def without_header(messages, tokenizer, **options):
+        branches = []
+        for t, message in enumerate(messages):
+            if message["role"] == "assistant":
+                options = {"add_generation_prompt": True, "return_dict": False}
+                context = tokenizer.apply_chat_template(messages[:t], **options)
+                output = tokenizer.encode(message["content"] + "<|im_end|>")
+                branches.append(Branch([*context, *output], [0] * len(context) + [1] * len(output)))
+        return ConversationBranches(branches, {})
+
+    assert judge(adjacent, tokenizer, without_header).status == OTHER
+    assert judge(adjacent, tokenizer, conversation_branches).status == LEAVES_OUT

@@ -11,7 +11,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hf_prefix_tree.data.tokenization import SegmentTokenizer, common_prefix
+from hf_prefix_tree.data.dialect import common_prefix
+from hf_prefix_tree.data.template import SegmentTokenizer
 
 WORDS = [
     "Hello",
@@ -135,7 +136,7 @@ def test_a_wrong_piece_is_found_by_the_sample(tiny_tokenizer):
 
 
 def test_the_cache_is_bounded(tiny_tokenizer, monkeypatch):
-    monkeypatch.setattr("hf_prefix_tree.data.tokenization._CACHED_CHARACTERS", 50)
+    monkeypatch.setattr("hf_prefix_tree.data.template._CACHED_CHARACTERS", 50)
     segments, texts = SegmentTokenizer(tiny_tokenizer), [f"{'x' * 10}{i}<|im_end|>" for i in range(30)]
     own_tokens = len(segments._token_ids)
     for text, expected in zip(texts, whole(tiny_tokenizer, texts), strict=True):

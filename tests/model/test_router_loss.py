@@ -7,7 +7,6 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from hf_prefix_tree.tree.splitting import split_tree
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.utils.logging import warning_once
 
@@ -15,6 +14,7 @@ from conformance import build
 from conformance.double import keep_double
 from hf_prefix_tree import TreeSFTTrainer, prepare_model
 from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.tree.packing import split_tree
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from tests.support.models import random_forest
 from tests.support.trainer_runs import config, make_model, make_trees, tokenizer, train
