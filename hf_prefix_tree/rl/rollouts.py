@@ -1,0 +1,228 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""Rollouts of several rows, for [`TreeGRPOTrainer`].
+
+A row is one (prompt, completion) sequence of TRL. A rollout has several where its context was rewritten between turns:
+reasoning stripped, history compacted, a sub-agent started. TRL's loss sees a rollout as one completion, those of its
+rows one after another, so that it sums, averages and clips over the whole rollout. Only the forward sees rows.
+
+TRL marks `rollout_func` as experimental; no other file touches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from trl import GRPOTrainer
+
+ROLLOUTS = "rollouts"  # key of a micro-batch: its rollouts, a list of rows each
+
+
+class Row(NamedTuple):
+    """A row as the forward needs it: its completion is the next `length` tokens of the rollout's."""
+
+    prompt_ids: Sequence[int]
+    length: int
+
+
+Rollout = list[Row]
+
+
+def join_rows(output: dict[str, Any], pad_token_id: int) -> tuple[dict[str, Any], list[Rollout] | None]:
+    """
+    The output of a rollout function in TRL's form, with one completion per rollout.
+
+    Args:
+        output (`dict`):
+            `prompt_ids`, `completion_ids`, `logprobs` (may be `None`), and optionally `env_mask`: lists with an entry
+            per rollout, which is a list of tokens, or a list of rows, each a list of tokens. Rows without completion
+            are left out.
+        pad_token_id (`int`):
+            The completion of a rollout that has none, masked. TRL fails on empty completions.
+
+    Returns:
+        The output, where the completions of a rollout's rows follow one another, and the rows of each rollout. `None`
+        instead of them where each rollout is one completion, which is not empty.
+
+    Raises:
+        `ValueError`: where rows lack a prompt, or differ in length or number from field to field.
+
+    Example:
+
+    ```python
+    >>> from hf_prefix_tree.rl.rollouts import join_rows
+
+    >>> rows = {"prompt_ids": [[[5], [5, 8]]], "completion_ids": [[[6, 7], [9]]], "logprobs": None}
+    >>> output, rollouts = join_rows(rows, pad_token_id=0)
+    >>> output["completion_ids"], output["env_mask"], rollouts[0][1]
+    ([[6, 7, 9]], [[1, 1, 1]], Row(prompt_ids=[5, 8], length=1))
+
+    ```
+    """
+    names = [name for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask") if output.get(name) is not None]
+    if not {"prompt_ids", "completion_ids"} <= set(names) or "logprobs" not in output:
+        return output, None  # TRL names the missing key
+    if not any(np.ndim(ids[0]) for ids in output["prompt_ids"] if len(ids)):
+        if all(map(len, output["completion_ids"])):
+            return output, None
+        output = {**output, **{name: [[ids] for ids in output[name]] for name in names}}
+    joined: dict[str, Any] = {name: [] for name in (*names, "env_mask")}
+    rollouts = []
+    for index, completions in enumerate(output["completion_ids"]):
+        lengths = [len(ids) for ids in completions]
+        entry = {"env_mask": [[1] * length for length in lengths], **{name: output[name][index] for name in names}}
+        if not lengths or len(entry["prompt_ids"]) != len(lengths) or not all(map(len, entry["prompt_ids"])):
+            raise ValueError(
+                f"`rollout_func` must return `prompt_ids` with a token or more for each row: rollout {index} has "
+                f"{len(lengths)} completions after prompts of {[len(ids) for ids in entry['prompt_ids']]} tokens."
+            )
+        for name in names[2:]:
+            if [len(values) for values in entry[name]] != lengths:
+                raise ValueError(
+                    f"`rollout_func` must return `{name}` with an entry per completion token: rollout {index} has "
+                    f"{[len(values) for values in entry[name]]} for completions of {lengths} tokens."
+                )
+        rollouts.append([Row(ids, n) for ids, n in zip(entry["prompt_ids"], lengths, strict=True) if n])
+        if not any(lengths):
+            rollouts[-1] = [Row(entry["prompt_ids"][-1], 1)]
+            entry |= {"completion_ids": [[pad_token_id]], "env_mask": [[0]], "logprobs": [[0.0]]}
+        for name, values in joined.items():
+            values.append(list(chain.from_iterable(entry[name])))
+    return {**output, **joined}, rollouts
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """
+    The rows of several rollouts as TRL pads prompts and completions.
+
+    Args:
+        input_ids, attention_mask (`torch.Tensor` of shape `(R, L)`, int64): The R rows, in the order of the rollouts.
+        is_completion (`torch.Tensor` of shape `(R, C)`, bool): The tokens of completions among the last C of each row.
+        is_joined (`torch.Tensor` of shape `(B, T)`, bool): The same tokens, in the same order, in the completions of
+            the B rollouts.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    is_completion: torch.Tensor
+    is_joined: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, rollouts: list[Rollout], input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
+    ) -> PaddedRows:
+        """
+        Args:
+            rollouts (list of lists of [`Row`]): The rows of each rollout.
+            input_ids, attention_mask (int64 `[B, P + T]`): A prompt, which is not read, and the joined completions.
+            logits_to_keep (`int`): T.
+        """
+        device = input_ids.device
+        prompts: list[torch.Tensor] = []
+        completions: list[torch.Tensor] = []
+        masks: list[torch.Tensor] = []
+        joined = input_ids[:, -logits_to_keep:], attention_mask[:, -logits_to_keep:]
+        for ids, mask, rows in zip(*joined, rollouts, strict=True):
+            lengths = [row.length for row in rows]
+            prompts += [torch.tensor(row.prompt_ids, device=device) for row in rows]
+            completions += ids[: sum(lengths)].split(lengths)
+            masks += mask[: sum(lengths)].split(lengths)
+        ones = [torch.ones_like(ids) for ids in prompts]
+        pieces = [_pad(values, side) for values, side in ((prompts, "left"), (completions, "right"))]
+        mask_pieces = [_pad(values, side) for values, side in ((ones, "left"), (masks, "right"))]
+        return cls(
+            torch.cat(pieces, dim=1),
+            torch.cat(mask_pieces, dim=1),
+            _starts([row.length for rows in rollouts for row in rows], pieces[1].shape[1], device),
+            _starts([sum(row.length for row in rows) for rows in rollouts], logits_to_keep, device),
+        )
+
+    def join(self, values: torch.Tensor) -> torch.Tensor:
+        """Values `(R, C)` of the tokens of rows as values `(B, T)` of those of rollouts, 0 for padding."""
+        return values.new_zeros(self.is_joined.shape).masked_scatter(self.is_joined, values[self.is_completion])
+
+
+def _pad(values: list[torch.Tensor], side: str) -> torch.Tensor:
+    return pad_sequence(values, batch_first=True, padding_side=side)
+
+
+def _starts(lengths: list[int], width: int, device: torch.device) -> torch.Tensor:
+    """True for the first `lengths[i]` of `width` tokens."""
+    return torch.arange(width, device=device) < torch.tensor(lengths, device=device)[:, None]
+
+
+class RolloutRowsMixin(GRPOTrainer):
+    """
+    Put it after `TreePolicyMixin`: `rollout_func` may return rollouts of several rows, and completions may be empty.
+    """
+
+    rollout_func: Any
+    scoring: Any
+    _rollouts: list[Rollout] | None
+
+    def _generate(self, prompts: list[Any]) -> tuple:
+        rollout_func = self.rollout_func
+        if rollout_func is None:
+            return super()._generate(prompts)
+
+        def in_trl_form(*args: Any) -> dict[str, Any]:
+            returned = rollout_func(*args)
+            output, self._rollouts = join_rows(returned, self._tokenizer.pad_token_id)
+            if self._rollouts is not None and self.tools:
+                raise ValueError("`tools` cannot extend a rollout of several rows: call them in `rollout_func`.")
+            self._returned_ids = returned.get("completion_ids")
+            return output
+
+        self.rollout_func = in_trl_form
+        try:
+            prompt_ids, *generated = super()._generate(prompts)
+        finally:
+            self.rollout_func = rollout_func
+        if self._rollouts is not None:
+            prompt_ids = [rows[0].prompt_ids for rows in self._rollouts]  # TRL has counted those of all rows
+        return prompt_ids, *generated
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids: Any) -> torch.Tensor:
+        if self._rollouts is not None:
+            completion_ids = self._returned_ids
+        return super()._calculate_rewards(inputs, prompts, completions, completion_ids)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        try:
+            output = super()._generate_and_score_completions(inputs)
+            if self._rollouts is not None:
+                output[ROLLOUTS] = self._rollouts
+            return output
+        finally:
+            self._rollouts = None
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self.scoring(inputs.get(ROLLOUTS)):
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> tuple:
+        score = super()._get_per_token_logps_and_entropies
+        if self._rollouts is None:
+            return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+        images = [name for name, value in kwargs.items() if value is not None and not isinstance(value, bool)]
+        if images:
+            raise ValueError(
+                f"`rollout_func` returned rollouts of several rows with images ({images}): train on text."
+            )
+        rows = PaddedRows.of(self._rollouts, input_ids, attention_mask, logits_to_keep)
+        *per_token, aux_loss = score(model, rows.input_ids, rows.attention_mask, rows.is_completion.shape[1], **kwargs)
+        return *(None if values is None else rows.join(values) for values in per_token), aux_loss
