@@ -13,7 +13,7 @@ from torch._inductor.kernel.flex import flex_attention as flex_kernels
 from transformers import PreTrainedModel, Trainer, masking_utils
 from transformers.integrations import neftune, sdpa_attention
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-from trl import SFTTrainer
+from trl import GRPOTrainer, SFTTrainer
 
 
 def parameters(function: object) -> list[str]:
@@ -89,6 +89,25 @@ def test_trl_computes_the_loss_from_weighted_log_probs():
     assert inspect.isgeneratorfunction(inspect.unwrap(trl.trainer.utils.global_then_local_main_first))
     initialiser = inspect.getsource(SFTTrainer.__init__)
     assert "self._tokenizer = " in initialiser and "self._is_vision_dataset = " in initialiser
+
+
+def test_trl_rollouts():
+    """`rl/rollouts.py` puts rollouts of several rows through them. TRL marks rollout functions as experimental."""
+    generate = " ".join(inspect.getsource(GRPOTrainer._generate).split())
+    assert "output = self.rollout_func(prompts, self)" in generate
+    assert 'required_keys = {"prompt_ids", "completion_ids", "logprobs"}' in generate
+    assert 'tool_mask = extra_fields.pop("env_mask", None)' in generate
+    assert "torch.tensor([ids[-1] not in eos_and_pad for ids in completion_ids]" in generate  # empty completions fail
+    assert "return prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images" in generate
+    assert parameters(GRPOTrainer._generate) == ["self", "prompts"]
+    assert parameters(GRPOTrainer._generate_and_score_completions) == ["self", "inputs"]
+    rewards = ["self", "inputs", "prompts", "completions", "completion_ids_list"]
+    assert parameters(GRPOTrainer._calculate_rewards) == rewards
+    scored = " ".join(inspect.getsource(GRPOTrainer._generate_and_score_completions).split())
+    assert scored.index("= self._generate(prompts)") < scored.index("self._get_per_token_logps_and_entropies(")
+    assert "self._calculate_rewards(inputs, prompts, completions, completion_ids_list)" in scored
+    loss = inspect.getsource(GRPOTrainer._compute_loss)
+    assert 'inputs["advantages"]' in loss and "if advantages.dim() == 1:" in loss
 
 
 def test_trainer_scales_by_num_items_in_batch():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,7 +114,20 @@ class _Recorder(TrainerCallback):
         self.trainer.losses.append(0.0)
 
 
-def train(folder: Path, rollouts: list[GivenRollout], per_device: int, vllm: bool = False, **options: Any) -> Recorded:
+class Unfolded(Recorded):
+    """As many forwards as TRL."""
+
+    min_reuse = math.inf
+
+
+def train(
+    folder: Path,
+    rollouts: list[GivenRollout],
+    per_device: int,
+    vllm: bool = False,
+    trainer_class: type[Recorded] = Recorded,
+    **options: Any,
+) -> Recorded:
     """Two optimizer steps on the same rollouts in float64. The second one's ratios and KL are not those of a start."""
     with mock.patch("trl.trainer.utils._ChunkedLogProbFunction", DoubleHead), keep_double():
         trainer = build(
@@ -123,7 +137,7 @@ def train(folder: Path, rollouts: list[GivenRollout], per_device: int, vllm: boo
             model=make_model(dtype=torch.float64),
             rollout_func=rollout_function(rollouts),
             reward_funcs=score_reward,
-            trainer_class=Recorded,
+            trainer_class=trainer_class,
             per_device_train_batch_size=per_device,
             num_iterations=2,
             max_steps=2,
@@ -168,7 +182,7 @@ def differences(
         expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
         got = trainer.losses[step]
         if ranks > 1:
-            got = trainer.accelerator.reduce(torch.tensor(got), "mean").item()
+            got = trainer.accelerator.reduce(torch.tensor(got, dtype=torch.float64), "mean").item()
         found += [abs(got - loss.item()), relative_error(trainer.gradients[step], expected)]
     return found
 
@@ -180,6 +194,7 @@ def random_options(seed: int) -> dict[str, Any]:
     options["importance_sampling_level"] = ["token", "sequence"][rng.integers(2)]
     options["gradient_accumulation_steps"] = int(rng.integers(1, 5))
     options["per_device"] = int(rng.choice([2, 4]))
+    options["trainer_class"] = [Recorded, Unfolded][rng.integers(2)]
     options["off_policy_mask_threshold"] = [None, 0.5][rng.integers(2)]
     options["use_bias_correction_kl"] = bool(rng.integers(2))
     options["delta"] = [None, 1.25][rng.integers(2)]
