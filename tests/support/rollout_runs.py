@@ -86,6 +86,11 @@ def score_reward(score: list[Any], **kwargs: Any) -> list[Any]:
     return score
 
 
+def double_model(attn_implementation: str = "sdpa") -> Any:
+    """Its rotary frequencies, too: in float32, padding on the left would change the rounding of rotations."""
+    return make_model(dtype=torch.float64, attn_implementation=attn_implementation).double()
+
+
 class Recorded(TreeGRPOTrainer):
     """Keeps the loss, the weights and the gradients of each optimizer step."""
 
@@ -107,7 +112,7 @@ class _Recorder(TrainerCallback):
         self.trainer = trainer
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        plain = make_model(dtype=torch.float64, attn_implementation="eager")
+        plain = double_model("eager")
         plain.load_state_dict(model.state_dict())
         self.trainer.models.append(plain)
         self.trainer.gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
@@ -134,7 +139,7 @@ def train(
             folder,
             "grpo",
             "tree",
-            model=make_model(dtype=torch.float64),
+            model=double_model(),
             rollout_func=rollout_function(rollouts),
             reward_funcs=score_reward,
             trainer_class=trainer_class,
@@ -144,9 +149,7 @@ def train(
             **{"learning_rate": RATE, **OPTIONS, **options},
         )
         if trainer.ref_model is not None:
-            weights = dict(trainer.model.named_parameters())
-            for name, parameter in trainer.ref_model.named_parameters():  # which TRL loads in float32
-                parameter.data = weights[name].data.clone()
+            trainer.ref_model.double().load_state_dict(trainer.model.state_dict())  # TRL loads it in float32
         if vllm:
             trainer.use_vllm, trainer._last_loaded_step = True, 0
             trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
