@@ -159,8 +159,7 @@ class TreePolicyMixin(FoldedForwardMixin):
         sizes = None
         if self._rollouts is not None:
             padded = PaddedRows.of(self._rollouts, input_ids, attention_mask, logits_to_keep)
-            input_ids, attention_mask = padded.input_ids, padded.attention_mask
-            sizes = [len(rollout) for rollout in self._rollouts]
+            input_ids, attention_mask, sizes = padded.input_ids, padded.attention_mask, padded.sizes
         rows = SortedRows.of(input_ids, attention_mask, sizes)
         if self.is_deepspeed_enabled:
             return rows.parts(max_parts)  # its engine counts the backwards
@@ -252,6 +251,9 @@ class TreeGRPOTrainer(TreePolicyMixin, RolloutRowsMixin):
     micro-batches are kept where the loss depends on a micro-batch as a whole: `loss_type="bnpo"`, an entropy bonus,
     `top_entropy_quantile` below 1, a router's auxiliary loss, and images. Their number is kept under DeepSpeed, and
     where rows cannot be folded (absolute positions, `torch_compile=True`).
+
+    `rollout_func` may return, for each rollout, a list of rows where TRL's returns one: a row is one (prompt, completion)
+    sequence. `docs/rl.md` defines the loss.
 
     TRL shuffles a generation that spans several optimizer steps (`steps_per_generation` above
     `gradient_accumulation_steps`) before it splits the generation into steps, so each step holds and shares only a

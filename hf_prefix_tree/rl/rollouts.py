@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOTrainer
+from trl.trainer.utils import is_async_callable, nanstd
 
 ROLLOUTS = "rollouts"  # key of a micro-batch: its rollouts, a list of rows each
 
@@ -40,8 +41,7 @@ def join_rows(output: dict[str, Any], pad_token_id: int) -> tuple[dict[str, Any]
     Args:
         output (`dict`):
             `prompt_ids`, `completion_ids`, `logprobs` (may be `None`), and optionally `env_mask`: lists with an entry
-            per rollout, which is a list of tokens, or a list of rows, each a list of tokens. Rows without completion
-            are left out.
+            per rollout, which is a list of tokens, or a list of rows, each a list of tokens.
         pad_token_id (`int`):
             The completion of a rollout that has none, masked. TRL fails on empty completions.
 
@@ -87,10 +87,10 @@ def join_rows(output: dict[str, Any], pad_token_id: int) -> tuple[dict[str, Any]
                     f"`rollout_func` must return `{name}` with an entry per completion token: rollout {index} has "
                     f"{[len(values) for values in entry[name]]} for completions of {lengths} tokens."
                 )
-        rollouts.append([Row(ids, n) for ids, n in zip(entry["prompt_ids"], lengths, strict=True) if n])
         if not any(lengths):
-            rollouts[-1] = [Row(entry["prompt_ids"][-1], 1)]
+            lengths[-1] = 1
             entry |= {"completion_ids": [[pad_token_id]], "env_mask": [[0]], "logprobs": [[0.0]]}
+        rollouts.append([Row(*row) for row in zip(entry["prompt_ids"], lengths, strict=True)])
         for name, values in joined.items():
             values.append(list(chain.from_iterable(entry[name])))
     return {**output, **joined}, rollouts
@@ -102,16 +102,18 @@ class PaddedRows:
     The rows of several rollouts as TRL pads prompts and completions.
 
     Args:
-        input_ids, attention_mask (`torch.Tensor` of shape `(R, L)`, int64): The R rows, in the order of the rollouts.
+        input_ids, attention_mask (`torch.Tensor` of shape `(R, L)`, int64): The R rows with a completion, in order.
         is_completion (`torch.Tensor` of shape `(R, C)`, bool): The tokens of completions among the last C of each row.
         is_joined (`torch.Tensor` of shape `(B, T)`, bool): The same tokens, in the same order, in the completions of
             the B rollouts.
+        sizes (list of `int`): The number of rows of each rollout.
     """
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
     is_completion: torch.Tensor
     is_joined: torch.Tensor
+    sizes: list[int]
 
     @classmethod
     def of(
@@ -128,7 +130,8 @@ class PaddedRows:
         completions: list[torch.Tensor] = []
         masks: list[torch.Tensor] = []
         joined = input_ids[:, -logits_to_keep:], attention_mask[:, -logits_to_keep:]
-        for ids, mask, rows in zip(*joined, rollouts, strict=True):
+        with_tokens = [[row for row in rows if row.length] for rows in rollouts]
+        for ids, mask, rows in zip(*joined, with_tokens, strict=True):
             lengths = [row.length for row in rows]
             prompts += [torch.tensor(row.prompt_ids, device=device) for row in rows]
             completions += ids[: sum(lengths)].split(lengths)
@@ -139,8 +142,9 @@ class PaddedRows:
         return cls(
             torch.cat(pieces, dim=1),
             torch.cat(mask_pieces, dim=1),
-            _starts([row.length for rows in rollouts for row in rows], pieces[1].shape[1], device),
+            _starts([row.length for rows in with_tokens for row in rows], pieces[1].shape[1], device),
             _starts([sum(row.length for row in rows) for rows in rollouts], logits_to_keep, device),
+            [len(rows) for rows in with_tokens],
         )
 
     def join(self, values: torch.Tensor) -> torch.Tensor:
@@ -163,6 +167,7 @@ class RolloutRowsMixin(GRPOTrainer):
     """
 
     rollout_func: Any
+    reward_funcs: list[Any]
     scoring: Any
     _rollouts: list[Rollout] | None
 
@@ -189,18 +194,67 @@ class RolloutRowsMixin(GRPOTrainer):
         return prompt_ids, *generated
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids: Any) -> torch.Tensor:
-        if self._rollouts is not None:
-            completion_ids = self._returned_ids
-        return super()._calculate_rewards(inputs, prompts, completions, completion_ids)
+        if self._rollouts is None:
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids)
+        functions, weights = self.reward_funcs, self.reward_weights
+        self._deviations = [np.zeros(len(rows)) for rows in self._rollouts]
+        self.reward_funcs = [self._mean_of_rows(*pair) for pair in zip(functions, weights.tolist(), strict=True)]
+        try:
+            rewards = super()._calculate_rewards(inputs, prompts, completions, self._returned_ids)
+        finally:
+            self.reward_funcs = functions
+        self._rewards = (rewards * weights.to(rewards.device)).nansum(dim=1)
+        self._rewards[rewards.isnan().all(dim=1)] = torch.nan  # as in TRL, no part of the group's statistics
+        return rewards
+
+    def _mean_of_rows(self, function: Any, weight: float) -> Any:
+        """The reward function in TRL's form: a rollout gets the mean of its rows' rewards; deviations are kept."""
+
+        def means(*args: Any, **kwargs: Any) -> list[Any]:
+            rewards = list(function(*args, **kwargs))
+            for index, reward in enumerate(rewards):
+                if np.ndim(reward):
+                    if len(reward) != len(self._deviations[index]):
+                        raise ValueError(
+                            f"`reward_funcs` must return a number for rollout {index} or one for each of its "
+                            f"{len(self._deviations[index])} rows, got {len(reward)}."
+                        )
+                    rewards[index] = float(np.mean(reward))
+                    self._deviations[index] += weight * (np.array(reward) - rewards[index])
+            return rewards
+
+        return function if isinstance(function, torch.nn.Module) or is_async_callable(function) else means
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         try:
             output = super()._generate_and_score_completions(inputs)
             if self._rollouts is not None:
                 output[ROLLOUTS] = self._rollouts
+                if any(values.any() for values in self._deviations):
+                    output["advantages"] = self._row_advantages(output)
             return output
         finally:
             self._rollouts = None
+
+    def _row_advantages(self, output: dict[str, Any]) -> torch.Tensor:
+        """The advantage of each token, `(B, T)`: TRL's of its rollout, plus its row's deviation on the same scale."""
+        if self.multi_objective_aggregation != "sum_then_normalize":
+            raise ValueError(
+                "`reward_funcs` may return a number per row with `multi_objective_aggregation='sum_then_normalize'` "
+                f"only, not {self.multi_objective_aggregation!r}."
+            )
+        advantages, rewards = output["advantages"], self._rewards
+        scale = torch.ones_like(rewards)
+        if self.scale_rewards != "none":
+            num_generations = self.num_generations if self.model.training else self.num_generations_eval
+            groups = rewards.view(-1, num_generations if self.scale_rewards == "group" else len(rewards))
+            scale = scale / (nanstd(groups, dim=1).nan_to_num().repeat_interleave(groups.shape[1]) + 1e-4)
+        start = self.accelerator.process_index * len(advantages)
+        per_token = advantages[:, None].repeat(1, output["completion_ids"].shape[1])
+        for index, (rows, deviations) in enumerate(zip(self._rollouts or [], self._deviations, strict=True)):
+            values = np.repeat(deviations, [row.length for row in rows])
+            per_token[index, : len(values)] += scale[start + index] * torch.from_numpy(values).to(scale)
+        return per_token
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         with self.scoring(inputs.get(ROLLOUTS)):

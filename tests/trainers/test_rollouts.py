@@ -10,7 +10,15 @@ from hf_prefix_tree.rl.rollouts import Row, join_rows
 from tests.support.policy_runs import assert_same_training, build, rollouts, run
 from tests.support.ranks import run_ranks
 from tests.support.rollout_loss import GivenRollout, GivenRow
-from tests.support.rollout_runs import LOSS_TYPES, compare, compare_in_rank, differences, rollout_function, train
+from tests.support.rollout_runs import (
+    LOSS_TYPES,
+    compare,
+    compare_in_rank,
+    differences,
+    draw_rollouts,
+    rollout_function,
+    train,
+)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -62,6 +70,40 @@ def test_advantages_that_are_swapped_are_noticed(tmp_path, loss_type):
     assert max(differences(trainer, twins, 2)) < 1e-10
     twins[0].advantages, twins[1].advantages = twins[1].advantages, twins[0].advantages
     assert min(differences(trainer, twins, 2)[1::2]) > 0.1
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+def test_one_reward_per_row(tmp_path, scale_rewards):
+    """A row's advantage: its reward, less the mean of its group, on the scale of the group."""
+    drawn = draw_rollouts(5, 8)
+    assert any(not row.completion for rollout in drawn for row in rollout.rows)
+    rng = np.random.default_rng(0)
+    for rollout in drawn:
+        rollout.row_scores = rng.normal(size=len(rollout.rows)).tolist()
+    drawn[3].row_scores = None  # one reward for all rows
+    options = {"loss_type": "grpo", "gradient_accumulation_steps": 2, "scale_rewards": scale_rewards}
+    trainer = train(tmp_path, drawn, 4, **options)
+    plain = differences(trainer, drawn, 4)[1::2]
+    rewards = np.array([np.mean(r.score if r.row_scores is None else r.row_scores) for r in drawn])
+    groups = rewards.reshape(4, 2)
+    scale = {"none": np.ones(8), "batch": np.full(8, rewards.std(ddof=1) + 1e-4)}
+    scale["group"] = np.repeat(groups.std(axis=1, ddof=1), 2) + 1e-4
+    for rollout, mean, std in zip(drawn, np.repeat(groups.mean(axis=1), 2), scale[scale_rewards], strict=True):
+        scores = rollout.row_scores or [rollout.score] * len(rollout.rows)
+        rollout.advantages = [(score - mean) / std for score in scores]
+    assert max(differences(trainer, drawn, 4)[1::2]) < 1e-5  # TRL's advantages are in float32
+    assert min(plain) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({}, "reward_funcs.*rows"), ({"multi_objective_aggregation": "normalize_then_sum"}, "multi_objective")],
+)
+def test_rewards_per_row_that_do_not_fit(tmp_path, options, name):
+    twins = near_twins()
+    twins[0].row_scores = [1.0, 2.0] if options else [1.0, 2.0, 3.0]
+    with pytest.raises(ValueError, match=name):
+        train(tmp_path, twins, 2, loss_type="grpo", gradient_accumulation_steps=1, **options)
 
 
 def in_rows(generate):
