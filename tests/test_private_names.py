@@ -110,6 +110,23 @@ def test_trl_rollouts():
     assert 'inputs["advantages"]' in loss and "if advantages.dim() == 1:" in loss
 
 
+def test_trl_tool_loop():
+    """`rl/rollouts.py` samples the turns of the loop after contexts of its own, and reads what the loop keeps."""
+    arguments = ["prompts", "prompt_ids", "completion_ids", "completions", "logprobs", "images", "multimodal_fields"]
+    assert parameters(GRPOTrainer._tool_call_loop) == ["self", *arguments]
+    assert parameters(GRPOTrainer._tokenize_prompts) == ["self", "prompts"]
+    assert parameters(GRPOTrainer._generate_single_turn)[:2] == ["self", "prompt_ids"]
+    assert "chat_template=self.chat_template" in inspect.getsource(GRPOTrainer._tokenize_prompts)
+    loop = " ".join(inspect.getsource(GRPOTrainer._tool_call_loop).split())
+    assert "prompt_completion_tools = [prompts[i] for i in idxs_with_tool]" in loop
+    assert "prompt_completion_tool.append(tool_message)" in loop
+    assert "del prompts[idx_with_tool][prompts_len_before[idx] :]" in loop
+    assert "post_tool_ids, post_tool_logprobs = self._generate_single_turn( prompt_completion_tool_ids," in loop
+    assert "post_tool_ids[idx] = post_tool_ids[idx][:new_len]" in loop
+    assert loop.count("self._generate_single_turn(") == 1 and "self._tokenize_prompts(" not in loop
+    assert loop.endswith("logprobs, tool_call_count, tool_failure_count, tool_images")
+
+
 def test_trainer_scales_by_num_items_in_batch():
     """With `model_accepts_loss_kwargs`, a given number of items means: normalised over the accumulated batch."""
     source = " ".join(inspect.getsource(Trainer.training_step).split())

@@ -252,8 +252,9 @@ class TreeGRPOTrainer(TreePolicyMixin, RolloutRowsMixin):
     `top_entropy_quantile` below 1, a router's auxiliary loss, and images. Their number is kept under DeepSpeed, and
     where rows cannot be folded (absolute positions, `torch_compile=True`).
 
-    `rollout_func` may return, for each rollout, a list of rows where TRL's returns one: a row is one (prompt, completion)
-    sequence. `docs/rl.md` defines the loss.
+    `rollout_func` may return, for each rollout, a list of rows where TRL's returns one: a row is one (prompt,
+    completion) sequence. With `rollout_rows="as_sampled"`, rollouts with tools are several rows as well. `docs/rl.md`
+    defines the loss.
 
     TRL shuffles a generation that spans several optimizer steps (`steps_per_generation` above
     `gradient_accumulation_steps`) before it splits the generation into steps, so each step holds and shares only a

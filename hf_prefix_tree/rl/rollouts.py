@@ -5,7 +5,7 @@ A row is one (prompt, completion) sequence of TRL. A rollout has several where i
 reasoning stripped, history compacted, a sub-agent started. TRL's loss sees a rollout as one completion, those of its
 rows one after another, so that it sums, averages and clips over the whole rollout. Only the forward sees rows.
 
-TRL marks `rollout_func` as experimental; no other file touches it.
+TRL marks `rollout_func` and `environment_factory` as experimental; no other file touches them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOTrainer
 from trl.trainer.utils import is_async_callable, nanstd
+
+from hf_prefix_tree.rl.config import RolloutOptions
+from hf_prefix_tree.tree.folding import common_prefixes
 
 ROLLOUTS = "rollouts"  # key of a micro-batch: its rollouts, a list of rows each
 
@@ -161,15 +164,91 @@ def _starts(lengths: list[int], width: int, device: torch.device) -> torch.Tenso
     return torch.arange(width, device=device) < torch.tensor(lengths, device=device)[:, None]
 
 
+@dataclass
+class SampledTurns:
+    """
+    The turns of rollouts while TRL's tool loop runs.
+
+    Args:
+        messages (list of lists of messages): Those of each rollout, to which the loop appends.
+        turns (list of lists): For each turn of a rollout, the tokens it was sampled after, the list that holds its
+            tokens, that of its log-probs or `None`, and its index in both. The loop may cut entries of these lists.
+    """
+
+    messages: list[list[dict[str, Any]]]
+    turns: list[list[tuple[list[int], list[list[int]], list[list[float]] | None, int]]]
+
+    def __post_init__(self) -> None:
+        self.lengths = [len(messages) for messages in self.messages]
+
+    def continued(self) -> list[int]:
+        """The rollouts to which tools have answered since the last call."""
+        before, self.lengths = self.lengths, [len(messages) for messages in self.messages]
+        return [i for i, (old, new) in enumerate(zip(before, self.lengths, strict=True)) if new > old]
+
+    def add(self, rollouts: list[int], contexts: list[list[int]], ids: list, log_probs: list | None) -> None:
+        for position, (rollout, context) in enumerate(zip(rollouts, contexts, strict=True)):
+            self.turns[rollout].append((context, ids, log_probs, position))
+
+    def rows(self) -> tuple[dict[str, Any], list[int]]:
+        """
+        The output of a rollout function. Each sampled token counts in one row: a turn whose context starts with the
+        row before it continues that row. Also the number of rows, of sampled tokens before the last turn, and of those
+        that the context of the next turn does not repeat.
+        """
+        output: dict[str, Any] = {name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask")}
+        num_rows = num_tokens = num_lost = 0
+        for turns in self.turns:
+            rows: list[tuple[list[int], list[int], list[float], list[int]]] = []
+            last: tuple[list[int], list[int]] = [], []
+            for context, all_ids, all_log_probs, position in turns:
+                ids = all_ids[position]
+                if rows and not ids:  # the loop left no room for it
+                    continue
+                log_probs = [0.0] * len(ids) if all_log_probs is None else all_log_probs[position]
+                if rows:
+                    shared = common_prefixes([np.array(last[0] + last[1]), np.array(context)])[1]
+                    num_lost += min(len(last[0]) + len(last[1]) - shared, len(last[1]))
+                    num_tokens += len(last[1])
+                last = context, ids
+                start = len(rows[-1][0]) + len(rows[-1][1]) if rows else 0
+                if not rows or context[:start] != rows[-1][0] + rows[-1][1]:
+                    rows.append((context, [], [], []))
+                    start = len(context)
+                _, row_ids, row_log_probs, mask = rows[-1]
+                row_ids += context[start:] + ids
+                row_log_probs += [0.0] * len(context[start:]) + log_probs
+                mask += [0] * len(context[start:]) + [1] * len(ids)
+            num_rows += len(rows)
+            for name, values in zip(output, zip(*rows, strict=True), strict=True):
+                output[name].append(list(values))
+        if any(turn[2] is None for turns in self.turns for turn in turns):
+            output["logprobs"] = None
+        return output, [num_rows, num_tokens, num_lost]
+
+
 class RolloutRowsMixin(GRPOTrainer):
     """
     Put it after `TreePolicyMixin`: `rollout_func` may return rollouts of several rows, and completions may be empty.
     """
 
     rollout_func: Any
+    chat_template: Any
     reward_funcs: list[Any]
     scoring: Any
     _rollouts: list[Rollout] | None
+    _turns: SampledTurns | None = None
+    rollout_rows = "one"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if isinstance(self.args, RolloutOptions):
+            self.rollout_rows = self.args.rollout_rows
+        if self.rollout_rows == "as_sampled" and (not self.tools or self.rollout_func is not None or self._is_vlm):
+            raise ValueError(
+                "`rollout_rows='as_sampled'` needs `tools` or an `environment_factory`, and serves neither "
+                "`rollout_func`, which may return several rows itself, nor vision-language models: use 'one'."
+            )
 
     def _generate(self, prompts: list[Any]) -> tuple:
         rollout_func = self.rollout_func
@@ -192,6 +271,52 @@ class RolloutRowsMixin(GRPOTrainer):
         if self._rollouts is not None:
             prompt_ids = [rows[0].prompt_ids for rows in self._rollouts]  # TRL has counted those of all rows
         return prompt_ids, *generated
+
+    # ---- turns as they were sampled ----
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> tuple:
+        if self.rollout_rows == "one":
+            return super()._tokenize_prompts(prompts)
+        kept, self.chat_template = self.chat_template, None  # TRL's own keeps what the model's template strips
+        try:
+            return super()._tokenize_prompts(prompts)
+        finally:
+            self.chat_template = kept
+
+    def _tool_call_loop(
+        self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, logprobs: Any, *args: Any
+    ) -> tuple:
+        loop = super()._tool_call_loop
+        if self.rollout_rows == "one":
+            return loop(prompts, prompt_ids, completion_ids, completions, logprobs, *args)
+        self._turns = turns = SampledTurns(prompts, [[] for _ in prompts])
+        first = [list(log_probs) for log_probs in logprobs] if logprobs is not None else None
+        turns.add(list(range(len(prompts))), prompt_ids, list(completion_ids), first)  # the loop appends to both
+        try:
+            _, completions, _, _, *counts = loop(prompts, prompt_ids, completion_ids, completions, logprobs, *args)
+        finally:
+            self._turns = None
+        returned, numbers = turns.rows()
+        output, self._rollouts = join_rows(returned, self._tokenizer.pad_token_id)
+        self._returned_ids = returned["completion_ids"]
+        totals = torch.tensor([len(prompts), *numbers], device=self.accelerator.device)
+        num_rollouts, num_rows, num_tokens, num_lost = self.accelerator.reduce(totals).tolist()
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["rollouts/rows"].append(num_rows / num_rollouts)
+        metrics["rollouts/drift"].append(num_lost / max(num_tokens, 1))
+        return output["env_mask"], completions, output["completion_ids"], output["logprobs"], *counts
+
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._turns is None:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        rollouts = self._turns.continued()
+        contexts, _, _ = self._tokenize_prompts(self._turns.messages)
+        contexts = [contexts[index] for index in rollouts]
+        sampled = super()._generate_single_turn(contexts, *args, **kwargs)
+        self._turns.add(rollouts, contexts, *sampled)
+        return sampled
+
+    # ---- rewards and advantages ----
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids: Any) -> torch.Tensor:
         if self._rollouts is None:

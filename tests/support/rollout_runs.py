@@ -86,11 +86,6 @@ def score_reward(score: list[Any], **kwargs: Any) -> list[Any]:
     return score
 
 
-def double_model(attn_implementation: str = "sdpa") -> Any:
-    """Its rotary frequencies, too: in float32, padding on the left would change the rounding of rotations."""
-    return make_model(dtype=torch.float64, attn_implementation=attn_implementation).double()
-
-
 class Recorded(TreeGRPOTrainer):
     """Keeps the loss, the weights and the gradients of each optimizer step."""
 
@@ -112,7 +107,9 @@ class _Recorder(TrainerCallback):
         self.trainer = trainer
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        plain = double_model("eager")
+        config = copy.deepcopy(model.config)
+        config._attn_implementation = "eager"
+        plain = type(model)(config).double()
         plain.load_state_dict(model.state_dict())
         self.trainer.models.append(plain)
         self.trainer.gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
@@ -139,14 +136,13 @@ def train(
             folder,
             "grpo",
             "tree",
-            model=double_model(),
+            # rotary frequencies, too: in float32, padding on the left would change the rounding of rotations
+            model=make_model(dtype=torch.float64).double(),
             rollout_func=rollout_function(rollouts),
             reward_funcs=score_reward,
             trainer_class=trainer_class,
             per_device_train_batch_size=per_device,
-            num_iterations=2,
-            max_steps=2,
-            **{"learning_rate": RATE, **OPTIONS, **options},
+            **{"learning_rate": RATE, "num_iterations": 2, "max_steps": 2, **OPTIONS, **options},
         )
         if trainer.ref_model is not None:
             trainer.ref_model.double().load_state_dict(trainer.model.state_dict())  # TRL loads it in float32

@@ -12,6 +12,8 @@ from tests.support.ranks import run_ranks
 from tests.support.rollout_loss import GivenRollout, GivenRow
 from tests.support.rollout_runs import (
     LOSS_TYPES,
+    Recorded,
+    Unfolded,
     compare,
     compare_in_rank,
     differences,
@@ -32,6 +34,20 @@ def test_steps_equal_the_definition(tmp_path, seed):
 def test_more_steps_equal_the_definition(tmp_path, start):
     for seed in range(start, start + 8):
         assert max(compare(tmp_path / str(seed), seed)) < 1e-10, seed
+
+
+@pytest.mark.slow
+def test_twenty_steps_are_the_same_without_folding(tmp_path):
+    losses = []
+    for trainer_class in (Recorded, Unfolded):
+        options = {"loss_type": "grpo", "beta": 0.125, "gradient_accumulation_steps": 2, "max_steps": 20}
+        trainer = train(tmp_path, draw_rollouts(3, 8), 4, trainer_class=trainer_class, num_iterations=20, **options)
+        losses.append(trainer.losses[:20])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-10) and np.ptp(losses[0]) > 1e-3
+
+
+QUICK = ("grpo", "dapo", "vespo")
+QUICK_FIRST = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in LOSS_TYPES]
 
 
 def compared_on_two_ranks(folder, seeds):
@@ -61,7 +77,7 @@ def near_twins():
     return twins
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", QUICK_FIRST)
 def test_advantages_that_are_swapped_are_noticed(tmp_path, loss_type):
     """The negative control: the same comparison, with the advantages of two rollouts swapped."""
     twins = near_twins()
@@ -116,7 +132,7 @@ def in_rows(generate):
     return generate_rows
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", QUICK_FIRST)
 def test_one_row_per_rollout_equals_stock(tmp_path, loss_type):
     options = {"loss_type": loss_type, "max_steps": 3, "num_iterations": 2, "epsilon": 0.001, "beta": 0.1}
     options |= {"epsilon_high": 2.0} if loss_type == "cispo" else {}  # its bound on the ratio itself
