@@ -67,7 +67,12 @@ def reply(text):
 
 
 def messages_of(task):
-    return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"Do task {task}."}]
+    """With an earlier turn, whose reasoning Qwen3's template strips and that of TRL keeps."""
+    return [
+        {"role": "user", "content": "Be brief."},
+        {"role": "assistant", "content": "Yes.", "reasoning_content": "I am asked to be brief."},
+        {"role": "user", "content": f"Do task {task}."},
+    ]
 
 
 def serve(tokenizer, task):
