@@ -129,34 +129,28 @@ class PaddedRows:
             logits_to_keep (`int`): T.
         """
         device = input_ids.device
-        prompts: list[torch.Tensor] = []
-        completions: list[torch.Tensor] = []
-        masks: list[torch.Tensor] = []
-        joined = input_ids[:, -logits_to_keep:], attention_mask[:, -logits_to_keep:]
         with_tokens = [[row for row in rows if row.length] for rows in rollouts]
-        for ids, mask, rows in zip(*joined, with_tokens, strict=True):
-            lengths = [row.length for row in rows]
-            prompts += [torch.tensor(row.prompt_ids, device=device) for row in rows]
-            completions += ids[: sum(lengths)].split(lengths)
-            masks += mask[: sum(lengths)].split(lengths)
-        ones = [torch.ones_like(ids) for ids in prompts]
-        pieces = [_pad(values, side) for values, side in ((prompts, "left"), (completions, "right"))]
-        mask_pieces = [_pad(values, side) for values, side in ((ones, "left"), (masks, "right"))]
+        rows = [row for several in with_tokens for row in several]
+        is_completion = _starts([row.length for row in rows], max(row.length for row in rows), device)
+        is_joined = _starts([sum(row.length for row in several) for several in rollouts], logits_to_keep, device)
+        prompts = [torch.tensor(row.prompt_ids) for row in rows]
+        ids = pad_sequence(prompts, batch_first=True, padding_side="left").to(device)
+        mask = _starts([len(row.prompt_ids) for row in rows], ids.shape[1], device).flip(1)
+        completions = [
+            joined.new_zeros(is_completion.shape).masked_scatter(is_completion, joined[:, -logits_to_keep:][is_joined])
+            for joined in (input_ids, attention_mask)
+        ]
         return cls(
-            torch.cat(pieces, dim=1),
-            torch.cat(mask_pieces, dim=1),
-            _starts([row.length for rows in with_tokens for row in rows], pieces[1].shape[1], device),
-            _starts([sum(row.length for row in rows) for rows in rollouts], logits_to_keep, device),
-            [len(rows) for rows in with_tokens],
+            torch.cat([ids, completions[0]], dim=1),
+            torch.cat([mask.to(attention_mask.dtype), completions[1]], dim=1),
+            is_completion,
+            is_joined,
+            [len(several) for several in with_tokens],
         )
 
     def join(self, values: torch.Tensor) -> torch.Tensor:
         """Values `(R, C)` of the tokens of rows as values `(B, T)` of those of rollouts, 0 for padding."""
         return values.new_zeros(self.is_joined.shape).masked_scatter(self.is_joined, values[self.is_completion])
-
-
-def _pad(values: list[torch.Tensor], side: str) -> torch.Tensor:
-    return pad_sequence(values, batch_first=True, padding_side=side)
 
 
 def _starts(lengths: list[int], width: int, device: torch.device) -> torch.Tensor:
