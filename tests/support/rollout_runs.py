@@ -222,5 +222,6 @@ def compare(folder: Path, seed: int, ranks: int = 1) -> list[float]:
 
 def compare_in_rank(folder: str, seeds: list[int]) -> None:
     rank = os.environ["RANK"]
-    errors = [compare(Path(folder, rank, str(seed)), seed, ranks=2) for seed in seeds]
+    # one folder: once the ranks are connected, only the first one saves models
+    errors = [compare(Path(folder, rank), seed, ranks=2) for seed in seeds]
     torch.save(errors, Path(folder, f"errors{rank}.pt"))

@@ -51,7 +51,7 @@ QUICK_FIRST = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slo
 
 
 def compared_on_two_ranks(folder, seeds):
-    run_ranks(compare_in_rank, folder, seeds)
+    run_ranks(compare_in_rank, folder, seeds, timeout=900)
     errors = [torch.load(folder / f"errors{rank}.pt") for rank in range(2)]
     assert len(errors[0]) == len(seeds)
     return max(max(of_seed) for of_rank in errors for of_seed in of_rank)
@@ -63,7 +63,7 @@ def test_two_ranks_equal_the_definition(tmp_path):
 
 @pytest.mark.slow
 def test_all_losses_on_two_ranks_equal_the_definition(tmp_path):
-    assert compared_on_two_ranks(tmp_path, list(range(1000, 1024))) < 1e-10
+    assert compared_on_two_ranks(tmp_path, list(range(1000, 1016))) < 1e-10
 
 
 def near_twins():
