@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from trl import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig
 
 from hf_prefix_tree.modeling.attention.backend import ATTN_BACKENDS
+from hf_prefix_tree.training.checks import check_config
 from hf_prefix_tree.training.options import option_field
 
 MIN_REUSE = 1.2  # on an H200 a folded update takes 7 % longer than a stock one at 1.1, and half as long at 4
@@ -72,6 +73,10 @@ class RolloutOptions(PolicyOptions):
 @dataclass
 class TreeGRPOConfig(RolloutOptions, GRPOConfig):
     """Configuration of [`TreeGRPOTrainer`]: TRL's `GRPOConfig` with [`RolloutOptions`]."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_config(self, choices=("rollout_rows",))
 
 
 @dataclass

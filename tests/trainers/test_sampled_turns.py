@@ -182,6 +182,8 @@ def test_the_policy_samples_and_turns_that_are_cut(tmp_path):
 
 
 def test_as_sampled_needs_tools(tmp_path):
+    with pytest.raises(ValueError, match="rollout_rows"):
+        TreeGRPOConfig(str(tmp_path), rollout_rows="sampled", bf16=False, use_cpu=True)
     args = TreeGRPOConfig(str(tmp_path), rollout_rows="as_sampled", bf16=False, use_cpu=True)
     trainer = build(tmp_path, "grpo", "tree")
     for extra in ({}, {"rollout_func": rollouts(), "tools": None}):
