@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, Trainer, masking_utils
 from transformers.integrations import neftune, sdpa_attention
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_jit_checkpoint import CheckpointManager
-from trl import SFTTrainer
+from trl import GRPOTrainer, SFTTrainer
 
 from hf_prefix_tree.training.step import _SENTINEL
 
@@ -101,6 +101,42 @@ def test_trl_computes_the_loss_from_weighted_log_probs():
     assert inspect.isgeneratorfunction(inspect.unwrap(trl.trainer.utils.global_then_local_main_first))
     initialiser = inspect.getsource(SFTTrainer.__init__)
     assert "self._tokenizer = " in initialiser and "self._is_vision_dataset = " in initialiser
+
+
+def test_trl_rollouts():
+    """`rl/rollouts.py` puts rollouts of several rows through them. TRL marks rollout functions as experimental."""
+    generate = " ".join(inspect.getsource(GRPOTrainer._generate).split())
+    assert "output = self.rollout_func(prompts, self)" in generate
+    assert 'required_keys = {"prompt_ids", "completion_ids", "logprobs"}' in generate
+    assert 'tool_mask = extra_fields.pop("env_mask", None)' in generate
+    assert "torch.tensor([ids[-1] not in eos_and_pad for ids in completion_ids]" in generate  # empty completions fail
+    assert "return prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images" in generate
+    assert parameters(GRPOTrainer._generate) == ["self", "prompts"]
+    assert parameters(GRPOTrainer._generate_and_score_completions) == ["self", "inputs"]
+    rewards = ["self", "inputs", "prompts", "completions", "completion_ids_list"]
+    assert parameters(GRPOTrainer._calculate_rewards) == rewards
+    scored = " ".join(inspect.getsource(GRPOTrainer._generate_and_score_completions).split())
+    assert scored.index("= self._generate(prompts)") < scored.index("self._get_per_token_logps_and_entropies(")
+    assert "self._calculate_rewards(inputs, prompts, completions, completion_ids_list)" in scored
+    loss = inspect.getsource(GRPOTrainer._compute_loss)
+    assert 'inputs["advantages"]' in loss and "if advantages.dim() == 1:" in loss
+
+
+def test_trl_tool_loop():
+    """`rl/rollouts.py` samples the turns of the loop after contexts of its own, and reads what the loop keeps."""
+    arguments = ["prompts", "prompt_ids", "completion_ids", "completions", "logprobs", "images", "multimodal_fields"]
+    assert parameters(GRPOTrainer._tool_call_loop) == ["self", *arguments]
+    assert parameters(GRPOTrainer._tokenize_prompts) == ["self", "prompts"]
+    assert parameters(GRPOTrainer._generate_single_turn)[:2] == ["self", "prompt_ids"]
+    assert "chat_template=self.chat_template" in inspect.getsource(GRPOTrainer._tokenize_prompts)
+    loop = " ".join(inspect.getsource(GRPOTrainer._tool_call_loop).split())
+    assert "prompt_completion_tools = [prompts[i] for i in idxs_with_tool]" in loop
+    assert "prompt_completion_tool.append(tool_message)" in loop
+    assert "del prompts[idx_with_tool][prompts_len_before[idx] :]" in loop
+    assert "post_tool_ids, post_tool_logprobs = self._generate_single_turn( prompt_completion_tool_ids," in loop
+    assert "post_tool_ids[idx] = post_tool_ids[idx][:new_len]" in loop
+    assert loop.count("self._generate_single_turn(") == 1 and "self._tokenize_prompts(" not in loop
+    assert loop.endswith("logprobs, tool_call_count, tool_failure_count, tool_images")
 
 
 def test_trainer_scales_by_num_items_in_batch():

@@ -102,8 +102,10 @@ class SortedRows:
     The rows of a padded batch in an order that puts rows with a common prefix side by side.
 
     Args:
-        order (int64 `[B]`):
-            The index of each row in the batch.
+        order (int64 `[G]`):
+            The index of each group of rows that stay together, by the first of its rows.
+        group (int64 `[B]`):
+            The group of each row. Without groups, it is the row's index in the batch.
         lengths (int64 `[B]`):
             Tokens of each row, without padding.
         shared (int64 `[B]`):
@@ -128,26 +130,32 @@ class SortedRows:
     """
 
     order: npt.NDArray[np.int64]
+    group: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
     shared: npt.NDArray[np.int64]
     width: int
 
     @classmethod
-    def of(cls, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> SortedRows:
+    def of(
+        cls, input_ids: torch.Tensor, attention_mask: torch.Tensor, group_sizes: Sequence[int] | None = None
+    ) -> SortedRows:
         """
         Args:
             input_ids (int64 `[B, L]`): Padded rows.
             attention_mask (int64 `[B, L]`): 1 = real token.
+            group_sizes (sequence of `int`, *optional*): Rows that stay together; by default each is by itself.
         """
         is_token = attention_mask.bool().cpu().numpy()
         ids = [row[mask] for row, mask in zip(input_ids.cpu().numpy(), is_token, strict=True)]
         order = sorted_order(ids)
         ids = [ids[row] for row in order]
         lengths = np.array([len(row) for row in ids])
-        return cls(np.array(order), lengths, common_prefixes(ids), input_ids.shape[1])
+        sizes = [1] * len(ids) if group_sizes is None else group_sizes
+        group = np.repeat(np.arange(len(sizes)), sizes)[order]
+        return cls(np.array(list(dict.fromkeys(group))), group, lengths, common_prefixes(ids), input_ids.shape[1])
 
     def parts(self, number: int) -> list[list[int]]:
-        """The rows of each of `number` parts, in the order of the batch; parts differ by at most one row."""
+        """The groups of each of `number` parts, in the order of the batch; parts differ by at most one group."""
         return [sorted(part.tolist()) for part in np.array_split(self.order, number)]
 
     def tokens(self, number: int, min_reuse: float = 1.0, multiple: int = 1) -> npt.NDArray[np.int64]:
@@ -162,12 +170,22 @@ class SortedRows:
             multiple (`int`, *optional*, defaults to 1):
                 Folded tokens of a part are rounded up to a multiple of it.
         """
-        starts = np.cumsum([0, *map(len, np.array_split(self.order, number))])[:-1]
-        lengths = np.add.reduceat(self.lengths, starts)
-        # a part's first row shares nothing with the row before it, which is in another part
-        folded = np.add.reduceat(self.lengths - self.shared, starts) + self.shared[starts]
+        part_of_group = np.empty_like(self.order)
+        for index, groups in enumerate(np.array_split(self.order, number)):
+            part_of_group[groups] = index
+        rows = np.argsort(part_of_group[self.group], kind="stable")
+        part = part_of_group[self.group[rows]]
+        # A row shares with the last one of its part what all rows in between share, the first row of a part nothing.
+        last, row = rows[:-1][part[1:] == part[:-1]], rows[1:][part[1:] == part[:-1]]
+        shared = np.zeros_like(self.shared)
+        if len(row):
+            bounds = np.stack([last + 1, row + 1], axis=1).ravel()
+            shared[row] = np.minimum.reduceat(np.append(self.shared, 0), bounds)[::2]
+        starts = np.searchsorted(part, np.arange(number))
+        lengths = np.add.reduceat(self.lengths[rows], starts)
+        folded = np.add.reduceat((self.lengths - shared)[rows], starts)
         folded = -(-folded // multiple) * multiple
-        padded = np.diff(starts, append=len(self.order)) * self.width
+        padded = np.diff(starts, append=len(rows)) * self.width
         return np.where(lengths >= min_reuse * folded, folded, padded)
 
     def totals(self, max_parts: int, budget: int, min_reuse: float = 1.0, multiple: int = 1) -> npt.NDArray[np.int64]:

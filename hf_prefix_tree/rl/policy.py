@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from trl import GRPOTrainer, RLOOTrainer
+from trl import RLOOTrainer
 
 from hf_prefix_tree.modeling.attention.implementations import (
     default_implementation,
@@ -26,6 +27,7 @@ from hf_prefix_tree.modeling.attention.implementations import (
 from hf_prefix_tree.modeling.checks import base_causal_lm
 from hf_prefix_tree.rl.folded_forward import FoldedForwardMixin, can_fold
 from hf_prefix_tree.rl.folded_rows import SortedRows, row_multiple, select_rows
+from hf_prefix_tree.rl.rollouts import ROLLOUTS, PaddedRows, Rollout, RolloutRowsMixin
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +81,9 @@ class TreePolicyMixin(FoldedForwardMixin):
     _metrics: dict[str, Any]
     _regrouped: Regrouped | None = None  # the micro-batch whose loss is being computed
     _known: Scored | None = None  # the forward returns it without computing anything
+    _rollouts: list[Rollout] | None = (
+        None  # of the completions that are generated or scored, if they have several rows
+    )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -135,7 +140,8 @@ class TreePolicyMixin(FoldedForwardMixin):
         whole = select_rows(batches, range(sum(len(batch["prompt_ids"]) for batch in batches)))
         input_ids = torch.cat([whole["prompt_ids"], whole["completion_ids"]], dim=1)
         attention_mask = torch.cat([whole["prompt_mask"], whole["completion_mask"]], dim=1)
-        parts = self._parts(self.model, input_ids, attention_mask, len(batches))
+        with self.scoring(whole.get(ROLLOUTS)):
+            parts = self._parts(self.model, input_ids, attention_mask, whole["completion_ids"].shape[1], len(batches))
         window = Window(batches, parts)
         regrouped = []
         for index, part in enumerate(parts):
@@ -145,19 +151,34 @@ class TreePolicyMixin(FoldedForwardMixin):
         return [{} for _ in range(len(batches) - len(parts))] + regrouped
 
     def _parts(
-        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, max_parts: int
+        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, max_parts: int
     ) -> list[list[int]]:
-        """The rows of each forward: the number of forwards, equal on all ranks, with the fewest tokens in total."""
-        rows = SortedRows.of(input_ids, attention_mask)
+        """
+        The completions of each forward: the number of forwards, equal on all ranks, with the fewest tokens in total.
+        """
+        sizes = None
+        if self._rollouts is not None:
+            padded = PaddedRows.of(self._rollouts, input_ids, attention_mask, logits_to_keep)
+            input_ids, attention_mask, sizes = padded.input_ids, padded.attention_mask, padded.sizes
+        rows = SortedRows.of(input_ids, attention_mask, sizes)
         if self.is_deepspeed_enabled:
             return rows.parts(max_parts)  # its engine counts the backwards
-        budget = max(-(-len(rows.order) // max_parts) * rows.width, self.max_row_tokens)
+        budget = max(-(-len(rows.lengths) // max_parts) * rows.width, self.max_row_tokens)
         min_reuse = self.min_reuse if can_fold(model, attention_mask) else math.inf
         totals = rows.totals(max_parts, budget, min_reuse, row_multiple(input_ids.device))
         all_totals = self.accelerator.gather(torch.from_numpy(totals).to(self.accelerator.device)[None])
         return rows.parts(int(all_totals.sum(dim=0).argmin()) + 1)
 
     # ---- the loss ----
+
+    @contextmanager
+    def scoring(self, rollouts: list[Rollout] | None) -> Iterator[None]:
+        """While active, completions that are scored are those of these rollouts."""
+        before, self._rollouts = self._rollouts, rollouts
+        try:
+            yield
+        finally:
+            self._rollouts = before
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -205,8 +226,11 @@ class TreePolicyMixin(FoldedForwardMixin):
                 self._regrouped.window.scored[self._regrouped.part] = scored[0].detach(), scored[1].detach()
             return scored
         # TRL computes the old and the reference log-probs of a generation in chunks of `batch_size` rows
-        parts = self._parts(model, input_ids, attention_mask, -(-len(input_ids) // batch_size))
-        log_probs = [compute(model, input_ids[part], attention_mask[part], logits_to_keep)[0] for part in parts]
+        parts = self._parts(model, input_ids, attention_mask, logits_to_keep, -(-len(input_ids) // batch_size))
+        rollouts, log_probs = self._rollouts, []
+        for part in parts:
+            with self.scoring(None if rollouts is None else [rollouts[index] for index in part]):
+                log_probs.append(compute(model, input_ids[part], attention_mask[part], logits_to_keep)[0])
         return _in_row_order(log_probs, parts), None, None
 
 
@@ -215,7 +239,7 @@ MEANS_OVER_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")
 SUMS = ("dapo", "cispo", "vespo")
 
 
-class TreeGRPOTrainer(TreePolicyMixin, GRPOTrainer):
+class TreeGRPOTrainer(TreePolicyMixin, RolloutRowsMixin):
     """
     Group Relative Policy Optimization on prefix trees: a drop-in for TRL's [`~trl.GRPOTrainer`].
 
@@ -227,6 +251,10 @@ class TreeGRPOTrainer(TreePolicyMixin, GRPOTrainer):
     micro-batches are kept where the loss depends on a micro-batch as a whole: `loss_type="bnpo"`, an entropy bonus,
     `top_entropy_quantile` below 1, a router's auxiliary loss, and images. Their number is kept under DeepSpeed, and
     where rows cannot be folded (absolute positions, `torch_compile=True`).
+
+    `rollout_func` may return, for each rollout, a list of rows where TRL's returns one: a row is one (prompt,
+    completion) sequence. With `rollout_rows="as_sampled"`, rollouts with tools are several rows as well. `docs/rl.md`
+    defines the loss.
 
     TRL shuffles a generation that spans several optimizer steps (`steps_per_generation` above
     `gradient_accumulation_steps`) before it splits the generation into steps, so each step holds and shares only a

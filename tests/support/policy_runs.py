@@ -80,7 +80,9 @@ def prompts(number: int, lengths: tuple[int, int], seed: int = 0) -> Dataset:
     )
 
 
-def rollouts(deep: bool = False, environment: bool = False, length: int | None = None, longest: int = 8) -> Any:
+def rollouts(
+    deep: bool = False, environment: bool = False, length: int | None = None, longest: int = 8, eos: bool = False
+) -> Any:
     """
     A rollout function with other completions at every call, all of them reproducible.
 
@@ -88,6 +90,7 @@ def rollouts(deep: bool = False, environment: bool = False, length: int | None =
         deep: Every second completion of a prompt starts with the same 4 tokens, and some are equal.
         environment: Some tokens are not the model's own (`env_mask` 0).
         length: All completions have as many tokens.
+        eos: Every third completion ends with the end token.
     """
     calls = count()
 
@@ -100,6 +103,8 @@ def rollouts(deep: bool = False, environment: bool = False, length: int | None =
             own = rng.integers(3, VOCAB, size=length or rng.integers(1, longest + 1)).tolist()
             if deep and index % 2:
                 own = stems[text] + own[: rng.integers(0, 3)]
+            if eos and index % 3 == 0:
+                own = [*own, trainer.processing_class.eos_token_id]
             completion_ids.append(own)
         output = {
             "prompt_ids": prompt_ids,

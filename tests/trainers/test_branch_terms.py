@@ -11,6 +11,7 @@ import trl.trainer.utils
 from conformance.double import keep_double
 from tests.support.models import gradients, relative_error
 from tests.support.policy_runs import CountedTokens, build
+from tests.support.rollout_loss import DoubleHead
 from tests.support.trainer_runs import make_model
 
 EPSILON, BETA = 0.2, 0.1
@@ -18,16 +19,6 @@ PROMPT = [7, 8, 9, 10]
 # two levels: [20 21] of the first four, [22] of the first two; the third is the beginning of the fourth; a duplicate
 COMPLETIONS = [[20, 21, 22, 30], [20, 21, 22, 31, 32], [20, 21, 40], [20, 21, 40, 41], [50, 51], [50, 51]]
 ADVANTAGES = [1.5, -0.7, 0.4, -1.2, 0.9, -0.3]
-
-
-class DoubleHead:
-    """TRL's fused head computes in float32; the same quantities in the dtype of the hidden states."""
-
-    @staticmethod
-    def apply(hidden, weight, bias, labels, temperature, chunk_size, softcap, logit_scale, outputs):
-        log_probs = (hidden @ weight.T * logit_scale / temperature).log_softmax(-1)
-        entropy = -(log_probs.exp() * log_probs).sum(-1)
-        return log_probs.gather(-1, labels[:, None])[:, 0], entropy, None, None, None
 
 
 def old_log_ratios(row, length):

@@ -53,6 +53,23 @@ def test_tokens_are_those_of_the_folded_parts(seed, number):
     assert sorted_rows.tokens(number).tolist() == expected
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("number", [1, 2, 3, 5])
+def test_rows_that_stay_together_are_counted_together(seed, number):
+    """Five rollouts of two or three rows, some of which share their beginning with rows of other rollouts."""
+    sizes = [3, 2, 2, 3, 2]
+    rows = random_rows(np.random.default_rng(seed), groups=3, members=4)
+    sorted_rows = SortedRows.of(*padded(rows, prompt_width=10), sizes)
+    parts = sorted_rows.parts(number)
+    assert sorted(rollout for part in parts for rollout in part) == list(range(5))
+    ends = np.cumsum(sizes)
+    expected = []
+    for part in parts:
+        members = [[*prompt, *ids] for i in part for prompt, ids in rows[ends[i] - sizes[i] : ends[i]]]
+        expected.append(len(fold([Branch(ids, np.ones(len(ids))) for ids in members])))
+    assert sorted_rows.tokens(number).tolist() == expected
+
+
 def test_parts_hold_whole_groups():
     rows = random_rows(np.random.default_rng(0), groups=4, members=8)
     for part in SortedRows.of(*padded(rows, prompt_width=9)).parts(4):

@@ -1,0 +1,224 @@
+"""Rollouts of several rows: the loss and all gradients equal the definition; one row per rollout equals stock TRL."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hf_prefix_tree.rl.rollouts import Row, join_rows
+from tests.support.policy_runs import assert_same_training, build, rollouts, run
+from tests.support.ranks import run_ranks
+from tests.support.rollout_loss import GivenRollout, GivenRow
+from tests.support.rollout_runs import (
+    LOSS_TYPES,
+    Recorded,
+    Unfolded,
+    compare,
+    compare_in_rank,
+    differences,
+    draw_rollouts,
+    rollout_function,
+    train,
+)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_steps_equal_the_definition(tmp_path, seed):
+    """A seed per loss type."""
+    assert max(compare(tmp_path, seed)) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(0, 200, 8))
+def test_more_steps_equal_the_definition(tmp_path, start):
+    for seed in range(start, start + 8):
+        assert max(compare(tmp_path / str(seed), seed)) < 1e-10, seed
+
+
+@pytest.mark.slow
+def test_twenty_steps_are_the_same_without_folding(tmp_path):
+    losses = []
+    for trainer_class in (Recorded, Unfolded):
+        options = {"loss_type": "grpo", "beta": 0.125, "gradient_accumulation_steps": 2, "max_steps": 20}
+        trainer = train(tmp_path, draw_rollouts(3, 8), 4, trainer_class=trainer_class, num_iterations=20, **options)
+        losses.append(trainer.losses[:20])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-10) and np.ptp(losses[0]) > 1e-3
+
+
+QUICK = ("grpo", "dapo", "vespo")
+QUICK_FIRST = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in LOSS_TYPES]
+
+
+def compared_on_two_ranks(folder, seeds):
+    run_ranks(compare_in_rank, folder, seeds, timeout=900)
+    errors = [torch.load(folder / f"errors{rank}.pt") for rank in range(2)]
+    assert len(errors[0]) == len(seeds)
+    return max(max(of_seed) for of_rank in errors for of_seed in of_rank)
+
+
+def test_two_ranks_equal_the_definition(tmp_path):
+    assert compared_on_two_ranks(tmp_path, [1, 2]) < 1e-10
+
+
+@pytest.mark.slow
+def test_all_losses_on_two_ranks_equal_the_definition(tmp_path):
+    assert compared_on_two_ranks(tmp_path, list(range(1000, 1016))) < 1e-10
+
+
+def near_twins():
+    """Two rollouts of two rows that share 90 % of their tokens, and have opposite rewards."""
+    shared = list(range(3, 39))
+    twins = []
+    for last, score in ((40, 1.0), (50, -1.0)):
+        ends = [[last, last + 1], [last + 2, last + 3]]
+        rows = [GivenRow(shared[:4], shared[4:] + end, [1] * 34, [-1.0] * 34) for end in ends]
+        twins.append(GivenRollout(rows, score))
+    return twins
+
+
+@pytest.mark.parametrize("loss_type", QUICK_FIRST)
+def test_advantages_that_are_swapped_are_noticed(tmp_path, loss_type):
+    """The negative control: the same comparison, with the advantages of two rollouts swapped."""
+    twins = near_twins()
+    options = {"loss_type": loss_type, "gradient_accumulation_steps": 1, "max_completion_length": 128}
+    trainer = train(tmp_path, twins, 2, **options)
+    assert max(differences(trainer, twins, 2)) < 1e-10
+    twins[0].advantages, twins[1].advantages = twins[1].advantages, twins[0].advantages
+    assert min(differences(trainer, twins, 2)[1::2]) > 0.1
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+def test_one_reward_per_row(tmp_path, scale_rewards):
+    """A row's advantage: its reward, less the mean of its group, on the scale of the group."""
+    drawn = draw_rollouts(5, 8)
+    assert any(not row.completion for rollout in drawn for row in rollout.rows)
+    rng = np.random.default_rng(0)
+    for rollout in drawn:
+        rollout.row_scores = rng.normal(size=len(rollout.rows)).tolist()
+    drawn[3].row_scores = None  # one reward for all rows
+    options = {"loss_type": "grpo", "gradient_accumulation_steps": 2, "scale_rewards": scale_rewards}
+    trainer = train(tmp_path, drawn, 4, **options)
+    plain = differences(trainer, drawn, 4)[1::2]
+    rewards = np.array([np.mean(r.score if r.row_scores is None else r.row_scores) for r in drawn])
+    groups = rewards.reshape(4, 2)
+    scale = {"none": np.ones(8), "batch": np.full(8, rewards.std(ddof=1) + 1e-4)}
+    scale["group"] = np.repeat(groups.std(axis=1, ddof=1), 2) + 1e-4
+    for rollout, mean, std in zip(drawn, np.repeat(groups.mean(axis=1), 2), scale[scale_rewards], strict=True):
+        scores = rollout.row_scores or [rollout.score] * len(rollout.rows)
+        rollout.advantages = [(score - mean) / std for score in scores]
+    assert max(differences(trainer, drawn, 4)[1::2]) < 1e-5  # TRL's advantages are in float32
+    assert min(plain) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({}, "reward_funcs.*rows"), ({"multi_objective_aggregation": "normalize_then_sum"}, "multi_objective")],
+)
+def test_rewards_per_row_that_do_not_fit(tmp_path, options, name):
+    twins = near_twins()
+    twins[0].row_scores = [1.0, 2.0] if options else [1.0, 2.0, 3.0]
+    with pytest.raises(ValueError, match=name):
+        train(tmp_path, twins, 2, loss_type="grpo", gradient_accumulation_steps=1, **options)
+
+
+def in_rows(generate):
+    """The rollout function's completions as rollouts of one row."""
+
+    def generate_rows(*args):
+        names = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
+        return {name: [[ids] for ids in x] if name in names else x for name, x in generate(*args).items()}
+
+    return generate_rows
+
+
+@pytest.mark.parametrize("loss_type", QUICK_FIRST)
+def test_one_row_per_rollout_equals_stock(tmp_path, loss_type):
+    options = {"loss_type": loss_type, "max_steps": 3, "num_iterations": 2, "epsilon": 0.001, "beta": 0.1}
+    options |= {"epsilon_high": 2.0} if loss_type == "cispo" else {}  # its bound on the ratio itself
+    options |= {
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "off_policy_mask_threshold": 0.0,
+        "mask_truncated_completions": True,
+    }
+    options |= {"reward_funcs": lambda completion_ids, **kwargs: [np.sum(ids) % 11 / 10 for ids in completion_ids]}
+    options |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8, "eval_rows": 1}
+    stock, tree = (
+        run(tmp_path, "grpo", kind, rollout_func=wrap(rollouts(deep=True, environment=True, eos=True)), **options)
+        for kind, wrap in (("stock", lambda generate: generate), ("tree", in_rows))
+    )
+    assert_same_training(tree, stock, steps=3, moved=1e-3)
+    evaluations = [[e for e in one.trainer.state.log_history if "eval_loss" in e] for one in (stock, tree)]
+    assert len(evaluations[0]) == 3
+    for expected, got in zip(*evaluations, strict=True):
+        for name in ("eval_loss", "eval_kl", "eval_entropy", "eval_reward", "eval_completions/mean_length"):
+            assert got[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-6), name
+
+
+def test_counts_and_rewards_are_those_of_all_rows(tmp_path):
+    twins = near_twins()
+    twins[1].rows.append(GivenRow([5], [6, 7, 8], [1, 0, 1], [0.0] * 3))
+    seen = []
+
+    def reward(completion_ids, completions, score, **kwargs):
+        seen.append((completion_ids, [len(text.split()) for text in completions]))
+        return score
+
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "num_generations": 2}
+    options |= {"max_steps": 1, "reward_funcs": reward, "loss_type": "grpo"}
+    trainer = build(tmp_path, "grpo", "tree", rollout_func=rollout_function(twins), **options)
+    trainer.train()
+    assert seen == [([[row.completion for row in twin.rows] for twin in twins], [68, 71])]
+    entry = trainer.state.log_history[0]
+    assert entry["completions/mean_length"] == (68 + 70) / 2
+    assert entry["num_tokens"] == 4 * 4 + 1 + 68 + 70
+    # the stem of 36 tokens, four ends of two, and the third row
+    assert entry["tree/tokens"] == 36 + 4 * 2 + 4
+
+
+def test_empty_completions_of_plain_rollouts(tmp_path):
+    def generate(prompts, trainer):
+        output = plain(prompts, trainer)
+        output["completion_ids"][0], output["logprobs"][0] = [], []
+        return output
+
+    plain = rollouts()
+    trained = run(tmp_path, "grpo", "tree", rollout_func=generate, max_steps=2, mask_truncated_completions=True)
+    assert [entry["completions/min_length"] for entry in trained.logs] == [0, 0]
+    with pytest.raises(IndexError):  # as it was, and is in TRL
+        run(tmp_path, "grpo", "stock", rollout_func=generate, max_steps=2)
+
+
+ROWS = {"prompt_ids": [[[5], [5, 8]]], "completion_ids": [[[6, 7], [9]]], "logprobs": [[[0.0, 0.0], [0.0]]]}
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"prompt_ids": [[[5]]]}, "prompt_ids"),
+        ({"prompt_ids": [[[5], []]]}, "prompt_ids"),
+        ({"logprobs": [[[0.0], [0.0]]]}, "logprobs"),
+        ({"env_mask": [[[1, 1]]]}, "env_mask"),
+    ],
+)
+def test_rows_that_contradict_each_other_are_refused(change, name):
+    assert join_rows(ROWS, 0)[1] == [[Row([5], 2), Row([5, 8], 1)]]
+    with pytest.raises(ValueError, match=f"rollout_func.*{name}"):
+        join_rows({**ROWS, **change}, 0)
+
+
+def test_tools_do_not_extend_rollouts_of_several_rows(tmp_path):
+    twins = near_twins()
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "num_generations": 2}
+    trainer = build(tmp_path, "grpo", "tree", rollout_func=rollout_function(twins), max_steps=1, **options)
+    trainer.tools = [len]
+    with pytest.raises(ValueError, match="tools"):
+        trainer.train()
+
+
+def test_images_with_rollouts_of_several_rows_are_refused(tmp_path):
+    trainer = build(tmp_path, "grpo", "tree")
+    ids = torch.ones(1, 4, dtype=torch.int64)
+    with trainer.scoring([[Row([5], 2)]]), pytest.raises(ValueError, match="pixel_values"):
+        trainer._get_per_token_logps_and_entropies(trainer.model, ids, ids, 2, pixel_values=ids)
