@@ -62,25 +62,21 @@ class PolicyOptions(FoldingOptions):
 
 
 @dataclass
-class RolloutOptions(PolicyOptions):
+class TreeGRPOConfig(PolicyOptions, GRPOConfig):
     """
-    Options of GRPO: [`PolicyOptions`], and what a rollout with `tools` or an `environment_factory` is trained on.
+    Configuration of [`TreeGRPOTrainer`]: TRL's `GRPOConfig` with [`PolicyOptions`], and a form of rollouts.
 
     Args:
         rollout_rows (`str`, *optional*, defaults to `"one"`):
-            `"one"` as in TRL: tool results are appended to one sequence, under a template that keeps earlier turns.
-            `"as_sampled"`: each turn is sampled after the model's chat template over the messages so far, as a serving
-            loop does, and trained on the tokens that it was sampled from and after.
+            What a rollout with `tools` or an `environment_factory` is trained on. `"one"` as in TRL: tool results are
+            appended to one sequence, under a template that keeps earlier turns. `"as_sampled"`: each turn is sampled
+            after the model's chat template over the messages so far, as a serving loop does, and trained on the tokens
+            that it was sampled from and after.
     """
 
     rollout_rows: str = option_field(
         "one", "Sequences that a rollout with tools is trained on.", ("one", "as_sampled")
     )
-
-
-@dataclass
-class TreeGRPOConfig(RolloutOptions, GRPOConfig):
-    """Configuration of [`TreeGRPOTrainer`]: TRL's `GRPOConfig` with [`RolloutOptions`]."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -81,9 +81,7 @@ class TreePolicyMixin(FoldedForwardMixin):
     _metrics: dict[str, Any]
     _regrouped: Regrouped | None = None  # the micro-batch whose loss is being computed
     _known: Scored | None = None  # the forward returns it without computing anything
-    _rollouts: list[Rollout] | None = (
-        None  # of the completions that are generated or scored, if they have several rows
-    )
+    _rollouts: list[Rollout] | None = None  # of the completions at hand, if they have several rows
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOTrainer
 from trl.trainer.utils import is_async_callable, nanstd
 
-from hf_prefix_tree.rl.config import RolloutOptions
+from hf_prefix_tree.rl.config import TreeGRPOConfig
 from hf_prefix_tree.tree.folding import common_prefixes
 
 ROLLOUTS = "rollouts"  # key of a micro-batch: its rollouts, a list of rows each
@@ -236,7 +236,7 @@ class RolloutRowsMixin(GRPOTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if isinstance(self.args, RolloutOptions):
+        if isinstance(self.args, TreeGRPOConfig):
             self.rollout_rows = self.args.rollout_rows
         if self.rollout_rows == "as_sampled" and (not self.tools or self.rollout_func is not None or self._is_vlm):
             raise ValueError(
