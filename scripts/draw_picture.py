@@ -25,7 +25,12 @@ SIDES = {
     "tree": ("tree", "#4c78a8"),
     "tree-compiled": ("tree, layers compiled", "#1f3f66"),
 }
-MODELS = {"dense-0.6b": "Qwen3-0.6B", "moe": "Qwen3-30B-A3B, 6 layers"}
+MODELS = {
+    "dense-0.6b": "Qwen3-0.6B",
+    "moe": "Qwen3-30B-A3B, 6 layers",
+    "lora-8b": "Qwen3-8B, LoRA",
+    "qlora-8b": "Qwen3-8B, QLoRA",
+}
 DATA = {
     "short-completions": "1k prompt, 64 completions of 64",
     "completions": "4k prompt, 16 completions of 512",
