@@ -30,7 +30,7 @@ BLOCK = re.compile(r"^ *```(shell|python|diff)\n(.*?)^ *```$", re.DOTALL | re.MU
 NEEDS = re.compile(r"#.*?(needs .*)$")
 COMMENT = re.compile(r"\s+# .*")
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", "site", "build", "dist", "outputs", "*.egg-info", "__pycache__")
-LIMIT = 900  # seconds of a command
+LIMIT = 300  # seconds of a command
 
 
 class Step(NamedTuple):
