@@ -27,7 +27,7 @@ from typing import NamedTuple
 REPO_ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", *sorted(str(path.relative_to(REPO_ROOT)) for path in (REPO_ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^ *```(shell|python|diff)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
-NEEDS = re.compile(r"#.*?(needs .*)$")
+NEEDS = re.compile(r"#.*?(needs [^:]+)")
 COMMENT = re.compile(r"\s+# .*")
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", "site", "build", "dist", "outputs", "*.egg-info", "__pycache__")
 LIMIT = 300  # seconds of a command
