@@ -20,18 +20,22 @@
 # With a GPU this notebook trains Qwen3-0.6B; without one, a small random model, in about a minute.
 
 # %%
-# The package and the demo's data come from the repository: cloned on Colab, elsewhere the folder above this one.
+# On Colab this installs the package from the repository's archive, which also has the demo's data. Elsewhere both are in
+# the folder above this one.
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from urllib.request import urlretrieve
 
 repository = Path("..")
 if "google.colab" in sys.modules:
-    repository = Path("repository")
+    repository = Path("hf_prefix_tree-main")
+    archive = "https://github.com/hf-prefix-tree/hf_prefix_tree/archive/main.zip"
     if not repository.exists():
-        url = "https://github.com/hf-prefix-tree/hf_prefix_tree"
-        subprocess.run(["git", "clone", "-q", "--depth", "1", url, str(repository)], check=True)
-        subprocess.run([sys.executable, "-m", "pip", "install", "-q", f"./{repository}[viz]"], check=True)
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", f"hf_prefix_tree[viz] @ {archive}"], check=True)
+        urlretrieve(archive, "main.zip")
+        shutil.unpack_archive("main.zip")
 sys.path.insert(0, str(repository.resolve()))
 
 # %%

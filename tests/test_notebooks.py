@@ -1,8 +1,11 @@
 """The notebooks run from top to bottom on a CPU, and each `.ipynb` holds the cells of its `py:percent` source."""
 
 import os
+import re
 import subprocess
 import sys
+import urllib.request
+import zipfile
 from pathlib import Path
 
 import jupytext
@@ -45,20 +48,25 @@ def test_notebook_runs(source, tmp_path):
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_the_repository_is_cloned_on_colab_only(source, tmp_path, monkeypatch):
+def test_the_archive_is_installed_on_colab_only(source, tmp_path, monkeypatch):
+    """`examples` is not in the wheel, so it comes from the archive as well."""
     first = next(text for kind, text in cells(source) if kind == "code")
+    repository = re.search(r"github\.com/([^/]+/[^/]+)/archive/main\.zip", first).group(1)
+    assert f"github/{repository}/blob/main" in cells(source)[0][1], "not the repository of the Colab badge"
     commands = []
+
+    def download(url, file):
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("hf_prefix_tree-main/examples/demo/dialogues.py", url)
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command))
+    monkeypatch.setattr(urllib.request, "urlretrieve", download)
     exec(first, {})
-    assert commands == [] and sys.path[0] == str(tmp_path.parent)
+    assert (commands, list(tmp_path.iterdir()), sys.path[0]) == ([], [], str(tmp_path.parent))
     monkeypatch.setitem(sys.modules, "google.colab", None)
     exec(first, {})
-    clone, install = commands
-    assert clone[:2] == ["git", "clone"] and clone[-1] == "repository"
-    assert clone[-2].removeprefix("https://github.com/") in cells(source)[0][1], (
-        "not the repository of the Colab badge"
-    )
-    assert install[-1] == "./repository[viz]"
-    assert sys.path[0] == str(tmp_path / "repository")
+    (install,) = commands
+    url = Path(sys.path[0], "examples", "demo", "dialogues.py").read_text()
+    assert install[1:] == ["-m", "pip", "install", "-q", f"hf_prefix_tree[viz] @ {url}"]

@@ -55,12 +55,12 @@ def counts_rows(groups: Sequence[tuple[str, Mapping[str, Any]]], total: Mapping[
 
 def preparation_tables(title: str, counts: Mapping[str, Any], trees: Sequence[PrefixTree]) -> tuple[Table, Table]:
     """
-    The counts of a preparation, and the table by which prime-rl describes its selection: means and maxima over the
-    trees, and the ratios, whose mean is that of all trees together.
+    The counts of a preparation that are not 0, and the table by which prime-rl describes its selection: means and
+    maxima over the trees, and the ratios, whose mean is that of all trees together.
     """
     stats = [tree.stats() for tree in trees]
     ratios = {f"{name}_ratio": counts[f"branch_{name}s"] / counts[f"tree_{name}s"] for name in ("token", "pair")}
-    numbers = {name: count for name, count in {**counts, **ratios}.items() if isinstance(count, int | float)}
+    numbers = {name: count for name, count in {**counts, **ratios}.items() if isinstance(count, int | float) and count}
     total = sum(stats[1:], stats[0])
     labels = {"branches": "K", "tree_tokens": "packed tokens", "longest_path": "longest path"}
     selection = [["", "mean", "max"]]

@@ -355,6 +355,16 @@ REAL = {
 }
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/cli.md"])
+def test_the_pages_have_these_figures(page):
+    lines = (REPO_ROOT / page).read_text(encoding="utf-8").splitlines()
+    for flat, _, tree, missing, contexts in REAL.values():
+        (line,) = [line for line in lines if f"| {flat:,} | {tree:,} |" in line]
+        *_, ratio, lacking = line.strip("| ").split(" | ")
+        assert lacking == (f"{missing} of {contexts}" if missing else "none")
+        assert float(ratio.split("x")[0]) == pytest.approx(flat / tree, abs=0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("data", "template"), REAL)
 def test_the_documented_figures(data, template, run, shared_data):

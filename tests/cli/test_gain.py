@@ -146,16 +146,18 @@ def tiny_model(tokenizer):
         {"group_by": "group"},
         {"group_by": "group", "reasoning": "side_leaf"},
         {"group_by": None, "max_length": 600},
+        {"group_by": "group", "max_packed_tokens": 1500},
     ],
 )
 def test_gain_counts_what_the_trainer_prepares(options, dialogues, tokenizer, tmp_path):
     dataset = load_dataset("json", data_files=str(dialogues), split="train")
     args = TreeSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **options)
     trainer = TreeSFTTrainer(model=tiny_model(tokenizer), args=args, train_dataset=dataset, processing_class=tokenizer)
-    trained = [len(row["input_ids"]) for row in trainer.train_dataset]
+    trained = [len(tree["input_ids"]) for row in trainer.train_dataset for tree in row.get("trees", [row])]
     tree = fold_rows(load_rows(dialogues), "dialogues", tokenizer, **options).ways["tree"]
     assert (tree.tokens, tree.sequences, tree.longest) == (sum(trained), len(trained), max(trained))
     assert (tree.truncated > 0) == ("max_length" in options)
+    assert (len(trained) > 3) == (options["group_by"] is None or "max_packed_tokens" in options)  # 3 groups
 
 
 @pytest.mark.parametrize("template", ["qwen3", "qwen3_instruct_2507"])

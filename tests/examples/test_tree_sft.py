@@ -159,7 +159,7 @@ def test_every_ablation_config_dry_runs_on_local_data(path, dialogues, tmp_path,
     text = capsys.readouterr().out
     counts = table(text)
     branches = int(counts["branches"])
-    assert counts["trees"] == ("1" if single_turn else "2")
+    assert counts["trees"] == ("1" if single_turn else "2") and "0" not in counts.values()
     if config.get("reasoning") == "side_leaf":
         turns = sum(line.count("reasoning_content") + 1 for line in rows.read_text().splitlines())
     assert branches == (2 if config.get("reasoning") == "think_split" else 1 if single_turn else turns)
