@@ -30,7 +30,7 @@ from hf_prefix_tree.data.trees import (
     trees_of_stream,
 )
 from hf_prefix_tree.data.turns import REASONING_MODES
-from hf_prefix_tree.tree.folding import WEIGHTINGS, check_integer
+from hf_prefix_tree.tree.folding import WEIGHTINGS, check_choice, check_integer, check_not_empty
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -189,9 +189,8 @@ def check_preparation(
     """
     options = locals()
     for name, known in PREPARATION_CHOICES.items():
-        value = options[name]
-        if not (isinstance(value, str) and value in known) and not (name == "selection_metric" and value is None):
-            raise ValueError(f"`{name}` is {value!r}; pass one of {', '.join(map(repr, known))}.")
+        if name != "selection_metric" or selection_metric is not None:
+            check_choice(options[name], name, known)
     for name, least in _LIMITS.items():
         if (value := options[name]) is not None:
             check_integer(value, name, least)
@@ -415,8 +414,7 @@ def prepare_trees(
             name = "counts" if selection_metric is None else "selection_metric"
             raise ValueError(f"`{name}` needs all rows, but `dataset` is a stream; pass a Dataset, or leave it out.")
         return prepare_stream(dataset, columns, plan)
-    if not len(dataset):
-        raise ValueError("`dataset` has no rows; pass at least one.")
+    check_not_empty(dataset, "dataset")
     report = Report()
     trees = prepare_dataset(dataset, plan, report)
     if counts is not None:

@@ -28,6 +28,7 @@ from hf_prefix_tree.modeling.batch import WEIGHTED_BY_CALLER
 from hf_prefix_tree.modeling.checks import backbone_of
 from hf_prefix_tree.modeling.prepare import ensure_verified, install_tree_hooks
 from hf_prefix_tree.modeling.verify import is_materialized
+from hf_prefix_tree.tree.folding import check_not_empty
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -243,8 +244,7 @@ def precompute_hidden_states(
     """
     from datasets import Dataset
 
-    if not len(rows):
-        raise ValueError("`rows` is empty: pass at least one row.")
+    check_not_empty(rows, "rows")
     folder = Path(output_dir).absolute()
     rank, num_ranks = rank_and_size()
     paths = [str(folder / f"{split}_{index:08d}.safetensors") for index in range(len(rows))]

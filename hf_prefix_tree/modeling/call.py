@@ -28,6 +28,7 @@ from hf_prefix_tree.modeling.context import (
     set_active_context,
 )
 from hf_prefix_tree.modeling.positions import with_names
+from hf_prefix_tree.tree.folding import check_choice
 
 _STATE = "_hf_prefix_tree_state"
 
@@ -79,8 +80,7 @@ def prepare(
     Raises:
         `ValueError`: where the model, or an option of it, cannot be served.
     """
-    if attn_backend not in kind.attn_backends:
-        raise ValueError(f"`attn_backend` must be one of {kind.attn_backends}, got {attn_backend!r}.")
+    check_choice(attn_backend, "attn_backend", kind.attn_backends)
     base = base_causal_lm(model)
     state = state_of(base)
     if state is not None and state.kind != kind:

@@ -19,7 +19,7 @@ import torch
 from packaging.version import Version
 
 from hf_prefix_tree.training.options import TESTED, check_types, refuse_options
-from hf_prefix_tree.tree.folding import check_integer
+from hf_prefix_tree.tree.folding import check_choice, check_integer
 
 
 def refuse_engines(accelerator: Any) -> None:
@@ -176,9 +176,7 @@ def check_config(
     refuse_options(config)
     check_types(config)
     for name in choices:
-        allowed = config.__dataclass_fields__[name].metadata["choices"]
-        if getattr(config, name) not in allowed:
-            raise ValueError(f"`{name}` must be one of {allowed}, got {getattr(config, name)!r}.")
+        check_choice(getattr(config, name), name, config.__dataclass_fields__[name].metadata["choices"])
     for name, lowest in (at_least or {}).items():
         value = getattr(config, name)
         for number in value if isinstance(value, list) else [] if value is None else [value]:
@@ -227,12 +225,6 @@ def check_texts(trainer: Any) -> None:
     """Raises `ValueError` where `SFTTrainer` found images in the training dataset."""
     if trainer._is_vision_dataset:
         raise ValueError("`train_dataset` has images, which this trainer does not support: use a dataset of texts.")
-
-
-def check_rows(train_dataset: Any) -> None:
-    """Raises `ValueError` for a training dataset without rows."""
-    if hasattr(train_dataset, "__len__") and not len(train_dataset):
-        raise ValueError("`train_dataset` has no rows; pass at least one.")
 
 
 def padding_token_of(tokenizer: Any, pad_token_id: int | None = None) -> int:

@@ -293,7 +293,7 @@ def test_ids_of_the_processing_class():
     assert DataCollatorForDiffusionLM(processing_class=tokenizer(pad_token="[PAD]")).block_pad_token_id == 1
     with pytest.raises(ValueError, match="`pad_token_id`"):
         DataCollatorForDiffusionLM(processing_class=tokenizer(eos_token="[EOS]"))
-    with pytest.raises(ValueError, match=r"`pad_token_id`.*`processing_class`"):
+    with pytest.raises(ValueError, match="`pad_token_id`"):
         DataCollatorForDiffusionLM()
     assert DLLMCollator().pad_token_id == DLLMCollator().block_pad_token_id == 0
     assert DLLMCollator(eos_token_id=0, pad_token_id=5).block_pad_token_id == 0
@@ -354,5 +354,5 @@ def test_refused_batches():
         DataCollatorForDiffusionLM(0, max_seq_len=2, response_window=True)([cut])
     assert DataCollatorForDiffusionLM(0, max_seq_len=2)([cut])["labels"].tolist() == [[1, -100]]
     for name in ("input_ids", "loss_mask", "attention_mask"):
-        with pytest.raises(ValueError, match=f"`features\\[1\\]`.*`{name}`"):
+        with pytest.raises(ValueError, match=f"`{name}`.*`features\\[1\\]`"):
             DLLMCollator()([SAMPLES[0], {key: value for key, value in SAMPLES[1].items() if key != name}])
