@@ -162,12 +162,12 @@ def prefix_tree_collate_fn(
         )
     check_integer(ignore_idx, "ignore_idx", least=-INT32_MAX)
     group = features[0]
-    if isinstance(group, Mapping) and group.get("prompt_ids") is not None:
-        check_mapping(group, "features[0]", ["completions"])
-        group = fold_shared_prefix_rollouts(group["prompt_ids"], group["completions"], ignore_idx)
-    fields = dataclasses.asdict(group) if isinstance(group, FoldedRollouts) else group
-    check_mapping(fields, "features[0]", ("input_ids", "labels", "node_lengths", "sample_paths"))
     with located("`features[0]`"):
+        if isinstance(group, Mapping) and group.get("prompt_ids") is not None:
+            check_mapping(group, "group", ["completions"])
+            group = fold_shared_prefix_rollouts(group["prompt_ids"], group["completions"], ignore_idx)
+        fields = dataclasses.asdict(group) if isinstance(group, FoldedRollouts) else group
+        check_mapping(fields, "group", ("input_ids", "labels", "node_lengths", "sample_paths"))
         input_ids = integer_array(fields["input_ids"], "input_ids")
         labels = integer_array(fields["labels"], "labels", minimum=min(ignore_idx, 0))
         lengths = integer_array(fields["node_lengths"], "node_lengths", maximum=INT32_MAX)
@@ -220,6 +220,7 @@ class DLLMCollator(DataCollatorForDiffusionLM):
         names = ("input_ids", "loss_mask", "attention_mask")
         check_features(features)
         for index, feature in enumerate(features):
-            check_mapping(feature, f"features[{index}]", names)
+            with located(f"`features[{index}]`"):
+                check_mapping(feature, "feature", names)
         batch = super().__call__([{name: feature[name] for name in names} for feature in features], return_tensors)
         return {name: batch[name] for name in (*names, "input_lengths")}

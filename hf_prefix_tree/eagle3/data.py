@@ -124,7 +124,7 @@ def pack_eagle3_dataset(
 
 
 def _documents(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> list[Document]:
-    """The documents of token rows, given with their indices, without empty ones."""
+    """The documents of dataset rows of tokens, given with their indices, without empty ones."""
     documents = [read_document(row, f"row {index}") for index, row in rows]
     return [document for document in documents if document[0]]
 
@@ -204,7 +204,7 @@ def build_eagle3_dataloader(
             Positions of a padded sequence; a longer document keeps its head, or is left out if that supervises
             nothing, and both are logged.
         packed_sequence_size (`int`, *optional*, defaults to `0`):
-            Positions of a packed row, in place of `seq_length`. `0` pads instead, one document a row.
+            Positions of a packed sequence, in place of `seq_length`. `0` pads instead, one document per tensor row.
         strategy (`str`, *optional*, defaults to `"next_fit"`):
             See [`pack_eagle3_dataset`].
         shuffle (`bool`, *optional*, defaults to `True`):
@@ -284,7 +284,7 @@ def prepare_eagle3_rows(
 ) -> Any:
     """
     Packed sequences for [`DataCollatorForEagle3`], or documents of at most `seq_length` tokens. Truncation is logged,
-    and documents left with no supervised token are dropped. Rows that are packed already, or that name their
+    and documents left with no supervised token are dropped. Packed sequences, and dataset rows that name their
     precomputed hidden states, stay as they are.
 
     Args:
@@ -325,7 +325,7 @@ class RankRows(IterableDataset):
     A rank's part of a stream of dataset rows; every rank gets as many whole batches as the others.
 
     Args:
-        stream: The rows.
+        stream: The dataset rows.
         rank, ranks, batch_size (`int`): Of the loader.
     """
 

@@ -91,7 +91,7 @@ def check_mapping(value: Any, name: str, columns: Sequence[str] = ()) -> None:
     if not isinstance(value, Mapping):
         raise ValueError(f"`{name}` is a {type(value).__name__}; pass a dict of columns.")
     if missing := [column for column in columns if value.get(column) is None]:
-        raise ValueError(f"`{missing[0]}` is missing from `{name}`, which has the keys {list(value)}; add it.")
+        raise ValueError(f"`{missing[0]}` is missing beside {list(value)}; add it.")
 
 
 def check_not_empty(items: Any, name: str) -> None:

@@ -354,5 +354,5 @@ def test_refused_batches():
         DataCollatorForDiffusionLM(0, max_seq_len=2, response_window=True)([cut])
     assert DataCollatorForDiffusionLM(0, max_seq_len=2)([cut])["labels"].tolist() == [[1, -100]]
     for name in ("input_ids", "loss_mask", "attention_mask"):
-        with pytest.raises(ValueError, match=f"`{name}`.*`features\\[1\\]`"):
+        with pytest.raises(ValueError, match=f"`features\\[1\\]`.*`{name}`"):
             DLLMCollator()([SAMPLES[0], {key: value for key, value in SAMPLES[1].items() if key != name}])

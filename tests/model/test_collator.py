@@ -130,8 +130,6 @@ def test_other_arguments_are_refused():
         DataCollatorForPrefixTree(-1)(random_forest(0, 1))
     with pytest.raises(ValueError, match=r"`weighting`.*'trees'"):
         DataCollatorForPrefixTree(0, weighting="trees")
-    with pytest.raises(ValueError, match=r"`pad_to_multiple_of`.*0"):
-        concatenate_trees([], 0, 0)
     for wrong in ("64", 64.0, None, 0):
         with pytest.raises(ValueError, match=f"`pad_to_multiple_of`.*{wrong!r}"):
             DataCollatorForPrefixTree(0, pad_to_multiple_of=wrong)

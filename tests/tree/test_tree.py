@@ -214,7 +214,7 @@ def test_corrupt_rows(tree: PrefixTree, change: dict, message: str):
 def test_missing_columns(tree: PrefixTree):
     for name in tree.to_dict():
         row = {key: value for key, value in tree.to_dict().items() if key != name}
-        with pytest.raises(ValueError, match=f"`{name}`.*`mapping`"):
+        with pytest.raises(ValueError, match=f"`{name}` is missing"):
             PrefixTree.from_dict(row)
     with pytest.raises(ValueError, match=r"`mapping`.*list"):
         PrefixTree.from_dict([1])  # type: ignore[arg-type]
