@@ -376,8 +376,8 @@ def prepare_trees(
             return dataset
     if kind in TEXT_KINDS and tokenizer is None:
         raise ValueError(f"`tokenizer` is None, but {kind} rows are text; pass the model's tokenizer.")
-    if group_by is not None and group_by not in columns:
-        raise ValueError(f"`group_by` is {group_by!r}, which is no column; pass one of {', '.join(sorted(columns))}.")
+    if group_by is not None:
+        check_choice(group_by, "group_by", sorted(columns))
     if selection_metric in SCORES and kind not in MESSAGE_KINDS:
         raise ValueError(
             f"`selection_metric` is {selection_metric!r}, but {kind} rows have no messages; pass 'token_ratio' or "
@@ -434,11 +434,7 @@ def renamed(
         column_names (`Mapping[str, str]`): As for [`prepare_trees`].
     """
     for name, theirs in column_names.items():
-        if theirs not in columns:
-            raise ValueError(
-                f"`column_names[{name!r}]` is {theirs!r}, which is no column; pass one of "
-                f"{', '.join(sorted(columns))}."
-            )
+        check_choice(theirs, f"column_names[{name!r}]", sorted(columns))
     if len(set(column_names.values())) < len(column_names):
         raise ValueError(f"`column_names` is {dict(column_names)!r}; name each column once.")
     hidden = [name for name in column_names if name in columns and name not in column_names.values()]
