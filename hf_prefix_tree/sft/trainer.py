@@ -43,6 +43,7 @@ from hf_prefix_tree.training.checks import (
     check_grouped_mode,
     check_texts,
     padding_token_of,
+    refuse_ignored,
 )
 from hf_prefix_tree.training.step import PreparationMixin
 from hf_prefix_tree.tree.folding import check_not_empty
@@ -257,10 +258,7 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         args: Any = self.args
         given = [f"`{name}=True`" for name in ("assistant_only_loss", "completion_only_loss") if getattr(args, name)]
         given += ["`formatting_func`"] if self._format is not None else []
-        if given and (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
-            raise ValueError(
-                f"{', '.join(given)}: without effect under `skip_prepare_dataset`; leave one of them out."
-            )
+        refuse_ignored(args, given)
         if not given or not isinstance(dataset, Dataset):
             return
         dataset = dataset.select(range(min(len(dataset), 100)))  # prepared once more, as TRL does

@@ -197,13 +197,17 @@ def check_tree_config(config: Any, preparation: Sequence[str]) -> None:
                     f"`{name}={getattr(config, name)}` would concatenate sequences of `max_packed_tokens="
                     f"{config.max_packed_tokens}`. Set `{name}=1`: a packed sequence is a batch by itself."
                 )
-    if not (config.dataset_kwargs or {}).get("skip_prepare_dataset"):
-        return
     defaults = {name: config.__dataclass_fields__[name].default for name in preparation}
-    ignored = [f"`{n}={getattr(config, n)!r}`" for n, default in defaults.items() if getattr(config, n) != default]
-    if ignored:
+    refuse_ignored(
+        config, [f"`{n}={getattr(config, n)!r}`" for n, default in defaults.items() if getattr(config, n) != default]
+    )
+
+
+def refuse_ignored(config: Any, given: Sequence[str]) -> None:
+    """Raises `ValueError` where the preparation is skipped that the `given` arguments would change."""
+    if given and (config.dataset_kwargs or {}).get("skip_prepare_dataset"):
         raise ValueError(
-            f"{', '.join(ignored)}: without effect under `dataset_kwargs={{'skip_prepare_dataset': True}}`. Leave out "
+            f"{', '.join(given)}: without effect under `dataset_kwargs={{'skip_prepare_dataset': True}}`. Leave out "
             "these options, or `skip_prepare_dataset`: trees are taken as they are without it."
         )
 

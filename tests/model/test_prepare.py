@@ -48,7 +48,7 @@ def test_continuous_batching_needs_another_implementation_for_its_time():
     prepare_model(model)
     with torch.no_grad():
         loss = model(**batch()).loss
-        with pytest.raises(ValueError, match=r"prefix_tree is not supported for continuous batching. Use .*'sdpa'"):
+        with pytest.raises(ValueError, match="continuous batching"):
             generated(model)
         assert model(**batch()).loss == loss
         model.set_attn_implementation("sdpa")
