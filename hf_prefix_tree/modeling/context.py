@@ -183,8 +183,9 @@ def refuse_raw_tensor(name: str, value: Any) -> None:
     """Raises `ValueError` where the hooks of the causal LM did not turn an argument into the context of the call."""
     if isinstance(value, torch.Tensor):
         raise ValueError(
-            f"`{name}` reached a layer as a raw tensor: prepare the model (`hf_prefix_tree.prepare_model`), and call "
-            "the causal LM itself, with peft >= 0.21 and an adapter that calls it, as LoRA does and AdaLoRA does not."
+            f"`{name}` reached a layer as a raw tensor: prepare the model (`prepare_model`, "
+            "`prepare_diffusion_model`), and call the causal LM itself, with peft >= 0.21 and an adapter that calls "
+            "it, as LoRA does and AdaLoRA does not."
         )
 
 
