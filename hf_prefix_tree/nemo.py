@@ -17,7 +17,7 @@ from hf_prefix_tree.data.supervision import IGNORE_INDEX, check_features, locate
 from hf_prefix_tree.diffusion.collator import DataCollatorForDiffusionLM
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
 from hf_prefix_tree.sft.collator import DataCollatorForPrefixTree
-from hf_prefix_tree.tree.folding import INT32_MAX, check_integer, integer_array
+from hf_prefix_tree.tree.folding import INT32_MAX, check_integer, check_mapping, integer_array
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 CROSS_ENTROPY_IGNORE_IDX = IGNORE_INDEX
@@ -162,17 +162,12 @@ def prefix_tree_collate_fn(
         )
     check_integer(ignore_idx, "ignore_idx", least=-INT32_MAX)
     group = features[0]
-    if isinstance(group, Mapping) and group.keys() >= {"prompt_ids", "completions"}:
-        group = fold_shared_prefix_rollouts(group["prompt_ids"], group["completions"], ignore_idx)
-    fields = dataclasses.asdict(group) if isinstance(group, FoldedRollouts) else group
-    names = ("input_ids", "labels", "node_lengths", "sample_paths")
-    if not isinstance(fields, Mapping) or any(fields.get(name) is None for name in names):
-        keys = list(fields) if isinstance(fields, Mapping) else type(fields).__name__
-        raise ValueError(
-            f"`features[0]` must have `prompt_ids` and `completions`, be a `FoldedRollouts`, or have its fields "
-            f"{', '.join(names)}, got {keys}."
-        )
     with located("`features[0]`"):
+        if isinstance(group, Mapping) and group.get("prompt_ids") is not None:
+            check_mapping(group, "group", ["completions"])
+            group = fold_shared_prefix_rollouts(group["prompt_ids"], group["completions"], ignore_idx)
+        fields = dataclasses.asdict(group) if isinstance(group, FoldedRollouts) else group
+        check_mapping(fields, "group", ("input_ids", "labels", "node_lengths", "sample_paths"))
         input_ids = integer_array(fields["input_ids"], "input_ids")
         labels = integer_array(fields["labels"], "labels", minimum=min(ignore_idx, 0))
         lengths = integer_array(fields["node_lengths"], "node_lengths", maximum=INT32_MAX)
@@ -225,7 +220,7 @@ class DLLMCollator(DataCollatorForDiffusionLM):
         names = ("input_ids", "loss_mask", "attention_mask")
         check_features(features)
         for index, feature in enumerate(features):
-            if missing := [f"`{name}`" for name in names if feature.get(name) is None]:
-                raise ValueError(f"`features[{index}]` has the keys {list(feature)} and no {', '.join(missing)}.")
+            with located(f"`features[{index}]`"):
+                check_mapping(feature, "feature", names)
         batch = super().__call__([{name: feature[name] for name in names} for feature in features], return_tensors)
         return {name: batch[name] for name in (*names, "input_lengths")}

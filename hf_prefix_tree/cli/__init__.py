@@ -74,14 +74,15 @@ def gain(
     from hf_prefix_tree.report import gain as report
     from hf_prefix_tree.report import plot as pictures
     from hf_prefix_tree.report import text
+    from hf_prefix_tree.tree.folding import check_choice
     from hf_prefix_tree.tree.html import page
 
     _silence_libraries()
     logging.getLogger("hf_prefix_tree").setLevel(logging.ERROR)  # the report names the losses
     if plot is not None:
         pictures.check_matplotlib()
-    if gpu is not None and gpu not in report.MEASURED_TFLOPS:
-        raise ValueError(f"`--gpu` is {gpu!r}; pass one that was measured: {', '.join(report.MEASURED_TFLOPS)}.")
+    if gpu is not None:
+        check_choice(gpu, "--gpu", report.MEASURED_TFLOPS)
     if gpu is not None and model is None:
         raise ValueError(f"`--gpu` is {gpu!r}, but `--model` is missing; pass the model whose FLOPs to count.")
     loaded = _load("AutoTokenizer", tokenizer, "--tokenizer")

@@ -35,6 +35,7 @@ from hf_prefix_tree.report.gain import load_rows, read_tools
 from hf_prefix_tree.report.text import console, preparation_tables
 from hf_prefix_tree.training.checks import padding_token_of
 from hf_prefix_tree.training.options import Parser, option_field
+from hf_prefix_tree.tree.folding import check_choice
 
 logger = logging.getLogger(__name__)
 
@@ -151,8 +152,7 @@ def parse(
     Raises:
         `ValueError`: If the method or an option is unknown.
     """
-    if method not in METHODS:
-        raise ValueError(f"`METHOD` is {method!r}; pass one of {', '.join(METHODS)}.")
+    check_choice(method, "METHOD", METHODS)
     spec, has_no_gpu = METHODS[method], not torch.accelerator.is_available()
     config = getattr(importlib.import_module("hf_prefix_tree"), spec.config)
     parser = Parser((arguments or spec.arguments, config, ModelConfig), prog=f"hf-prefix-tree train {method}")

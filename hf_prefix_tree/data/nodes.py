@@ -13,7 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_prefix_tree.data.messages import check_text
-from hf_prefix_tree.tree.folding import as_list, integer_array, parent_array, weight_array
+from hf_prefix_tree.tree.folding import (
+    as_list,
+    check_length,
+    check_mapping,
+    check_not_empty,
+    integer_array,
+    parent_array,
+    weight_array,
+)
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree
 
 if TYPE_CHECKING:
@@ -75,11 +83,9 @@ def _prompt_and_completions(
 ) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
     prompt = integer_array(prompt_ids, "prompt_ids")
     ids = [integer_array(item, f"completions[{i}]") for i, item in enumerate(as_list(completions, "completions"))]
-    if not ids:
-        raise ValueError("`completions` is empty; pass at least one completion.")
+    check_not_empty(ids, "completions")
     for i, completion in enumerate(ids):
-        if not len(completion):
-            raise ValueError(f"`completions[{i}]` is empty; drop it or give it at least one token.")
+        check_not_empty(completion, f"completions[{i}]")
     return prompt, ids
 
 
@@ -109,9 +115,8 @@ def text_tree_branches(
     for index, text in enumerate(texts):
         check_text(text, f"texts[{index}]")
     of_node = np.ones(len(texts)) if weights is None else weight_array(weights, "weights")
-    for name, given in (("parents", parents), ("weights", of_node)):
-        if len(given) != len(texts):
-            raise ValueError(f"`{name}` has {len(given)} entries for {len(texts)} `texts`; pass one per node.")
+    check_length(parents, "parents", len(texts), "`texts`")
+    check_length(of_node, "weights", len(texts), "`texts`")
     ids = [
         tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         for text in texts
@@ -173,8 +178,7 @@ def search_tree_branches(prompt: Any, steps: Sequence[Any], tokenizer: PreTraine
 
 
 def _check_step(step: Any, index: int) -> None:
-    if not isinstance(step, Mapping):
-        raise ValueError(f"`nodes[{index}]` is a {type(step).__name__}; pass a dict with `step`, `text` and `kept`.")
+    check_mapping(step, f"nodes[{index}]")
     for name, of in (("step", int), ("text", str), ("kept", bool)):
         if type(step.get(name)) is not of:
             raise ValueError(f"`nodes[{index}].{name}` is {step.get(name)!r}; pass a {of.__name__}.")

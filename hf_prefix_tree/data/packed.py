@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
 
-from hf_prefix_tree.data.trees import TREE_FEATURES, cached_map
+from hf_prefix_tree.data.trees import TREE_FEATURES, cached_map, check_same_weighting
 from hf_prefix_tree.tree.packing import fill, pack_rows, split_tree
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
@@ -157,12 +157,7 @@ def check_weightings(dataset: Dataset | IterableDataset, column: str, weighting:
 def _check_weightings(rows: list[list[dict[str, Any]]] | list[str], weighting: str) -> dict[str, Any]:
     for row in rows:
         for given in [row] if isinstance(row, str) else [tree["weighting"] for tree in row]:
-            if given != weighting:
-                held = "trees" if isinstance(row, str) else "packed rows of trees"
-                raise ValueError(
-                    f"`weighting` is {weighting!r}, but `dataset` holds {held} that were folded with {given!r}; pass "
-                    f"`weighting={given!r}`, or prepare the whole trees again."
-                )
+            check_same_weighting(given, weighting)
     return {}
 
 

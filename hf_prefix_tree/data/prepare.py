@@ -30,7 +30,7 @@ from hf_prefix_tree.data.trees import (
     trees_of_stream,
 )
 from hf_prefix_tree.data.turns import REASONING_MODES
-from hf_prefix_tree.tree.folding import WEIGHTINGS, check_integer
+from hf_prefix_tree.tree.folding import WEIGHTINGS, check_choice, check_integer, check_not_empty
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -193,9 +193,8 @@ def check_preparation(
     """
     options = locals()
     for name, known in PREPARATION_CHOICES.items():
-        value = options[name]
-        if not (isinstance(value, str) and value in known) and not (name == "selection_metric" and value is None):
-            raise ValueError(f"`{name}` is {value!r}; pass one of {', '.join(map(repr, known))}.")
+        if name != "selection_metric" or selection_metric is not None:
+            check_choice(options[name], name, known)
     for name, least in _LIMITS.items():
         if (value := options[name]) is not None:
             check_integer(value, name, least)
@@ -381,8 +380,8 @@ def prepare_trees(
             return dataset
     if kind in TEXT_KINDS and tokenizer is None:
         raise ValueError(f"`tokenizer` is None, but {kind} rows are text; pass the model's tokenizer.")
-    if group_by is not None and group_by not in columns:
-        raise ValueError(f"`group_by` is {group_by!r}, which is no column; pass one of {', '.join(sorted(columns))}.")
+    if group_by is not None:
+        check_choice(group_by, "group_by", sorted(columns))
     if selection_metric in SCORES and kind not in MESSAGE_KINDS:
         raise ValueError(
             f"`selection_metric` is {selection_metric!r}, but {kind} rows have no messages; pass 'token_ratio' or "
@@ -419,8 +418,7 @@ def prepare_trees(
             name = "counts" if selection_metric is None else "selection_metric"
             raise ValueError(f"`{name}` needs all rows, but `dataset` is a stream; pass a Dataset, or leave it out.")
         return prepare_stream(dataset, columns, plan)
-    if not len(dataset):
-        raise ValueError("`dataset` has no rows; pass at least one.")
+    check_not_empty(dataset, "dataset")
     report = Report()
     trees = prepare_dataset(dataset, plan, report)
     if counts is not None:
@@ -440,11 +438,7 @@ def renamed(
         column_names (`Mapping[str, str]`): As for [`prepare_trees`].
     """
     for name, theirs in column_names.items():
-        if theirs not in columns:
-            raise ValueError(
-                f"`column_names[{name!r}]` is {theirs!r}, which is no column; pass one of "
-                f"{', '.join(sorted(columns))}."
-            )
+        check_choice(theirs, f"column_names[{name!r}]", sorted(columns))
     if len(set(column_names.values())) < len(column_names):
         raise ValueError(f"`column_names` is {dict(column_names)!r}; name each column once.")
     hidden = [name for name in column_names if name in columns and name not in column_names.values()]

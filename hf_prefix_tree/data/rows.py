@@ -35,7 +35,7 @@ from hf_prefix_tree.data.nodes import as_branch, rollout_branches, search_tree_b
 from hf_prefix_tree.data.supervision import read_sample
 from hf_prefix_tree.data.template import chat_template_of
 from hf_prefix_tree.data.turns import conversation_branches
-from hf_prefix_tree.tree.folding import integer_array
+from hf_prefix_tree.tree.folding import check_mapping, check_not_empty, integer_array
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree
 
 if TYPE_CHECKING:
@@ -187,11 +187,7 @@ def row_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[st
 
 def checked_row(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> Mapping[str, Any]:
     """The row without what Arrow filled in, if it has all columns of its kind, and those of chats are plain data."""
-    if not isinstance(row, Mapping):
-        raise ValueError(f"`row` is a {type(row).__name__}; pass a dict of columns.")
-    for name in ROW_KINDS[options.kind].columns:
-        if row.get(name) is None:
-            raise ValueError(f"`{name}` is missing; give every row the same columns.")
+    check_mapping(row, "row", ROW_KINDS[options.kind].columns)
     row = _without_fill(row, options.features, counts)
     if options.kind not in (*MESSAGE_KINDS, "text"):
         return row
@@ -203,7 +199,7 @@ def checked_row(row: Mapping[str, Any], options: RowOptions, counts: Counter[str
 
 
 def _of_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
-    return [as_branch(branch, index) for index, branch in enumerate(_list(row, "branches", Mapping))]
+    return [as_branch(branch, index) for index, branch in enumerate(_list(row, "branches"))]
 
 
 def _of_rollouts(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
@@ -292,8 +288,7 @@ def _prompt_and_completions(row: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     else:
         prompt = row["prompt"]
         completions = _list(row, "completions") if row.get("completions") is not None else [row["completion"]]
-    if not completions:
-        raise ValueError("`completions` is empty; drop the row or give it a completion.")
+    check_not_empty(completions, "completions")
     if len({isinstance(text, str) for text in (prompt, *completions)}) > 1:
         raise ValueError("`prompt` and its completions mix strings and messages; make them all one or the other.")
     for text in (prompt, *completions):
@@ -391,12 +386,9 @@ def _texts(prompt: str, completions: Sequence[str], options: RowOptions, counts:
     return branches
 
 
-def _list(row: Mapping[str, Any], name: str, of: type = object) -> list[Any]:
+def _list(row: Mapping[str, Any], name: str) -> list[Any]:
     if not isinstance(row[name], list):
         raise ValueError(f"`{name}` is a {type(row[name]).__name__}; pass a list.")
-    for i, item in enumerate(row[name]):
-        if not isinstance(item, of):
-            raise ValueError(f"`{name}[{i}]` is a {type(item).__name__}; pass a dict with `input_ids` and `weights`.")
     return row[name]
 
 

@@ -14,7 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hf_prefix_tree.tree.folding import as_list, integer_array, weight_array
+from hf_prefix_tree.tree.folding import (
+    as_list,
+    check_length,
+    check_mapping,
+    check_not_empty,
+    integer_array,
+    weight_array,
+)
 
 IGNORE_INDEX = -100  # label of a token that is not supervised
 
@@ -92,19 +99,14 @@ def located(where: str) -> Iterator[None]:
 def check_features(features: Any) -> None:
     """Raises `ValueError` unless the features of a collator are a sequence of mappings, at least one."""
     features = as_list(features, "features")
-    if not features:
-        raise ValueError("`features` is empty; pass at least one row.")
+    check_not_empty(features, "features")
     for index, feature in enumerate(features):
-        if not isinstance(feature, Mapping):
-            raise ValueError(f"`features[{index}]` is a {type(feature).__name__}; pass a dict of columns.")
+        check_mapping(feature, f"features[{index}]")
 
 
 def _read(row: Mapping[str, Any], weighted: bool) -> Sample:
-    if not isinstance(row, Mapping):
-        raise ValueError(f"`row` is a {type(row).__name__}; pass a dict of columns.")
+    check_mapping(row, "row", ["input_ids"])
     columns = {name: _array(value) for name, value in row.items() if name in _COLUMNS and value is not None}
-    if "input_ids" not in columns:
-        raise ValueError(f"`input_ids` is missing; it has the keys {list(row)}.")
     ids = integer_array(columns["input_ids"], "input_ids")
     weights = _supervised(columns, ids)
     if weights is None:
@@ -177,8 +179,7 @@ def _mask(columns: Mapping[str, Any], name: str, ids: npt.NDArray[np.int64]) -> 
 
 
 def _per_token(values: npt.NDArray[Any], name: str, ids: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-    if len(values) != len(ids):
-        raise ValueError(f"`{name}` has {len(values)} entries for {len(ids)} `input_ids`; pass one per token.")
+    check_length(values, name, len(ids), "`input_ids`")
     return values
 
 

@@ -150,12 +150,18 @@ def tree_of_rows(
 def _reweighted(tree: PrefixTree, weighting: str) -> PrefixTree:
     if tree.weighting == weighting:
         return tree
-    if len(tree.branch_nodes) != tree.num_branches:
-        raise ValueError(
-            f"`weighting` is {weighting!r}, but this is a part of a tree folded with {tree.weighting!r}, and a part "
-            f"can't be weighted anew; pass `weighting={tree.weighting!r}`, or the whole tree."
-        )
+    if len(tree.branch_nodes) != tree.num_branches:  # a part, which can't be weighted anew
+        check_same_weighting(tree.weighting, weighting)
     return fold(tree.branches(), weighting)
+
+
+def check_same_weighting(given: str, weighting: str) -> None:
+    """Raises `ValueError` where a tree, or a part of one, is taken as it is and has another weighting."""
+    if given != weighting:
+        raise ValueError(
+            f"`weighting` is {weighting!r}, but `dataset` holds trees or parts of them that were folded with "
+            f"{given!r}; pass `weighting={given!r}`, or prepare the whole trees again."
+        )
 
 
 def drop_oversized(

@@ -19,9 +19,10 @@ import torch
 
 from hf_prefix_tree.data.supervision import IGNORE_INDEX, Sample, check_features, located, read_sample
 from hf_prefix_tree.training.sampling import PADDING_FEATURE, rounded_up
-from hf_prefix_tree.tree.folding import INT64_MAX, check_integer, integer_array
+from hf_prefix_tree.tree.folding import INT64_MAX, check_choice, check_integer, integer_array
 
 SAMPLE_INDEX = "sample_index"
+_FORMATS = ("pt", "np")
 
 
 @dataclass
@@ -102,19 +103,14 @@ class DataCollatorForDiffusionLM:
     keeps_padding: ClassVar[bool] = False  # of features
 
     def __post_init__(self) -> None:
-        _check_return_tensors(self.return_tensors)
+        check_choice(self.return_tensors, "return_tensors", _FORMATS)
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)  # of a processor
         for name in ("pad_token_id", "eos_token_id"):
             if getattr(self, name) is None:
                 setattr(self, name, getattr(tokenizer, name, None))
-        if self.pad_token_id is None:
-            raise ValueError(
-                "`pad_token_id` is not given, and `processing_class` has none: pass one; it may be the id of the EOS "
-                "token."
-            )
         lowest = {"pad_token_id": 0, "eos_token_id": 0, "block_size": 0, "pad_seq_len_divisible": 0, "max_seq_len": 1}
         for name, least in lowest.items():
-            if getattr(self, name) is not None:
+            if name == "pad_token_id" or getattr(self, name) is not None:
                 check_integer(getattr(self, name), name, least)
 
     @property
@@ -126,7 +122,7 @@ class DataCollatorForDiffusionLM:
 
     def __call__(self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         return_tensors = return_tensors or self.return_tensors
-        _check_return_tensors(return_tensors)
+        check_choice(return_tensors, "return_tensors", _FORMATS)
         check_features(features)
         samples, ends = [], []  # an end is where the last block ends, also where that is beyond the cap
         block = self.block_size or 1
@@ -186,8 +182,3 @@ def supervised_tokens(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         `torch.Tensor` of shape `(B, L)`, bool.
     """
     return (batch["loss_mask"] != 0) & (batch["input_lengths"] > 0)[:, None]
-
-
-def _check_return_tensors(return_tensors: str) -> None:
-    if not isinstance(return_tensors, str) or return_tensors not in ("pt", "np"):
-        raise ValueError(f"`return_tensors` must be 'pt' or 'np', got {return_tensors!r}.")

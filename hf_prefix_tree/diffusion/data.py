@@ -19,6 +19,7 @@ from hf_prefix_tree.data.rows import columns_of
 from hf_prefix_tree.data.supervision import SUPERVISION, read_sample
 from hf_prefix_tree.data.trees import cached_map
 from hf_prefix_tree.diffusion.collator import SAMPLE_INDEX
+from hf_prefix_tree.tree.folding import check_not_empty
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,11 +67,9 @@ def prepare_diffusion_rows(
     columns = columns_of(dataset)
     options: dict[str, Any] = {"on_error": on_error, "chat_template_kwargs": dict(chat_template_kwargs or {})}
     dataset = read_samples(dataset, tokenizer, num_proc=num_proc, counts=counts, **options)
-    if "input_ids" in columns and not set(columns) & set(SUPERVISION):
-        raise ValueError(
-            f"`dataset` has `input_ids` and none of {', '.join(SUPERVISION)}: add a `loss_mask` (all ones to "
-            "supervise every token)."
-        )
+    check_not_empty(dataset, "dataset")
+    if "input_ids" in columns:  # early, before the model is trained
+        read_sample(next(iter(dataset)), "row 0")
     if "input_ids" not in columns or SAMPLE_INDEX not in columns:
         if isinstance(dataset, IterableDataset):
             dataset = dataset.map(lambda row, index: {SAMPLE_INDEX: index}, with_indices=True)

@@ -16,7 +16,7 @@ from hf_prefix_tree.diffusion.model import prepared_for_diffusion
 from hf_prefix_tree.modeling.attention.masks.spans import spans
 from hf_prefix_tree.modeling.checks import base_causal_lm
 from hf_prefix_tree.training.checks import check_mask_token
-from hf_prefix_tree.tree.folding import check_integer, integer_array
+from hf_prefix_tree.tree.folding import check_choice, check_integer, integer_array
 
 
 @torch.no_grad()
@@ -100,8 +100,7 @@ def diffusion_generate(
     integer_array([steps], "steps_per_block", 1, block_size)  # a step keeps a token
     if temperature < 0:
         raise ValueError(f"`temperature` must be at least 0, got {temperature}.")
-    if objective not in OBJECTIVES:
-        raise ValueError(f"`objective` must be one of {OBJECTIVES}, got {objective!r}.")
+    check_choice(objective, "objective", OBJECTIVES)
     check_mask_token(mask_token_id, base.get_input_embeddings().num_embeddings)
     config: Any = base.generation_config
     eos_token_id = config.eos_token_id if eos_token_id is None else eos_token_id

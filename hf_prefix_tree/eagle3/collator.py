@@ -135,7 +135,7 @@ class DataCollatorForEagle3:
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         check_features(features)
-        read: list[Any] = []  # packed rows, and documents
+        read: list[Any] = []  # packed sequences, and documents
         for index, feature in enumerate(features):
             with located(f"`features[{index}]`"):
                 is_packed = feature.get("doc_remaining") is not None
@@ -167,7 +167,7 @@ class DataCollatorForEagle3:
 
 
 def _checked_row(row: Mapping[str, Any]) -> dict[str, list[int]]:
-    """A packed row, if it is what [`eagle3_row`] makes of its documents."""
+    """A packed sequence, if it is what [`eagle3_row`] makes of its documents."""
     columns = {name: integer_array(row.get(name), name, maximum=INT32_MAX) for name in PACKED_COLUMNS}
     ids, mask, count = columns["input_ids"], columns["loss_mask"] != 0, np.count_nonzero(columns["attention_mask"])
     starts = np.cumsum(columns["seq_lens"])[:-1]
@@ -177,7 +177,7 @@ def _checked_row(row: Mapping[str, Any]) -> dict[str, list[int]]:
     for name, values in columns.items():
         if not np.array_equal(values, expected[name]):
             raise ValueError(
-                f"`{name}` is not that of a packed row with {count} tokens and `seq_lens` "
+                f"`{name}` is not that of a packed sequence with {count} tokens and `seq_lens` "
                 f"{columns['seq_lens'][:20]}; pack it again."
             )
     return expected

@@ -30,7 +30,7 @@ from hf_prefix_tree.eagle3.collator import (
 from hf_prefix_tree.eagle3.vocabulary import rank_and_size
 from hf_prefix_tree.training.checks import padding_token_of
 from hf_prefix_tree.training.sampling import PaddedStream, rank_loader
-from hf_prefix_tree.tree.folding import check_integer
+from hf_prefix_tree.tree.folding import check_choice, check_integer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -103,8 +103,7 @@ def pack_eagle3_dataset(
     """
     check_integer(packed_sequence_size, "packed_sequence_size", 1)
     check_integer(pad_token_id, "pad_token_id")
-    if not isinstance(strategy, str) or strategy not in STRATEGIES:
-        raise ValueError(f"`strategy` must be one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}.")
+    check_choice(strategy, "strategy", STRATEGIES)
     settings: dict[str, Any] = {"length": packed_sequence_size, "pad_token_id": pad_token_id, "strategy": strategy}
     options: Any = {"supervise_reasoning": supervise_reasoning, "reasoning_end": reasoning_end, "on_error": on_error}
     if isinstance(samples, Mapping):  # one batch of many: it may be empty
@@ -121,13 +120,11 @@ def pack_eagle3_dataset(
         rows = _mapped(samples, _packed, PACKED_COLUMNS, settings, **processes)
     else:
         rows = _packed(enumerate(samples), **settings)
-    if not len(rows):
-        raise ValueError("`samples`: no row could be produced, because no sample has a token. Check the data.")
-    return rows
+    return _not_empty(rows, "samples")
 
 
 def _documents(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> list[Document]:
-    """The documents of token rows, given with their indices, without empty ones."""
+    """The documents of dataset rows of tokens, given with their indices, without empty ones."""
     documents = [read_document(row, f"row {index}") for index, row in rows]
     return [document for document in documents if document[0]]
 
@@ -207,7 +204,7 @@ def build_eagle3_dataloader(
             Positions of a padded sequence; a longer document keeps its head, or is left out if that supervises
             nothing, and both are logged.
         packed_sequence_size (`int`, *optional*, defaults to `0`):
-            Positions of a packed row, in place of `seq_length`. `0` pads instead, one document a row.
+            Positions of a packed sequence, in place of `seq_length`. `0` pads instead, one document per tensor row.
         strategy (`str`, *optional*, defaults to `"next_fit"`):
             See [`pack_eagle3_dataset`].
         shuffle (`bool`, *optional*, defaults to `True`):
@@ -287,7 +284,7 @@ def prepare_eagle3_rows(
 ) -> Any:
     """
     Packed sequences for [`DataCollatorForEagle3`], or documents of at most `seq_length` tokens. Truncation is logged,
-    and documents left with no supervised token are dropped. Rows that are packed already, or that name their
+    and documents left with no supervised token are dropped. Packed sequences, and dataset rows that name their
     precomputed hidden states, stay as they are.
 
     Args:
@@ -312,10 +309,14 @@ def prepare_eagle3_rows(
         truncated = _truncated(enumerate(dataset), cap[1])
         kept = kept_of([document[TRUNCATION] for document in truncated], cap)
         rows = [{name: truncated[index][name] for name in DOCUMENT_KEYS} for index in kept]
-    if not isinstance(rows, StreamedDataset) and not len(rows):
-        raise ValueError("`dataset`: no row could be produced, because no sample has a token. Check the data.")
     if packed_sequence_size:
         return pack_eagle3_dataset(rows, packed_sequence_size, pad_token_id, strategy, num_proc=num_proc)
+    return _not_empty(rows, "dataset")
+
+
+def _not_empty(rows: Any, name: str) -> Any:
+    if not isinstance(rows, StreamedDataset) and not len(rows):
+        raise ValueError(f"`{name}` has no sample with a token; pass at least one.")
     return rows
 
 
@@ -324,7 +325,7 @@ class RankRows(IterableDataset):
     A rank's part of a stream of dataset rows; every rank gets as many whole batches as the others.
 
     Args:
-        stream: The rows.
+        stream: The dataset rows.
         rank, ranks, batch_size (`int`): Of the loader.
     """
 

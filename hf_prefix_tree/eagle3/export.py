@@ -26,6 +26,7 @@ from hf_prefix_tree.data.trees import write_files
 from hf_prefix_tree.eagle3.config import Eagle3DraftConfig, check_aux_layer_ids
 from hf_prefix_tree.eagle3.model import Eagle3DraftModel
 from hf_prefix_tree.eagle3.vocabulary import checksum_of, ids_from_d2t, problem_of_ids, serialized, t2d_from_ids
+from hf_prefix_tree.tree.folding import check_choice
 
 ENGINES = ("vllm", "sglang", "speculators")
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -93,8 +94,7 @@ def export_for_serving(
     config = draft.config
     dtype = draft.dtype if dtype is None else dtype
     verifier = target_name_or_path or config.target_name_or_path
-    if engine not in ENGINES:
-        raise ValueError(f"`engine` must be one of {ENGINES}, got {engine!r}.")
+    check_choice(engine, "engine", ENGINES)
     check_aux_layer_ids(config.aux_layer_ids)
     if engine != "speculators":
         described, layer = _portable_config(config, dtype), _LAYER

@@ -25,9 +25,10 @@ from hf_prefix_tree.eagle3.config import check_aux_layer_ids, default_aux_layer_
 from hf_prefix_tree.eagle3.loss import CHUNK_SIZE
 from hf_prefix_tree.eagle3.vocabulary import rank_and_size, read_tensors, write_tensors
 from hf_prefix_tree.modeling.batch import WEIGHTED_BY_CALLER
-from hf_prefix_tree.modeling.checks import backbone_of
+from hf_prefix_tree.modeling.checks import backbone_of, base_causal_lm
 from hf_prefix_tree.modeling.prepare import ensure_verified, install_tree_hooks
 from hf_prefix_tree.modeling.verify import is_materialized
+from hf_prefix_tree.tree.folding import check_not_empty
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -186,11 +187,9 @@ class Eagle3Target:
 
 
 def _check_model(model: Any) -> None:
-    if not isinstance(model, PreTrainedModel):
-        remedy = " Merge its adapter first: `merge_and_unload()`." if hasattr(model, "peft_config") else ""
+    if base_causal_lm(model, "target_model") is not model:
         raise ValueError(
-            "The target (`target_model`) must be a causal LM, its name, or the folder of `precompute_hidden_states`, "
-            f"got {type(model).__name__}.{remedy}"
+            f"`target_model` is a {type(model).__name__}: merge its adapter first (`merge_and_unload()`)."
         )
     name, config, head = type(model).__name__, model.config.get_text_config(), model.get_output_embeddings()
     if not is_materialized(model):
@@ -220,7 +219,7 @@ def precompute_hidden_states(
     """
     Write the target's hidden states for every dataset row, one file each. The ranks of a process group share the work.
 
-    Files have checksums, which every reader compares. Files that are there already, whole, of the same rows and the
+    Files have checksums, which every reader compares. Files that are there already, whole, of the same tokens and the
     same target, are kept: a run that was killed continues. The folder may be moved.
 
     Args:
@@ -231,20 +230,19 @@ def precompute_hidden_states(
         output_dir (`str` or `os.PathLike`):
             Folder for the files. Pass it to [`Eagle3Trainer`] as `target_model`.
         split (`str`, *optional*, defaults to `"train"`):
-            Name of these rows, if the folder holds several sets of rows.
+            Name of these dataset rows, if the folder holds several sets of them.
 
     Returns:
-        `Dataset`: the rows with the column `hidden_states`, the path of each row's file; also in
+        `Dataset`: the dataset rows with the column `hidden_states`, the path of each one's file; also in
         `output_dir/rows/{split}`, for `datasets.load_from_disk`.
 
     Raises:
-        `ValueError`: If the target can't run, or there are no rows.
+        `ValueError`: If the target can't run, or `rows` is empty.
         `OSError`: If a file can't be written.
     """
     from datasets import Dataset
 
-    if not len(rows):
-        raise ValueError("`rows` is empty: pass at least one row.")
+    check_not_empty(rows, "rows")
     folder = Path(output_dir).absolute()
     rank, num_ranks = rank_and_size()
     paths = [str(folder / f"{split}_{index:08d}.safetensors") for index in range(len(rows))]

@@ -43,8 +43,9 @@ def build_token_mapping(
     Choose the draft vocabulary from the supervised tokens of the data.
 
     Counts are summed over the ranks of the default process group (gloo or NCCL), so every rank returns the same
-    mapping. Ranks read disjoint parts of the data; rows that a [`~torch.utils.data.DistributedSampler`] repeats, to
-    fill an uneven last batch, are not counted twice. The random state of the process is the same afterwards.
+    mapping. Ranks read disjoint parts of the data; dataset rows that a [`~torch.utils.data.DistributedSampler`]
+    repeats, to fill an uneven last batch, are not counted twice. The random state of the process is the same
+    afterwards.
 
     Args:
         dataloader (iterable of `Mapping`):
@@ -326,7 +327,7 @@ def mapping_fingerprint(
 
 def data_fingerprint(source: object) -> str | None:
     """
-    A hash that tells one data set from another: the fingerprint that `datasets` keeps, or a hash of the rows. `None`
+    A hash that tells one data set from another: the fingerprint that `datasets` keeps, or a hash of its rows. `None`
     for a stream, which would have to be read.
     """
     if isinstance(source, PaddedDataset):  # the number of its empty rows depends on the number of ranks

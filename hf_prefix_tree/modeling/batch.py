@@ -26,7 +26,6 @@ import numpy as np
 import torch
 
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
-from hf_prefix_tree.tree.folding import check_integer
 
 if TYPE_CHECKING:
     from hf_prefix_tree.tree.prefix_tree import PrefixTree
@@ -122,7 +121,6 @@ def concatenate_trees(
 
     ```
     """
-    check_integer(pad_to_multiple_of, "pad_to_multiple_of", least=1)
     tokens = sum(len(tree) for tree in trees)
     length = max(1, -(-tokens // pad_to_multiple_of)) * pad_to_multiple_of
     input_ids = np.full(length, pad_token_id, dtype=np.int64)

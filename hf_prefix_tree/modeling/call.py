@@ -25,9 +25,11 @@ from hf_prefix_tree.modeling.context import (
     active_tree,
     enter_call,
     leave_call,
+    refuse_raw_tensor,
     set_active_context,
 )
 from hf_prefix_tree.modeling.positions import with_names
+from hf_prefix_tree.tree.folding import check_choice
 
 _STATE = "_hf_prefix_tree_state"
 
@@ -79,8 +81,7 @@ def prepare(
     Raises:
         `ValueError`: where the model, or an option of it, cannot be served.
     """
-    if attn_backend not in kind.attn_backends:
-        raise ValueError(f"`attn_backend` must be one of {kind.attn_backends}, got {attn_backend!r}.")
+    check_choice(attn_backend, "attn_backend", kind.attn_backends)
     base = base_causal_lm(model)
     state = state_of(base)
     if state is not None and state.kind != kind:
@@ -185,11 +186,7 @@ def _check_backbone_call(
     module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]] | None:
     for name in ("prefix_tree", "diffusion_layout", "predict_positions"):
-        if isinstance(kwargs.get(name), torch.Tensor):
-            raise ValueError(
-                f"`{name}` reached the backbone as a raw tensor: the hook of the causal LM was bypassed. Call the "
-                "causal LM itself, with peft >= 0.21 and an adapter that calls it, as LoRA does and AdaLoRA does not."
-            )
+        refuse_raw_tensor(name, kwargs.get(name))
     context = active_tree()
     if context is None or not context.mask_counts_branches:
         return None

@@ -36,7 +36,7 @@ _REFUSED_OPTIONS = {
     },
 }
 for _options in _REFUSED_OPTIONS.values():
-    _options["seq_idx"] = "sequences are told apart by the mask alone."
+    _options |= dict.fromkeys(("seq_idx", "cu_seq_lens_q"), "sequences are told apart by the mask alone.")
     _options["output_attentions"] = "the kernels keep no attention weights."
 _TEXT_INPUTS = {
     *("input_ids", "position_ids", "labels", "attention_mask"),

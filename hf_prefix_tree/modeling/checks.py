@@ -48,19 +48,20 @@ _UNKNOWN_WINDOW = re.compile(r"(?<!^sliding_)window(_size|_len|_length)?$|local_
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 
-def base_causal_lm(model: Any) -> PreTrainedModel:
+def base_causal_lm(model: Any, name: str = "model") -> PreTrainedModel:
     """
     The causal LM inside `model`, which may be wrapped by PEFT.
 
     Args:
         model (`PreTrainedModel` or `PeftModel`): The model that will be trained.
+        name (`str`, *optional*, defaults to `"model"`): How errors call it.
     """
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         refuse_adapters(model)
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            f"`model` must be a `transformers.PreTrainedModel` or a PEFT model around one, got "
+            f"`{name}` must be a `transformers.PreTrainedModel` or a PEFT model around one, got "
             f"{type(model).__name__}. "
             "Call `prepare_model` before wrapping the model with DDP, FSDP or `torch.compile`."
         )

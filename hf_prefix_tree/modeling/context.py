@@ -118,11 +118,7 @@ class TreeContext(CallContext):
     @classmethod
     def at_layer(cls, prefix_tree: Any) -> TreeContext | None:
         """The tree that reached a layer as the keyword argument `prefix_tree`."""
-        if not isinstance(prefix_tree, cls | None):
-            raise ValueError(
-                "`prefix_tree` reached a layer as a raw tensor: call `hf_prefix_tree.prepare_model(model)` before "
-                "training (and use peft >= 0.21: older versions go around the model's hooks)."
-            )
+        refuse_raw_tensor("prefix_tree", prefix_tree)
         return prefix_tree
 
     @cached_property
@@ -181,6 +177,16 @@ class TreeContext(CallContext):
             return False
         visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
         return any(not bool((visible & ~built).any()) for built in dense)
+
+
+def refuse_raw_tensor(name: str, value: Any) -> None:
+    """Raises `ValueError` where the hooks of the causal LM did not turn an argument into the context of the call."""
+    if isinstance(value, torch.Tensor):
+        raise ValueError(
+            f"`{name}` reached a layer as a raw tensor: prepare the model (`prepare_model`, "
+            "`prepare_diffusion_model`), and call the causal LM itself, with peft >= 0.21 and an adapter that calls "
+            "it, as LoRA does and AdaLoRA does not."
+        )
 
 
 class _Call(NamedTuple):

@@ -44,7 +44,7 @@ class Group:
     Args:
         name (`str`): The group's value.
         rows (`int`): Dataset rows that it was made of.
-        trees (`list[PrefixTree]`): Its trees: one per row, or a single one where rows are folded together.
+        trees (`list[PrefixTree]`): Its trees: one per dataset row, or a single one where several are folded together.
     """
 
     name: str
@@ -99,7 +99,7 @@ def load_rows(data: str | Path, split: str = "train", config: str | None = None)
         config (`str`, *optional*): Configuration of a data set that has several.
 
     Raises:
-        `ValueError`: If it can't be read or has no row; of JSON Lines, the line is named.
+        `ValueError`: If it can't be read or has no dataset row; of JSON Lines, the line is named.
     """
     path = Path(data)
     is_file = path.is_file()
@@ -197,13 +197,13 @@ def fold_rows(
         reasoning (`str`, *optional*, defaults to `"per_turn"`), tools (*optional*), max_length (`int`, *optional*):
             See [`prepare_trees`]. Longer branches are truncated.
         group_by (`str`, *optional*, defaults to `"auto"`):
-            Column whose equal values make one tree. `"auto"` looks for one, `None` makes each row a tree, counted
-            under its `group`, if there is such a column.
+            Column whose equal values make one tree. `"auto"` looks for one, `None` makes each dataset row a tree,
+            counted under its `group`, if there is such a column.
         max_packed_tokens (`int`, *optional*):
             Split larger trees. A longer branch is refused.
 
     Raises:
-        `ValueError`: If an option doesn't fit, a row is malformed (its index is named), or no tree is left.
+        `ValueError`: If an option doesn't fit, a dataset row is malformed (its index is named), or no tree is left.
     """
     check_preparation(reasoning=reasoning, max_length=max_length, max_packed_tokens=max_packed_tokens)
     options: dict[str, Any] = {"tools": tools, "max_length": max_length}

@@ -22,7 +22,7 @@ from hf_prefix_tree.data.nodes import as_branch, rollout_branches
 from hf_prefix_tree.data.supervision import IGNORE_INDEX, located
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE, concatenate_trees
 from hf_prefix_tree.training.sampling import PADDING_FEATURE
-from hf_prefix_tree.tree.folding import as_list, check_integer, check_weighting
+from hf_prefix_tree.tree.folding import WEIGHTINGS, as_list, check_choice, check_integer
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
 
 
@@ -100,12 +100,8 @@ class DataCollatorForPrefixTree:
     pad_to_multiple_of: int = BLOCK_SIZE
 
     def __post_init__(self) -> None:
-        if self.pad_token_id is None:
-            raise ValueError(
-                "`pad_token_id` is None; pass `tokenizer.pad_token_id`, or `tokenizer.eos_token_id` without one."
-            )
         check_integer(self.pad_token_id, "pad_token_id")
-        check_weighting(self.weighting)
+        check_choice(self.weighting, "weighting", WEIGHTINGS)
         check_integer(self.pad_to_multiple_of, "pad_to_multiple_of", least=1)
 
     def __call__(self, features: Sequence[PrefixTree | Mapping[str, Any]]) -> dict[str, torch.Tensor]:

@@ -41,11 +41,12 @@ from hf_prefix_tree.training.checks import (
     check_arguments,
     check_collator,
     check_grouped_mode,
-    check_rows,
     check_texts,
     padding_token_of,
+    refuse_ignored,
 )
 from hf_prefix_tree.training.step import PreparationMixin
+from hf_prefix_tree.tree.folding import check_not_empty
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 logger = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         args = check_arguments(args, TreeSFTConfig, model, "TreeSFT", refusable)
         if data_collator is not None:
             check_collator(data_collator, DataCollatorForPrefixTree, args, ("weighting", "pad_to_multiple_of"))
-        check_rows(train_dataset)
+        check_not_empty(train_dataset, "train_dataset")
         # `SFTTrainer` prepares the training dataset first; the same object may be an evaluation dataset as well
         self._to_select_from: Any = train_dataset
         self._format: Callable[[Any], str] | None = kwargs.get("formatting_func")
@@ -257,10 +258,7 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         args: Any = self.args
         given = [f"`{name}=True`" for name in ("assistant_only_loss", "completion_only_loss") if getattr(args, name)]
         given += ["`formatting_func`"] if self._format is not None else []
-        if given and (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
-            raise ValueError(
-                f"{', '.join(given)}: without effect under `skip_prepare_dataset`; leave one of them out."
-            )
+        refuse_ignored(args, given)
         if not given or not isinstance(dataset, Dataset):
             return
         dataset = dataset.select(range(min(len(dataset), 100)))  # prepared once more, as TRL does

@@ -19,7 +19,7 @@ import torch
 from packaging.version import Version
 
 from hf_prefix_tree.training.options import TESTED, check_types, refuse_options
-from hf_prefix_tree.tree.folding import check_integer
+from hf_prefix_tree.tree.folding import check_choice, check_integer
 
 
 def refuse_engines(accelerator: Any) -> None:
@@ -176,9 +176,7 @@ def check_config(
     refuse_options(config)
     check_types(config)
     for name in choices:
-        allowed = config.__dataclass_fields__[name].metadata["choices"]
-        if getattr(config, name) not in allowed:
-            raise ValueError(f"`{name}` must be one of {allowed}, got {getattr(config, name)!r}.")
+        check_choice(getattr(config, name), name, config.__dataclass_fields__[name].metadata["choices"])
     for name, lowest in (at_least or {}).items():
         value = getattr(config, name)
         for number in value if isinstance(value, list) else [] if value is None else [value]:
@@ -199,13 +197,17 @@ def check_tree_config(config: Any, preparation: Sequence[str]) -> None:
                     f"`{name}={getattr(config, name)}` would concatenate sequences of `max_packed_tokens="
                     f"{config.max_packed_tokens}`. Set `{name}=1`: a packed sequence is a batch by itself."
                 )
-    if not (config.dataset_kwargs or {}).get("skip_prepare_dataset"):
-        return
     defaults = {name: config.__dataclass_fields__[name].default for name in preparation}
-    ignored = [f"`{n}={getattr(config, n)!r}`" for n, default in defaults.items() if getattr(config, n) != default]
-    if ignored:
+    refuse_ignored(
+        config, [f"`{n}={getattr(config, n)!r}`" for n, default in defaults.items() if getattr(config, n) != default]
+    )
+
+
+def refuse_ignored(config: Any, given: Sequence[str]) -> None:
+    """Raises `ValueError` where the preparation is skipped that the `given` arguments would change."""
+    if given and (config.dataset_kwargs or {}).get("skip_prepare_dataset"):
         raise ValueError(
-            f"{', '.join(ignored)}: without effect under `dataset_kwargs={{'skip_prepare_dataset': True}}`. Leave out "
+            f"{', '.join(given)}: without effect under `dataset_kwargs={{'skip_prepare_dataset': True}}`. Leave out "
             "these options, or `skip_prepare_dataset`: trees are taken as they are without it."
         )
 
@@ -227,12 +229,6 @@ def check_texts(trainer: Any) -> None:
     """Raises `ValueError` where `SFTTrainer` found images in the training dataset."""
     if trainer._is_vision_dataset:
         raise ValueError("`train_dataset` has images, which this trainer does not support: use a dataset of texts.")
-
-
-def check_rows(train_dataset: Any) -> None:
-    """Raises `ValueError` for a training dataset without rows."""
-    if hasattr(train_dataset, "__len__") and not len(train_dataset):
-        raise ValueError("`train_dataset` has no rows; pass at least one.")
 
 
 def padding_token_of(tokenizer: Any, pad_token_id: int | None = None) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,11 +79,31 @@ def parent_array(parents: Any) -> npt.NDArray[np.int64]:
     return integer_array([-1 if p is None else p for p in as_list(parents, "parents")], "parents", minimum=-1)
 
 
-def check_weighting(weighting: Any) -> str:
-    """`weighting`, if it is known; a `ValueError` otherwise."""
-    if not isinstance(weighting, str) or weighting not in WEIGHTINGS:
-        raise ValueError(f"`weighting` is {_short(weighting)}; pass one of {', '.join(map(repr, WEIGHTINGS))}.")
-    return weighting
+def check_choice(value: Any, name: str, choices: Iterable[str]) -> None:
+    """A `ValueError` that names `name` unless `value` is one of some strings."""
+    choices = tuple(choices)
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"`{name}` is {_short(value)}; pass one of {', '.join(map(repr, choices))}.")
+
+
+def check_mapping(value: Any, name: str, columns: Sequence[str] = ()) -> None:
+    """A `ValueError` that names `name` unless `value` is a mapping that has something in each of the columns."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"`{name}` is a {type(value).__name__}; pass a dict of columns.")
+    if missing := [column for column in columns if value.get(column) is None]:
+        raise ValueError(f"`{missing[0]}` is missing beside {list(value)}; add it.")
+
+
+def check_not_empty(items: Any, name: str) -> None:
+    """A `ValueError` that names `name` if there are no items; a stream has no length, and passes."""
+    if hasattr(items, "__len__") and not len(items):
+        raise ValueError(f"`{name}` is empty; pass at least one entry, or drop it.")
+
+
+def check_length(values: Any, name: str, expected: int, of: str) -> None:
+    """A `ValueError` that names `name` unless it has one entry for each of the `expected` ones `of` something else."""
+    if len(values) != expected:
+        raise ValueError(f"`{name}` has {len(values)} entries for {expected} {of}; pass one for each.")
 
 
 def check_integer(value: Any, name: str, least: int = 0) -> int:
@@ -146,13 +166,8 @@ class Branch:
 
     def __init__(self, input_ids: npt.ArrayLike, weights: npt.ArrayLike) -> None:
         arrays = {"input_ids": integer_array(input_ids, "input_ids"), "weights": weight_array(weights, "weights")}
-        num_tokens, num_weights = map(len, arrays.values())
-        if num_tokens == 0:
-            raise ValueError("`input_ids` is empty; drop the branch or give it at least one token.")
-        if num_tokens != num_weights:
-            raise ValueError(
-                f"`weights` has {num_weights} entries but `input_ids` has {num_tokens}; pass one weight per token."
-            )
+        check_not_empty(arrays["input_ids"], "input_ids")
+        check_length(arrays["weights"], "weights", len(arrays["input_ids"]), "`input_ids`")
         arrays["weights"][0] = 0.0
         for name, array in arrays.items():
             array.setflags(write=False)
@@ -176,12 +191,10 @@ def branches_of_nodes(parents: Any, input_ids: Any, weights: Any) -> list[Branch
     ids = [integer_array(x, f"input_ids[{node}]") for node, x in enumerate(as_list(input_ids, "input_ids"))]
     given = [np.ones(len(x)) for x in ids] if weights is None else as_list(weights, "weights")
     node_weights = [weight_array(w, f"weights[{node}]") for node, w in enumerate(given)]
-    for name, lists in (("input_ids", ids), ("weights", node_weights)):
-        if len(lists) != len(parents):
-            raise ValueError(f"`{name}` has {len(lists)} lists for {len(parents)} `parents`; pass one list per node.")
+    check_length(ids, "input_ids", len(parents), "`parents`")
+    check_length(node_weights, "weights", len(parents), "`parents`")
     for node, (x, w) in enumerate(zip(ids, node_weights, strict=True)):
-        if len(x) != len(w):
-            raise ValueError(f"`weights[{node}]` has {len(w)} entries for {len(x)} tokens; pass one weight per token.")
+        check_length(w, f"weights[{node}]", len(x), f"`input_ids[{node}]`")
     return _branches_along(leaf_paths(parents.tolist()), ids, node_weights)
 
 
@@ -190,12 +203,10 @@ def branches_of_node_paths(input_ids: Any, node_lengths: Any, sample_paths: Any,
     ids = integer_array(input_ids, "input_ids")
     lengths = integer_array(node_lengths, "node_lengths", maximum=INT32_MAX)
     w = np.ones(len(ids)) if weights is None else weight_array(weights, "weights")
-    if len(w) != len(ids):
-        raise ValueError(f"`weights` has {len(w)} entries for {len(ids)} tokens; pass one weight per token.")
+    check_length(w, "weights", len(ids), "`input_ids`")
     if lengths.sum() != len(ids):
         raise ValueError(f"`node_lengths` sums to {lengths.sum()} for {len(ids)} `input_ids`; make them agree.")
-    if len(lengths) == 0:
-        raise ValueError("`node_lengths` has no nodes; pass at least one.")
+    check_not_empty(lengths, "node_lengths")
     paths = [
         integer_array(path, f"sample_paths[{index}]", maximum=len(lengths) - 1).tolist()
         for index, path in enumerate(as_list(sample_paths, "sample_paths"))
@@ -207,8 +218,7 @@ def branches_of_node_paths(input_ids: Any, node_lengths: Any, sample_paths: Any,
 
 def leaf_paths(parents: list[int]) -> list[list[int]]:
     """Path of nodes, root first, to every node without children. A `ValueError` names `parents` that are no forest."""
-    if not parents:
-        raise ValueError("`parents` has no nodes; pass at least one.")
+    check_not_empty(parents, "parents")
     for node, parent in enumerate(parents):
         if parent >= node:
             raise ValueError(
@@ -227,8 +237,7 @@ def leaf_paths(parents: list[int]) -> list[list[int]]:
 
 def check_sample_paths(node_lengths: list[int], sample_paths: list[list[int]]) -> None:
     """A `ValueError` names `sample_paths` if the paths don't form a tree of all tokens. Indices are in range."""
-    if not sample_paths:
-        raise ValueError("`sample_paths` is empty; pass one path of nodes for each branch.")
+    check_not_empty(sample_paths, "sample_paths")
     parents: dict[int, int] = {}
     for index, path in enumerate(sample_paths):
         for parent, node in zip([-1, *path], path, strict=False):

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_prefix_tree.tree import layout
-from hf_prefix_tree.tree.folding import INT32_MAX, integer_array
+from hf_prefix_tree.tree.folding import INT32_MAX, check_integer, integer_array
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 
@@ -69,12 +69,7 @@ def split_tree(tree: PrefixTree, max_tokens: int) -> list[PrefixTree]:
     if len(tree) <= max_tokens:
         return [tree]
     path_tokens = layout.node_depths(tree.node_lengths, tree.node_parents) + tree.node_lengths
-    lengths = path_tokens[tree.branch_nodes]
-    if lengths.max() > max_tokens:
-        raise ValueError(
-            f"`max_tokens` is {max_tokens}, but branch {lengths.argmax()} has {lengths.max()} tokens and can't be "
-            "split; raise `max_tokens`, or cap the branches with `max_length` before they are folded."
-        )
+    check_integer(max_tokens, "max_tokens", path_tokens.max())  # no branch can be split
     parents = tree.node_parents.tolist()
     first_part = np.full(len(parents), -1)
     parts = []
@@ -189,11 +184,7 @@ def pack_rows(lengths: npt.ArrayLike, max_tokens: int, apart: Sequence[int] = ()
     """
     max_tokens = integer_array([max_tokens], "max_tokens", 1, INT32_MAX).item()
     sizes = integer_array(lengths, "lengths", 1)
-    if len(sizes) and sizes.max() > max_tokens:
-        raise ValueError(
-            f"`lengths` is {sizes.max()} at index {sizes.argmax()}, above `max_tokens`, which is {max_tokens}; split "
-            "the tree with `split_tree`, or raise `max_tokens`."
-        )
+    check_integer(max_tokens, "max_tokens", sizes.max(initial=1))  # no tree is split here
     sequence_of = [0] * len(sizes)
     num_sequences = 0
     # Sequences with room for the next tree, least room first, and the rest, most room first. Trees only get smaller,

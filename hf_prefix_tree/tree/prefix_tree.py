@@ -20,7 +20,16 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_prefix_tree.tree import folding, layout
-from hf_prefix_tree.tree.folding import INT32_MAX, Branch, check_weighting, integer_array, weight_array
+from hf_prefix_tree.tree.folding import (
+    INT32_MAX,
+    WEIGHTINGS,
+    Branch,
+    check_choice,
+    check_mapping,
+    check_not_empty,
+    integer_array,
+    weight_array,
+)
 from hf_prefix_tree.tree.html import tree_html
 from hf_prefix_tree.tree.layout import TreeStats
 
@@ -90,7 +99,7 @@ class PrefixTree:
     run_values: npt.NDArray[np.float64]
 
     def __post_init__(self) -> None:
-        check_weighting(self.weighting)
+        check_choice(self.weighting, "weighting", WEIGHTINGS)
         num_branches = integer_array([self.num_branches], "num_branches", 1, INT32_MAX).item()
         object.__setattr__(self, "num_branches", num_branches)
         arrays: dict[str, npt.NDArray[Any]] = {"input_ids": integer_array(self.input_ids, "input_ids")}
@@ -254,14 +263,8 @@ class PrefixTree:
             `ValueError`: If a column is missing, the columns don't describe a tree, or its weights are not those of
                 its branches. The message names the column.
         """
-        if not isinstance(mapping, Mapping):
-            raise ValueError(
-                f"`mapping` is a {type(mapping).__name__}; pass a dataset row, or the result of `to_dict`."
-            )
         names = [field.name for field in dataclasses.fields(cls)]
-        for name in names:
-            if name not in mapping:
-                raise ValueError(f"`mapping` lacks the column `{name}`; pass all that `to_dict` returned.")
+        check_mapping(mapping, "mapping", names)
         tree = cls(*(mapping[name] for name in names))
         if tree.num_branches == len(tree.branch_nodes):  # a part of a split tree has the weights of the whole tree
             for name, expected in tree._refolded().items():
@@ -403,13 +406,12 @@ def fold(branches: Iterable[Branch], weighting: str = "tree") -> PrefixTree:
 
     ```
     """
-    check_weighting(weighting)
+    check_choice(weighting, "weighting", WEIGHTINGS)
     items = folding.as_list(branches, "branches")
     for index, item in enumerate(items):
         if not isinstance(item, Branch):
             raise ValueError(f"`branches[{index}]` is a {type(item).__name__}; make it a `Branch`.")
-    if not items:
-        raise ValueError("`branches` is empty; pass at least one `Branch`.")
+    check_not_empty(items, "branches")
     return PrefixTree(**folding.fold_branches(items, weighting))
 
 

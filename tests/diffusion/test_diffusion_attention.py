@@ -274,7 +274,7 @@ def test_wrong_calls_are_refused():
             model(ids, **kwargs)
     with pytest.raises(ValueError, match=r"`diffusion_generate`.*`generate`"):
         model.generate(ids, max_new_tokens=2)
-    with pytest.raises(ValueError, match="hook"):
+    with pytest.raises(ValueError, match="`diffusion_layout`"):
         model.model(ids, diffusion_layout=layout)
     with pytest.raises(ValueError, match="prepared"):
         model.model(ids)

@@ -321,7 +321,7 @@ def test_the_columns_of_trl_say_what_is_supervised(tmp_path):
             for row in renamed:
                 row["labels"] = [i if m else -100 for i, m in zip(row["input_ids"], row["labels"], strict=True)]
         assert logs_of(train(tmp_path, Dataset.from_list(renamed), max_steps=1))[0]["loss"] == expected[0]["loss"]
-    with pytest.raises(ValueError, match="`input_ids`"):
+    with pytest.raises(ValueError, match=r"row 0: .*`loss_mask`"):
         trainer_of(tmp_path, Dataset.from_list([{"input_ids": [3, 4]}]))
     with pytest.raises(ValueError, match=r"rollouts rows.*`input_ids`"):
         trainer_of(tmp_path, Dataset.from_list([{"prompt_ids": [3], "completions": [[4]]}]))

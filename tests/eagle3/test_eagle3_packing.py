@@ -126,7 +126,7 @@ def test_a_large_dataset_is_packed_in_parts(monkeypatch):
 
 def test_a_dataset_without_any_token_is_an_error():
     dataset = Dataset.from_list([{"input_ids": [], "loss_mask": []}] * 3)
-    with pytest.raises(ValueError, match="no row"):
+    with pytest.raises(ValueError, match="`samples`"):
         pack_eagle3_dataset(dataset, 8, 0)
 
 
@@ -363,5 +363,5 @@ def test_arguments_of_the_loader_are_validated():
     for changes in ({"batch_size": 0}, {"seq_length": 0}, {"packed_sequence_size": -1}):
         with pytest.raises(ValueError, match=next(iter(changes))):
             build_eagle3_dataloader(rows, pad_token_id=0, **changes)
-    with pytest.raises(ValueError, match="no row"):
+    with pytest.raises(ValueError, match="`dataset`"):
         build_eagle3_dataloader([{"input_ids": [], "loss_mask": []}], pad_token_id=0)

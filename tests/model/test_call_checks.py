@@ -87,7 +87,7 @@ def test_a_loss_without_logits_is_refused(wrapper, is_first):
     if is_first:
         prepare_model(model)
     called = wrapped(model, wrapper).train()
-    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM returned no logits.*`TreeSFTTrainer`.*use_liger_kernel"):
+    with pytest.raises(ValueError, match="no logits"):
         called(**batch())
     if wrapper == "none":
         with pytest.raises(ValueError, match="computes its loss by itself"):
@@ -103,7 +103,7 @@ def test_log_probs_of_a_fused_head_are_refused_unless_the_caller_weights_them():
     row = concatenate_trees(trees, pad_token_id=0)
     for mode in (model.train, model.eval):
         mode()
-        with pytest.raises(ValueError, match=r"returned no logits.*`TreeSFTTrainer` in place of `SFTTrainer`"):
+        with pytest.raises(ValueError, match="no logits"):
             model(**row, fused_lm_head=True)
     log_probs = model(**row, fused_lm_head=True, **{WEIGHTED_BY_CALLER: True}).log_probs
     weights = row["loss_weights"].view(torch.float64)[0, row["labels"][0] != -100]
@@ -120,7 +120,7 @@ def test_log_probs_of_a_fused_head_are_refused_unless_the_caller_weights_them():
     ("int64", "int32", "float32", "bfloat16"))], ids=repr,
 )  # fmt: skip
 def test_a_count_of_labels_is_no_divisor(count, plain_model):
-    with pytest.raises(ValueError, match=r"`num_items_in_batch` is .*counts labels.*`prepare_model\(model\)` before"):
+    with pytest.raises(ValueError, match="`num_items_in_batch`"):
         plain_model(**batch(), num_items_in_batch=count)
 
 
@@ -175,13 +175,13 @@ def test_a_training_call_without_labels_is_refused_where_it_has_weights(caplog):
 
 
 def test_a_batch_without_rows_is_refused(plain_model):
-    with pytest.raises(ValueError, match=r"`prefix_tree` must be .*got torch.int32 of shape \(0, 3, 128\)"):
+    with pytest.raises(ValueError, match=r"`prefix_tree`.*\(0, 3, 128\)"):
         plain_model(**{name: value[:0] for name, value in batch().items()})
 
 
 def test_transforms_of_torch_func_are_refused(plain_model):
     weights = {name: x.detach() for name, x in plain_model.named_parameters()}
-    with pytest.raises(ValueError, match=r"`torch.func` cannot be used together with `prefix_tree`.*no storage"):
+    with pytest.raises(ValueError, match=r"`torch\.func`"):
         torch.func.grad(lambda x: torch.func.functional_call(plain_model, x, (), batch()).loss)(weights)
 
 
@@ -361,7 +361,7 @@ def test_neftune_is_refused_in_training(kind, wrapper):
         embeddings.neftune_noise_alpha = 5.0
         hook = neftune_post_forward_hook if kind == "hook" else lambda m, a, out: neftune_post_forward_hook(m, a, out)
         handle = embeddings.register_forward_hook(hook)
-    with pytest.raises(ValueError, match=r"NEFTune.*scales its noise by the length of the packed sequence"):
+    with pytest.raises(ValueError, match="NEFTune"):
         called.train()(**batch())
     with pytest.raises(ValueError, match="NEFTune"), torch.no_grad():
         called(**{key: x for key, x in batch().items() if key not in ("labels", "loss_weights")})
@@ -405,9 +405,7 @@ def test_a_loss_function_of_its_own_is_refused(how, wrapper, is_first):
     called = wrapped(model, wrapper)
     for mode in (called.train, called.eval):
         mode()
-        with pytest.raises(
-            ValueError, match=r"`model.loss_function` is .*weighted cross-entropy of a tree would take"
-        ):
+        with pytest.raises(ValueError, match=r"`model\.loss_function`"):
             called(**batch())
     ids = torch.arange(3, 20)[None]
     assert called(ids, labels=ids).loss.item() == model.loss_function(called(ids).logits, ids, vocab_size=97).item()

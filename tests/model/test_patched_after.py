@@ -418,7 +418,7 @@ def test_a_backbone_that_is_compiled_later_is_served():
 def test_another_backbone_is_refused():
     model = prepare_model(make_model("llama", dtype=torch.float32))
     model.model = make_model("llama", dtype=torch.float32).model
-    with pytest.raises(ValueError, match=r"backbone of LlamaForCausalLM was replaced.*`unprepare_model\(model\)`"):
+    with pytest.raises(ValueError, match="backbone of LlamaForCausalLM"):
         model(**batch())
     unprepare_model(model)
     assert prepare_model(model)(**batch()).loss > 0

@@ -48,7 +48,7 @@ def test_continuous_batching_needs_another_implementation_for_its_time():
     prepare_model(model)
     with torch.no_grad():
         loss = model(**batch()).loss
-        with pytest.raises(ValueError, match=r"prefix_tree is not supported for continuous batching. Use .*'sdpa'"):
+        with pytest.raises(ValueError, match="continuous batching"):
             generated(model)
         assert model(**batch()).loss == loss
         model.set_attn_implementation("sdpa")
@@ -245,7 +245,7 @@ def test_a_row_without_its_guard_and_a_bypassed_hook_raise():
         model(**row)
     prepare_model(model)
     model(**row)
-    with pytest.raises(ValueError, match="bypassed"):
+    with pytest.raises(ValueError, match="`prefix_tree`"):
         model.forward(**batch())
 
 

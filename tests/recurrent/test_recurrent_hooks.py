@@ -13,7 +13,6 @@ from peft import LoraConfig, get_peft_model
 from conformance.double import keep_double
 from hf_prefix_tree import prepare_model, unprepare_model
 from hf_prefix_tree.modeling.batch import concatenate_trees
-from hf_prefix_tree.modeling.context import TreeContext
 from hf_prefix_tree.modeling.recurrent import hooks
 from hf_prefix_tree.modeling.recurrent.layers import line_kernel
 from tests.support.hybrids import FAMILIES, KINDS, errors, make_hybrid, served_here
@@ -205,13 +204,11 @@ def test_a_tree_that_does_not_arrive_is_an_error():
     del mixer.forward
 
 
-def test_a_cache_beside_a_tree_is_an_error():
+@pytest.mark.parametrize("name", ["past_key_values", "cache", "cu_seq_lens_q", "seq_idx"])
+def test_caches_and_packed_sequences_beside_a_tree_are_refused(name):
     model = prepare_model(make_hybrid("qwen3_5_text", dtype=torch.float32))
-    scan = functions_of(model)["torch_chunk_gated_delta_rule"]
-    context = TreeContext(concatenate_trees(random_forest(1), pad_token_id=0)["prefix_tree"])
-    x = torch.ones(1, 128, 1, 4)
-    with pytest.raises(ValueError, match="cache"):
-        scan(x, x, x, g=x[..., 0], beta=x[..., 0], output_final_state=True, prefix_tree=context)
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        model(**concatenate_trees(random_forest(1), pad_token_id=0), **{name: torch.tensor([0, 128])})
 
 
 def test_lora_gradients():

@@ -110,7 +110,7 @@ def test_a_trainer_that_counts_labels_is_refused(tmp_path, prepare, evaluates):
     else:
         prepare(model)
         trainer = make_trainer(tmp_path, model, trees)
-    with pytest.raises(ValueError, match=r"`num_items_in_batch` is .*call `prepare_model\(model\)` before making"):
+    with pytest.raises(ValueError, match="`num_items_in_batch`"):
         trainer.evaluate() if evaluates else trainer.train()
     prepare_model(model)
     assert_equals_branches(make_trainer(tmp_path, model, trees), trees)
@@ -143,7 +143,7 @@ def test_a_loss_of_logits_and_labels_is_refused(tmp_path, options, is_first):
         prepare_model(model)
     trainer = make_trainer(tmp_path, model, trees, **options)
     prepare_model(model)
-    with pytest.raises(ValueError, match=r"`loss_weights` but no `labels`.*leave out `label_smoothing_factor`"):
+    with pytest.raises(ValueError, match="`loss_weights` but no `labels`"):
         trainer.train()
 
 
@@ -152,7 +152,7 @@ def test_a_loss_of_logits_and_labels_is_refused(tmp_path, options, is_first):
 )
 def test_an_evaluation_with_a_loss_of_logits_is_refused(tmp_path, options):
     trainer = make_trainer(tmp_path, prepare_model(make_model()), make_trees(2), **options)
-    with pytest.raises(ValueError, match=r"`loss_weights` but no `labels`.*leave out `label_smoothing_factor`"):
+    with pytest.raises(ValueError, match="`loss_weights` but no `labels`"):
         trainer.evaluate()
 
 
@@ -196,7 +196,7 @@ def test_an_override_that_takes_keys_out_of_a_batch_is_refused(tmp_path, overrid
 
 def test_neftune_is_refused(tmp_path):
     model, trees = prepare_model(make_model()), make_trees(2)
-    with pytest.raises(ValueError, match=r"NEFTune \(`neftune_noise_alpha=5.0`\) scales its noise by the length"):
+    with pytest.raises(ValueError, match=r"`neftune_noise_alpha=5\.0`"):
         make_trainer(tmp_path, model, trees, neftune_noise_alpha=5.0).train()
 
 
@@ -223,7 +223,7 @@ def test_stock_sft_trainer_is_refused(tmp_path, evaluates):
         data_collator=DataCollatorForPrefixTree(pad_token_id=0),
         processing_class=tokenizer(),
     )
-    with pytest.raises(ValueError, match=r"returned no logits.*use `TreeSFTTrainer` in place of `SFTTrainer`"):
+    with pytest.raises(ValueError, match="no logits"):
         trainer.evaluate() if evaluates else trainer.train()
 
 
@@ -249,7 +249,7 @@ def test_a_fused_loss_is_refused(tmp_path, trainer_class):
     model, trees = prepare_model(make_model()), make_trees(2)
     trainer = make_trainer(tmp_path, model, trees, trainer_class)
     model.forward = types.MethodType(liger_forward, model)
-    with pytest.raises(ValueError, match=r"returned no logits, as fused heads do.*`use_liger_kernel=False`"):
+    with pytest.raises(ValueError, match="`use_liger_kernel=False`"):
         trainer.train()
     del model.forward
     assert_equals_branches(make_trainer(tmp_path, model, trees, trainer_class), trees)

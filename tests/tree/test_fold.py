@@ -190,7 +190,7 @@ class Fails:
     ("ids", "weights", "message"),
     [
         ([], [], "`input_ids`"),
-        ([1, 2], [1], "`weights`.*1.*`input_ids`.*2"),
+        ([1, 2], [1], "`weights`.*1.*2.*`input_ids`"),
         ([[1, 2]], [1, 1], r"`input_ids`.*\[\[1, 2\]"),
         (5, [1], "`input_ids`.*5"),
         ([[1], [1, 2]], [1, 1], "`input_ids`"),

@@ -180,10 +180,10 @@ def break_branches(rng: np.random.Generator, given: dict[str, Any]) -> str:
             return spoil(rng, weights, "weights", BAD_WEIGHTS)
         case 2:
             weights.append(1.0)
-            return rf"^`weights` has {len(weights)} entries but `input_ids` has {len(ids)}; pass one weight per token"
+            return rf"^`weights` has {len(weights)} entries for {len(ids)} `input_ids`; pass"
         case 3:
             ids.clear()
-            return "^`input_ids` is empty; drop the branch or give it"
+            return "^`input_ids` is empty; "
         case 4:
             ids[0] = [1, 2]
             return r"^`input_ids` (is no array|has 2 dimensions|must be integers).*; pass "
@@ -207,7 +207,7 @@ def break_nodes(rng: np.random.Generator, given: dict[str, Any]) -> str:
             return rf"^`parents\[{at}\]` is {at} of \d+ nodes, not an earlier node; .* use -1 for a root"
         case 1:
             parents.append(-1)
-            return rf"^`input_ids` has {len(ids)} lists for {len(parents)} `parents`; pass one list per node"
+            return rf"^`input_ids` has {len(ids)} entries for {len(parents)} `parents`; pass"
         case 2:
             parents[at] = len(parents) + 3
             return rf"^`parents\[{at}\]` is {len(parents) + 3} of {len(parents)} nodes, not an earlier node"
@@ -221,7 +221,7 @@ def break_nodes(rng: np.random.Generator, given: dict[str, Any]) -> str:
             return rf"^`parents\[{at}\]` is {len(parents) - 1} of \d+ nodes, not an earlier node; order the nodes"
         case 5:
             weights[at].append(1.0)
-            return rf"^`weights\[{at}\]` has {len(weights[at])} entries for {len(ids[at])} tokens; pass one weight per"
+            return rf"^`weights\[{at}\]` has {len(weights[at])} entries for {len(ids[at])} `input_ids"
         case 6:
             ids[at].append(0)
             weights[at].append(0.0)
@@ -259,14 +259,14 @@ def break_paths(rng: np.random.Generator, given: dict[str, Any]) -> str:
             return r"^`input_ids` has no token on the path \[\]; give it a token or drop it"
         case 5:
             given["weights"] = [*given["weights"], 0.0]
-            return r"^`weights` has \d+ entries for \d+ tokens; pass one weight per token"
+            return r"^`weights` has \d+ entries for \d+ `input_ids`; pass"
         case 6:
             lengths += [0, 0]
             paths += [[len(lengths) - 2, len(lengths) - 1], [len(lengths) - 1]]
             return rf"^`sample_paths\[{len(paths) - 1}\]` gives node \d+ the parent -1, .*; give every node one parent"
         case _:
             paths.clear()
-            return "^`sample_paths` is empty; pass one path of nodes for each branch"
+            return "^`sample_paths` is empty; "
 
 
 def run(kind: str, given: dict[str, Any]) -> PrefixTree:

@@ -50,6 +50,21 @@ _NOT_FOR_ATTENTION = {
     *("position_ids", "cache_position", "input_ids", "token_type_ids"),
     *("labels", "shift_labels", "num_items_in_batch"),
 }
+_DIFFUSION_HINT = "A diffusion language model needs plain attention, whose masks Transformers makes."
+
+
+def _overlaid(config: Any, hint: str) -> ValueError:
+    return ValueError(
+        f"{type(config).__name__}: this model overlays its mask with another one, which is not carried over. {hint}"
+    )
+
+
+def _foreign(module: torch.nn.Module, hint: str) -> ValueError:
+    return ValueError(
+        f"{type(module).__name__} got an attention mask that is not the call's: this architecture builds or changes "
+        "masks by itself, drops the keyword arguments of the call or attends to something else, or the call went "
+        f"around the causal LM. {hint}"
+    )
 
 
 def prefix_tree_mask(
@@ -77,10 +92,7 @@ def prefix_tree_mask(
     )
     limit = limit_asked_by(config, local_size, is_overlaid)
     if is_overlaid and not limit:
-        raise ValueError(
-            f"{type(config).__name__}: this model overlays its causal mask with another one, which the tree mask "
-            f"does not carry. {FALLBACK_HINT}"
-        )
+        raise _overlaid(config, FALLBACK_HINT)
     additive = not uses_attention_interface(config.__class__)
     no_flex = None
     if additive:
@@ -135,11 +147,7 @@ def prefix_tree_attention(
         kwargs |= {} if is_causal is None else {"is_causal": is_causal}
         return default_attention(module)(module, query, key, value, attention_mask, **kwargs)
     if context is not None and not torch.compiler.is_compiling() and not context.owns(attention_mask):
-        raise ValueError(
-            f"{type(module).__name__} got an attention mask that is not the tree's: this architecture builds or "
-            f"changes masks by itself, drops the keyword arguments of the call or attends to something else. "
-            f"{FALLBACK_HINT}"
-        )
+        raise _foreign(module, FALLBACK_HINT)
     assert attention_mask is not None
     if is_causal is False:
         raise ValueError(f"{type(module).__name__} attends to both sides, which no tree does. {FALLBACK_HINT}")
@@ -228,10 +236,7 @@ def diffusion_mask(
             "`hf_prefix_tree.diffusion.model.prepare_diffusion_model(model)`, and call the causal LM, not its parts."
         )
     if use_vmap:
-        raise ValueError(
-            f"{type(config).__name__}: this model overlays its mask with another one, which a diffusion language "
-            "model can't keep. Use a text model with plain attention."
-        )
+        raise _overlaid(config, _DIFFUSION_HINT)
     longest = q_length if context.longest is None else context.longest
     if local_size is not None and local_size < longest:
         raise ValueError(
@@ -272,13 +277,9 @@ def diffusion_attention(
         isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool
     )
     if not is_ours:
-        raise ValueError(
-            f"{type(module).__name__} got an attention mask that is not the call's: the model builds or changes masks "
-            "by itself, or the call went around the causal LM. Use a model that leaves its masks to Transformers."
-        )
+        raise _foreign(module, _DIFFUSION_HINT)
     assert attention_mask is not None
-    hint = "A diffusion language model needs plain attention."
-    return _attend(module, query, key, value, attention_mask, hint, **kwargs)
+    return _attend(module, query, key, value, attention_mask, _DIFFUSION_HINT, **kwargs)
 
 
 AttentionInterface.register(IMPLEMENTATION, prefix_tree_attention)

@@ -128,13 +128,12 @@ def delta_rule_on_tree(
         value (`torch.Tensor` of shape `(B, N, heads, value_dim)`): Values.
         g (`torch.Tensor` of shape `(B, N, heads)` or `(B, N, heads, key_dim)`): Logarithm of the decay.
         beta (`torch.Tensor` of shape `(B, N, heads)`): How much a token overwrites.
-        initial_state, output_final_state, cu_seqlens: Of a cache and of packed sequences; refused.
+        initial_state, output_final_state, cu_seqlens: Of a cache and of packed sequences, which no call has.
 
     Returns:
         `tuple`: the output `(B, N, heads, value_dim)`, and no state.
     """
-    if initial_state is not None or output_final_state or cu_seqlens is not None:
-        raise ValueError("A recurrent layer got a cache or packed sequences beside `prefix_tree`; pass neither.")
+    assert initial_state is None and not output_final_state and cu_seqlens is None  # `refuse_options` saw to it
     recurrence = delta_rule(kernel, scan, query, key, value, g, beta, **kwargs)
     return scan_on_tree(segments_of(context), recurrence).view(value.shape), None
 
@@ -225,13 +224,12 @@ def mamba2_on_tree(
             projections of the state.
         chunk_size (`int`), D (`torch.Tensor`): As the scan takes them.
         dt_bias, dt_softplus, dt_limit: They turn `dt` into step sizes; applied here, so that padding steps by 0.
-        z, initial_states, return_final_states: Of uses without a tree; refused.
+        z, initial_states, return_final_states: Of uses without a tree.
 
     Returns:
         `torch.Tensor` of shape `(batch, N, heads, head_dim)`.
     """
-    if initial_states is not None or return_final_states or z is not None:
-        raise ValueError("A Mamba2 layer got a cache or a gate together with `prefix_tree`; pass neither.")
+    assert initial_states is None and not return_final_states and z is None  # `refuse_options` saw to it
     dt = dt.float()
     if dt_bias is not None:
         dt = dt + dt_bias.float()

@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from hf_prefix_tree.modeling.attention.masks.causal import listed_blocks
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
+from hf_prefix_tree.tree.folding import check_choice
 
 LAYOUTS = ("full", "block_causal", "block_diffusion", "hybrid")
 START0, END0, START1, END1, ATTENDED = range(5)
@@ -76,8 +77,7 @@ def spans(
 
     ```
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"`layout` must be one of {LAYOUTS}, got {layout!r}.")
+    check_choice(layout, "layout", LAYOUTS)
     attended = (attention_mask != 0).int()
     batch_size, length = attended.shape
     index = torch.arange(length, device=attended.device, dtype=torch.int32).expand(batch_size, -1)
