@@ -11,9 +11,10 @@ import transformers
 import trl
 from torch._inductor.kernel.flex import flex_attention as flex_kernels
 from transformers import PreTrainedModel, Trainer, masking_utils
-from transformers.integrations import neftune, sdpa_attention
+from transformers.integrations import moe, neftune, sdpa_attention
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_jit_checkpoint import CheckpointManager
+from transformers.utils import output_capturing
 from trl import GRPOTrainer, SFTTrainer
 
 from hf_prefix_tree.training.step import _SENTINEL
@@ -145,6 +146,31 @@ def test_trainer_scales_by_num_items_in_batch():
     assert "self.model_accepts_loss_kwargs and num_items_in_batch is not None" in source or (
         "not self.model_accepts_loss_kwargs or num_items_in_batch is None" in source
     )
+
+
+def test_hooks_record_outputs_into_a_variable_that_can_be_a_global():
+    """`modeling/compilation.py` makes it one, with lists of its own, while a compiled layer runs."""
+    collector = output_capturing._active_collector
+    assert (collector.get(), collector.global_var, collector.compiling) == (None, None, False)
+    collector.global_var, collector.compiling = {"router_logits": []}, True
+    try:
+        layer = torch.nn.Identity()
+        output_capturing.install_output_capuring_hook(layer, "router_logits", 0)
+        layer("logits")
+        assert collector.get() == {"router_logits": ["logits"]}
+    finally:
+        collector.global_var, collector.compiling = None, False
+    assert collector.get() is None
+
+
+def test_how_experts_are_dispatched():
+    """`modeling/compilation.py` leaves eager experts outside of graphs, and grouped matmuls without the operator."""
+    source = inspect.getsource(moe)
+    assert "get_interface(self.config._experts_implementation" in source
+    assert '"grouped_mm": grouped_mm_experts_forward' in source
+    assert "is_torchdynamo_compiling() and weight.dtype != torch.bfloat16" in source
+    has_operator = hasattr(torch.ops.transformers, "grouped_mm_fallback_backward")
+    assert has_operator == ("_grouped_mm_fallback_backward_fake" in source)
 
 
 def test_torch_options():

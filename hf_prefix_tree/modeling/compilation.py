@@ -3,28 +3,35 @@
 
 Only calls with a tree run compiled; others (generation, evaluation of plain sequences) stay as they were. Layers of
 one kind share their graphs. Only the layer's `forward` is compiled: hooks (FSDP2's among them) and gradient
-checkpointing stay outside. A layer that does not become one graph is refused, never run in pieces.
+checkpointing stay outside. Two kinds of modules inside a layer run eagerly, and the layer around them compiles in
+pieces: recurrent mixers, and experts whose dispatch makes no graph. Any other layer that does not become one graph is
+refused.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.output_capturing import _active_collector
 
 from hf_prefix_tree.modeling.attention.kernels import one_graph_for_all_lengths
 from hf_prefix_tree.modeling.checks import backbone_of
 from hf_prefix_tree.modeling.context import TreeContext, active_tree
 from hf_prefix_tree.modeling.recurrent.hooks import has_convolution
 
+logger = logging.getLogger(__name__)
+
 BACKEND = "inductor"
 
 
-def compile_decoder_layers(model: PreTrainedModel) -> list[CompiledForward]:
+def compile_decoder_layers(model: PreTrainedModel) -> list[EagerForward | CompiledForward]:
     """
     Compiles the decoder layers of a causal LM for calls with a tree; nothing is traced before the first one.
 
@@ -32,11 +39,11 @@ def compile_decoder_layers(model: PreTrainedModel) -> list[CompiledForward]:
         model (`PreTrainedModel`): The causal LM.
 
     Returns:
-        `list[CompiledForward]`: one for each layer that was not compiled yet; `remove()` undoes it.
+        `list`: what undoes it (`remove()`); empty where all layers were compiled before.
 
     Raises:
-        `ValueError`: where the model has no decoder layers to compile, recurrent ones, or ones whose `forward`
-            something else has replaced.
+        `ValueError`: where the model has no decoder layers to compile, or ones whose `forward` something else has
+            replaced.
     """
     backbone = backbone_of(model)
     assert backbone is not None  # every model that can be prepared has one
@@ -46,19 +53,43 @@ def compile_decoder_layers(model: PreTrainedModel) -> list[CompiledForward]:
             f"`compile_layers=True`: {type(backbone).__name__} has no decoder layers that Transformers can "
             "checkpoint, which is how they are found. Leave it at `False`."
         )
-    if any(has_convolution(module) for layer in layers for module in layer.modules()):
-        raise ValueError(
-            f"`compile_layers=True`: {type(backbone).__name__} has recurrent layers, whose scans follow the branches "
-            "of each packed sequence and make no graph that serves the next. Leave it at `False`."
-        )
     uncompiled = [layer for layer in layers if not isinstance(layer.__dict__.get("forward"), CompiledForward)]
-    replaced = next((layer for layer in uncompiled if "forward" in layer.__dict__), None)
+    eager = {layer: [module for module in layer.modules() if _makes_no_graph(module)] for layer in uncompiled}
+    inside = [module for modules in eager.values() for module in modules]
+    replaced = next((module for module in (*uncompiled, *inside) if "forward" in module.__dict__), None)
     if replaced is not None:
         raise ValueError(
             f"`compile_layers=True`: something has replaced the `forward` of {type(replaced).__name__} (`device_map`, "
             "offloading). Load the model without it, or leave it at `False`."
         )
-    return [CompiledForward(layer) for layer in uncompiled]
+    if inside:
+        names = ", ".join(sorted({type(module).__name__ for module in inside}))
+        logger.info("`compile_layers=True`: %s run eagerly; the rest of their layers is compiled in pieces.", names)
+    return [*map(EagerForward, inside), *(CompiledForward(layer, not modules) for layer, modules in eager.items())]
+
+
+class EagerForward:
+    """
+    Stands in for the `forward` of a module that stays outside the graphs of its compiled layer.
+
+    Args:
+        module (`torch.nn.Module`): The module.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        module.forward = self
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def remove(self) -> None:
+        """Restores the `forward` of the module."""
+        self.module.__dict__.pop("forward", None)
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.module,)
 
 
 class CompiledForward:
@@ -67,10 +98,12 @@ class CompiledForward:
 
     Args:
         layer (`torch.nn.Module`): The layer.
+        is_one_graph (`bool`): Whether all of it is compiled; otherwise modules in it have an [`EagerForward`].
     """
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, is_one_graph: bool) -> None:
         self.layer = layer
+        self.is_one_graph = is_one_graph
         layer.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +116,7 @@ class CompiledForward:
             return type(self.layer).forward(self.layer, *args, **kwargs)
         layer_class: Any = type(self.layer)
         forward, checkpoints = _plain_forward(layer_class)
-        run = functools.partial(_run, forward, self.layer, **kwargs)
+        run = functools.partial(_run, forward, self.is_one_graph, self.layer, **kwargs)
         if checkpoints and self.layer.gradient_checkpointing and self.layer.training and torch.is_grad_enabled():
             return self.layer._gradient_checkpointing_func(run, *args)
         return run(*args)
@@ -93,7 +126,22 @@ class CompiledForward:
         self.layer.__dict__.pop("forward", None)
 
     def __reduce__(self) -> tuple:
-        return type(self), (self.layer,)
+        return type(self), (self.layer, self.is_one_graph)
+
+
+def _makes_no_graph(module: Any) -> bool:
+    """
+    Whether a module makes no graph that serves the next packed sequence: the scans of a recurrent mixer follow the
+    branches, and eager experts loop over what tokens chose. Outside bfloat16, compiled grouped matmuls are an operator
+    of Transformers, whose backward makes no graph in earlier versions.
+    """
+    if has_convolution(module):
+        return True
+    experts = [weight for weight in module.parameters(recurse=False) if weight.dim() == 3]
+    dispatch = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    if not experts or dispatch != "grouped_mm":
+        return bool(experts) and dispatch == "eager"
+    return experts[0].dtype != torch.bfloat16 and not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward")
 
 
 @functools.cache
@@ -108,16 +156,45 @@ def _plain_forward(layer_class: Any) -> tuple[Callable, bool]:
 
 
 @functools.cache
-def _compiled(forward: Callable, backend: str) -> Callable:
-    return torch.compile(forward, dynamic=True, fullgraph=True, backend=backend)
+def _compiled(forward: Callable, is_one_graph: bool, backend: str) -> Callable:
+    return torch.compile(forward, dynamic=True, fullgraph=is_one_graph, backend=backend)
 
 
-def _run(forward: Callable, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _run(forward: Callable, is_one_graph: bool, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     try:
-        with one_graph_for_all_lengths():
-            return _compiled(forward, BACKEND)(layer, *args, **kwargs)
-    except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
+        with one_graph_for_all_lengths(), _outputs_recorded(kwargs["prefix_tree"]):
+            return _compiled(forward, is_one_graph, BACKEND)(layer, *args, **kwargs)
+    except (
+        torch._dynamo.exc.Unsupported,
+        torch._dynamo.exc.UserError,
+        torch._dynamo.exc.BackendCompilerFailed,
+    ) as error:
         raise ValueError(
             f"`compile_layers=True`: {type(layer).__name__} does not compile into one graph "
             f"({str(error).splitlines()[0]}). Leave it at `False`."
         ) from error
+
+
+@contextmanager
+def _outputs_recorded(context: TreeContext) -> Iterator[None]:
+    """
+    Lets hooks inside a graph record outputs (`output_router_logits=True`), which they look for in a context variable
+    that the compiler cannot read: for the time of the block it is a global.
+
+    Each layer records into empty lists, so that all share a graph. Recomputation under checkpointing records the same,
+    for nobody: another graph would keep other tensors for the backward.
+    """
+    collector: Any = _active_collector
+    outer = collector.get()
+    if outer is not None:
+        context.recorded = tuple(key for key, outputs in outer.items() if isinstance(outputs, list))
+    before = collector.global_var, collector.compiling
+    outputs: dict[str, list] = {key: [] for key in context.recorded}
+    collector.global_var, collector.compiling = outputs, True
+    try:
+        yield
+    finally:
+        collector.global_var, collector.compiling = before
+        if outer is not None:
+            for key, values in outputs.items():
+                outer[key] += values

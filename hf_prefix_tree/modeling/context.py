@@ -111,6 +111,7 @@ class TreeContext(CallContext):
         self.loss_computed = False  # whether the model's `loss_function` was called, or the caller weighs log-probs
         self.attention_mask: torch.Tensor | None = None  # `(B, N)`, 0 at padding, where the call has one
         self.mask_counts_branches = False  # whether the causal LM got `token_branches` in its place
+        self.recorded: tuple[str, ...] = ()  # outputs that hooks record in compiled layers (router logits)
         self.segments: object = None  # of the scans, once a recurrent layer made them
         self.followed: set[str] = set()  # the functions of recurrent layers that ran along the branches
         self.masks: dict[tuple[str, int | None], Mask] = {}  # that the model asked for, by kind and limit

@@ -100,7 +100,8 @@ def prepare_model(
             wherever it can train, and the dense mask elsewhere (on CPU). The log says which and why.
         compile_layers (`bool`, *optional*, defaults to `False`):
             Compiles each decoder layer by itself, for calls with a tree: one graph for each kind of layer and all
-            lengths. Recurrent layers, and others that do not become one graph, are refused.
+            lengths. Recurrent mixers, and experts whose dispatch makes no graph, run eagerly inside (the log names
+            them); any other layer that does not become one graph is refused.
 
     Returns:
         The same `model`.

@@ -144,7 +144,7 @@ CONFIGS: dict[Any, dict[str, Any]] = {
     },
     TreeDPOConfig: REUSE,
     TreeKTOConfig: REUSE,
-    TreeGRPOConfig: {**REUSE, "max_row_tokens": integer(0)},
+    TreeGRPOConfig: {**REUSE, "max_row_tokens": integer(0), "rollout_rows": one_of("one", "as_sampled")},
     TreeRLOOConfig: {**REUSE, "max_row_tokens": integer(0)},
 }
 # A call that takes keyword arguments, and for each of them whether a value is right.

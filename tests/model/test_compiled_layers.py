@@ -5,6 +5,7 @@ for kernels; elsewhere Dynamo alone runs.
 """
 
 import copy
+import logging
 from unittest import mock
 
 import pytest
@@ -12,13 +13,18 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from peft import LoraConfig, get_peft_model
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
+from conformance.build import build_model
 from hf_prefix_tree import prepare_model, unprepare_model
 from hf_prefix_tree.modeling import compilation
 from hf_prefix_tree.modeling.batch import concatenate_trees
 from hf_prefix_tree.modeling.prepare import ensure_verified, is_prepared
-from tests.support.models import CONFIGS, gradients, make_model, random_forest, relative_error
+from tests.support.models import gradients, make_model, random_forest, relative_error
+
+MIXTURES = ("qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3", "mixtral", "qwen3_next")
+# What a GPU runs, in float64 an operator that earlier versions of Transformers cannot compile.
+HAS_OPERATOR = hasattr(torch.ops.transformers, "grouped_mm_fallback_backward")
+BEST_DISPATCH = "grouped_mm" if HAS_OPERATOR else "batched_mm"
 
 
 @pytest.fixture(autouse=True)
@@ -39,26 +45,28 @@ def rows(number):
     return found
 
 
-def runs(model, batches):
+def runs(model, batches, **options):
     found = []
     for batch in batches:
         model.zero_grad()
-        loss = model(**batch).loss
+        loss = model(**batch, **options).loss
         loss.backward()
         found.append({"loss": loss.detach(), **gradients(model)})
     return found
 
 
-def assert_same(model, compiled, batches):
-    for got, expected in zip(runs(compiled, batches), runs(model, batches), strict=True):
+def assert_same(model, compiled, batches, **options):
+    for got, expected in zip(runs(compiled, batches, **options), runs(model, batches, **options), strict=True):
         assert relative_error(got, expected) < 1e-12
 
 
-def pair(name):
-    model = make_model(name).train()
+def pair(name, experts="eager"):
+    """A model and its compiled copy, whose experts are dispatched as asked for."""
+    model = build_model(name).double() if name in MIXTURES else make_model(name).train()
     compiled = copy.deepcopy(model)
     prepare_model(model)
     prepare_model(compiled)  # verified before it is compiled, which saves the graph without gradients
+    compiled.config._experts_implementation = experts
     prepare_model(compiled, compile_layers=True)
     with mock.patch(
         "hf_prefix_tree.modeling.prepare._verify", lambda base, state, forward: state.verified_on.add("cpu")
@@ -74,6 +82,53 @@ def test_a_graph_for_each_kind_of_layer_whatever_the_length(monkeypatch, name, k
     assert_same(model, compiled, rows(20 if name == "qwen3" else 3))
     assert counters["stats"]["unique_graphs"] == kinds_of_layers
     assert not counters["graph_break"] and not counters["recompile_limit"]
+
+
+@pytest.mark.parametrize(
+    ("name", "graphs"),
+    [
+        ("qwen3_moe", 1),
+        pytest.param("gpt_oss", 2, marks=pytest.mark.slow),
+        pytest.param("glm4_moe", 2, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", 2, marks=pytest.mark.slow),
+        pytest.param("mixtral", 1, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_mixtures_of_experts_with_their_router_loss(monkeypatch, caplog, name, graphs):
+    monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
+    with caplog.at_level(logging.INFO, logger=compilation.__name__):
+        model, compiled = pair(name, BEST_DISPATCH)
+    assert ("GatedDeltaNet run eagerly" in caplog.text) == (name == "qwen3_next")
+    assert "Experts" not in caplog.text
+    batches = rows(2)
+    assert_same(model, compiled, batches, output_router_logits=True)
+    assert counters["stats"]["unique_graphs"] == graphs  # layers around a scan have two
+    if name not in ("glm4_moe", "deepseek_v3"):  # which have no such loss: it moves the gradients
+        without, with_loss = (runs(compiled, batches[:1], output_router_logits=on)[0] for on in (False, True))
+        assert relative_error(without, with_loss) > 1e-6
+
+
+def test_experts_that_make_no_graph_stay_outside(caplog):
+    with caplog.at_level(logging.INFO, logger=compilation.__name__):
+        model, compiled = pair("qwen3_moe")
+    assert caplog.text.count("Qwen3MoeExperts run eagerly") == 1
+    assert_same(model, compiled, rows(2), output_router_logits=True)
+    assert counters["graph_break"] and counters["stats"]["unique_graphs"] > 1
+    unprepare_model(compiled)
+    assert not any("forward" in module.__dict__ for module in compiled.modules())
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("experts", [pytest.param("eager", marks=pytest.mark.slow), BEST_DISPATCH])
+def test_recomputation_records_what_the_forward_recorded(use_reentrant, experts):
+    model, compiled = pair("qwen3_moe", experts)
+    for own in (model, compiled):
+        own.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        own.enable_input_require_grads()
+    assert_same(model, compiled, rows(2), output_router_logits=True)
+    if experts == BEST_DISPATCH:  # reentrant: one of them without gradients
+        assert counters["stats"]["unique_graphs"] == (2 if use_reentrant else 1)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -161,13 +216,12 @@ def test_undone_and_done_again():
     assert all("forward" in layer.__dict__ for layer in copied.model.layers)
 
 
-def test_what_does_not_become_one_graph_is_refused():
-    with pytest.raises(ValueError, match=r"compile_layers=True.*Qwen3MoeDecoderLayer"):
-        prepare_model(make_model("qwen3_moe"), compile_layers=True)  # its eager experts loop over what tokens chose
-    config = Qwen3NextConfig(**{**CONFIGS["llama"].to_dict(), "num_experts": 0, "decoder_sparse_step": 1})
-    hybrid = AutoModelForCausalLM.from_config(config, attn_implementation="prefix_tree")
-    with pytest.raises(ValueError, match=r"compile_layers=True.*recurrent"):
-        compilation.compile_decoder_layers(hybrid)
+def test_a_layer_that_does_not_become_one_graph_is_refused(monkeypatch):
+    model = make_model("qwen3")
+    forward = lambda self, x: (torch._dynamo.graph_break(), x)[1]  # noqa: E731
+    monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", forward)
+    with pytest.raises(ValueError, match=r"compile_layers=True.*Qwen3DecoderLayer"):
+        prepare_model(model, compile_layers=True)
 
 
 def test_a_layer_that_gets_no_tree_is_refused():
