@@ -235,15 +235,21 @@ def refuse_missing_labels(kwargs: dict[str, Any], trains: bool) -> None:
     """
     Raises `ValueError` for a call of training, or of a stock `Trainer`'s loss, that has weights but no labels, so that
     a loss is computed elsewhere, from logits alone. Otherwise that is an ordinary way to get logits: it is only
-    logged, once, and so is a training call without both.
+    logged, once, and so is a training call without both. Labels of the collator whose weights are gone are refused.
 
     Args:
         kwargs (`dict[str, Any]`): Keyword arguments of a call with `prefix_tree`.
         trains (`bool`): Whether it is a training call.
     """
-    if kwargs.get("labels") is not None:
-        return
     has_weights = kwargs.get("loss_weights") is not None
+    if kwargs.get("labels") is not None:
+        if not has_weights and kwargs.get("tree_stats") is not None:
+            raise ValueError(
+                "A batch of `DataCollatorForPrefixTree` lost its `loss_weights` on the way, so that a shared token "
+                "would weigh as much as any other: pass the whole batch, or leave out `tree_stats`, too, where each "
+                "supervised token weighs 1."
+            )
+        return
     if has_weights and (trains or _is_in_stock_loss()):
         raise ValueError(
             "A call for a loss has `loss_weights` but no `labels`, so that a loss of its logits would know neither "
@@ -298,3 +304,41 @@ def has_router_loss(config: Any, kwargs: dict[str, Any]) -> bool:
     """
     is_on = kwargs.get("output_router_logits")
     return config is not None and bool(config.output_router_logits if is_on is None else is_on)
+
+
+def refuse_uncounted(token_branches: torch.Tensor | None) -> torch.Tensor:
+    """
+    `token_branches`; raises `ValueError` where a call with a router's auxiliary loss has none.
+
+    Args:
+        token_branches (`torch.Tensor`, *optional*): That of the call.
+    """
+    if token_branches is None:
+        raise ValueError(
+            "The call computes a router's auxiliary loss (`output_router_logits`) without `token_branches`, so that a "
+            "shared token would count once instead of once for each branch: pass the whole batch of "
+            "`DataCollatorForPrefixTree`, or `output_router_logits=False`."
+        )
+    return token_branches
+
+
+def refuse_changed_loss(model: PreTrainedModel, output: Any, loss: torch.Tensor) -> None:
+    """
+    Raises `ValueError` where the model returns another loss than the weighted one: its forward adds a term that the
+    self-check did not see, of a schedule say. The values are compared only where the tensors are two, a cast one say.
+
+    Args:
+        model (`PreTrainedModel`): The causal LM.
+        output (`Any`): What it returned.
+        loss (`torch.Tensor`): The weighted loss of the tree.
+    """
+    returned = output[0] if isinstance(output, tuple) else output.loss
+    if returned is loss:
+        return
+    rounding = 1e-5 if returned.dtype in (torch.float32, torch.float64) else 1e-2
+    if not torch.isclose(returned.double(), loss.to(returned.device).double(), rtol=rounding, equal_nan=True):
+        raise ValueError(
+            f"{type(model).__name__} returns the loss {returned.item():.6g} where the weighted cross-entropy of the "
+            f"tree is {loss.item():.6g}: it has another term, which is not weighted. Turn that term off, or add it "
+            "to `outputs.loss` outside of the model."
+        )

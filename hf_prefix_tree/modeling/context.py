@@ -108,7 +108,8 @@ class TreeContext(CallContext):
         self.prefix_tree = prefix_tree
         self.supervised = supervised
         self.sinks = sinks
-        self.loss_computed = False  # whether the model's `loss_function` was called, or the caller weighs log-probs
+        self.is_weighted = False  # whether the caller weighs log-probs
+        self.loss: torch.Tensor | None = None  # what the model's `loss_function` returned
         self.attention_mask: torch.Tensor | None = None  # `(B, N)`, 0 at padding, where the call has one
         self.mask_counts_branches = False  # whether the causal LM got `token_branches` in its place
         self.recorded: tuple[str, ...] = ()  # outputs that hooks record in compiled layers (router logits)

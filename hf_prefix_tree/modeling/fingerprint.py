@@ -346,8 +346,9 @@ def _names_in(code: types.CodeType) -> set[str]:
 
 
 def _switches_of(module: torch.nn.Module, is_unknown: bool) -> list[str]:
-    """The attributes that may switch something on: numbers and texts, of known code those that the forward reads."""
-    present = {name for name, value in vars(module).items() if type(value) in _SWITCHES}
+    """Attributes that may switch something on: numbers, texts, functions; of known code, what its forward reads."""
+    kinds = (*_SWITCHES, types.NoneType, types.FunctionType) if is_unknown else _SWITCHES
+    present = {name for name, value in vars(module).items() if type(value) in kinds}
     functions = [function for function in _functions_of(type(module).forward) if hasattr(function, "__code__")]
     read = present if is_unknown else set().union(*(_names_in(function.__code__) for function in functions))
     return sorted(present & read - {"training", "accepts_loss_kwargs"})
@@ -356,4 +357,6 @@ def _switches_of(module: torch.nn.Module, is_unknown: bool) -> list[str]:
 def _switch(value: Any) -> Any:
     """Numbers count as on or off: some change in every step."""
     kind = type(value)
+    if kind is types.FunctionType:
+        return value.__code__
     return value if kind is str else bool(value) if kind in _SWITCHES else None

@@ -375,7 +375,7 @@ def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[TreeContext
     # taken, it is compared with Triton on the packed sequences themselves.
     backend = "auto" if state.verifying and state.attn_backend == "flash" else state.attn_backend
     context = TreeContext(tree, supervised, backend, state.has_sinks)
-    context.loss_computed = is_weighted
+    context.is_weighted = is_weighted
     token_branches = kwargs.get("token_branches")
     beside_model = ("loss_weights", "token_branches", "tree_stats")
     kwargs = {name: value for name, value in kwargs.items() if name not in beside_model}
@@ -386,8 +386,10 @@ def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[TreeContext
         # without one, Transformers takes the restarting positions for packed documents and severs branches
         kwargs["attention_mask"] = torch.ones((tree.shape[0], tree.shape[2]), dtype=torch.int64, device=tree.device)
     context.attention_mask = kwargs["attention_mask"]
-    if token_branches is not None and call_checks.has_router_loss(state.router_config, kwargs):
+    trains_on_it = not is_weighted and (labels is not None or module.training)
+    if (trains_on_it or token_branches is not None) and call_checks.has_router_loss(state.router_config, kwargs):
         # The auxiliary loss weighs tokens by this mask; the backbone gets the other one. Without branches: 0 / 0.
+        token_branches = call_checks.refuse_uncounted(token_branches) * context.attention_mask
         kwargs["attention_mask"] = token_branches.masked_fill(~token_branches.any(), 1)
         context.mask_counts_branches = True
     if supervised is not None:
@@ -408,7 +410,12 @@ def _leave(module: PreTrainedModel, context: Any, kwargs: dict[str, Any], output
             "after it, or have it call the function that it replaces with all keyword arguments."
         )
     supervised = context.supervised
-    if supervised is None or context.loss_computed:
+    if supervised is None or context.is_weighted:
+        return None
+    if context.loss is not None:
+        state: _TreeState = state_of(module)
+        if not state.verifying and not call_checks.has_router_loss(state.router_config, kwargs):
+            call_checks.refuse_changed_loss(module, output, context.loss)
         return None
     # an architecture that computes its loss by itself, without `loss_function`
     if isinstance(output, tuple):
@@ -435,8 +442,9 @@ def _tree_aware_loss(
     if context is None or context.supervised is None:
         return default(logits, labels, *args, **kwargs)
     supervised = context.supervised
-    context.loss_computed = True
-    return weighted_token_loss(logits, supervised.labels, supervised.weights, kwargs.get("num_items_in_batch"))
+    divisor = kwargs.get("num_items_in_batch")
+    context.loss = weighted_token_loss(logits, supervised.labels, supervised.weights, divisor)
+    return context.loss
 
 
 TREE = Kind("tree", IMPLEMENTATION, ATTN_BACKENDS, "prepare_model", "unprepare_model", _enter, _leave)

@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_prefix_tree.modeling.attention.implementations import FALLBACK_HINT
+from hf_prefix_tree.modeling.checks import position_limit
 from hf_prefix_tree.modeling.verify import (
     ROUNDING,
     checked_batch,
@@ -36,6 +37,7 @@ from hf_prefix_tree.modeling.verify import (
 logger = logging.getLogger(__name__)
 
 PATH = 24  # tokens of the longest path: what adapters do depends on no distance
+UNKNOWN_PATH = 180  # the same for unknown code: its forest fills the packed sequence, which is padded anyway
 NOISE = 0.1  # standard deviation of what is added to the weights of adapters, of at most `WIDTH` inputs
 WIDTH = 64  # wider weights get less, so that adapters change a layer's output by as much, and bf16 stays comparable
 
@@ -118,7 +120,8 @@ def verify_training(model: PreTrainedModel, forward: Callable, unknown: Sequence
         coarsest_dtype(model) as dtypes,
         _in_training(model, compared),
     ):
-        runs = _Runs(model, forward, compared, lambda: None)
+        length = min(UNKNOWN_PATH, position_limit(model.config.get_text_config()))
+        runs = _Runs(model, forward, compared, lambda: None, length)
         expected, tree, again = runs.of_branches(), runs.of_tree(), runs.of_tree()
     errors = {"training": _error(tree, expected), "two equal calls": _error(again, tree)}
     reason = _judge(f"Training mode of {type(model).__name__}", errors, rounding_of({expected[0].dtype, *dtypes}))
@@ -184,10 +187,15 @@ class _Runs:
     """One forest, as a packed sequence and branch by branch, with the gradients of what is checked."""
 
     def __init__(
-        self, model: PreTrainedModel, forward: Callable, parameters: list[torch.nn.Parameter], reset: Callable
+        self,
+        model: PreTrainedModel,
+        forward: Callable,
+        parameters: list[torch.nn.Parameter],
+        reset: Callable,
+        length: int = PATH,
     ) -> None:
         self.model, self.forward, self.parameters, self.reset = model, forward, parameters, reset
-        trees = make_forest(model, PATH).trees
+        trees = make_forest(model, length).trees
         self.batch, positions = checked_batch(model, trees)
         self.branches = [torch.from_numpy(b.input_ids.copy()).to(model.device) for t in trees for b in t.branches()]
         where = np.unique(np.concatenate(positions))

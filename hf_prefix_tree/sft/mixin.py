@@ -37,7 +37,7 @@ from hf_prefix_tree.training.step import LossTerms, StepMixin, without_empty_mas
 
 logger = logging.getLogger(__name__)
 
-_LOSS_KEYS = ("prefix_tree", "labels", "loss_weights")
+_LOSS_KEYS = ("prefix_tree", "labels", "loss_weights", "token_branches")
 _WHOLE = "pass `data_collator=DataCollatorForPrefixTree(pad_token_id)`, and leave its batches whole in `compute_loss`"
 _TREE_TOKENS, _TREE_PAIRS = STATS.index("tree_tokens"), STATS.index("tree_pairs")
 
@@ -222,7 +222,7 @@ class _WeightedLogProbs:
         inputs, is_empty = without_empty_mask(inputs)
         takes_log_probs = {WEIGHTED_BY_CALLER: True} if inputs.get("fused_lm_head") else {}
         if not takes_log_probs:  # the logits that metrics are computed from
-            inputs.pop("loss_weights")
+            inputs = {name: x for name, x in inputs.items() if name not in ("loss_weights", "tree_stats")}
         outputs = self.model(**inputs, **takes_log_probs)
         if getattr(outputs, "aux_loss", None) is not None:
             outputs.aux_loss = self.auxiliary = outputs.aux_loss * ~is_empty

@@ -58,7 +58,10 @@ class CheckpointMixin(Trainer):
         if str(resume_from_checkpoint).lower() == "true":  # the command line of a script gives a string
             resume_from_checkpoint = self._last_checkpoint()
         elif resume_from_checkpoint and (problem := self._problem_of(Path(str(resume_from_checkpoint)), named=True)):
-            raise ValueError(f"`resume_from_checkpoint` is damaged: {problem}; pass an earlier checkpoint, or True.")
+            raise ValueError(
+                f"`resume_from_checkpoint` is damaged: {problem}; pass an earlier checkpoint, or True, or delete its "
+                f"{CHECKSUMS!r} if you changed the files on purpose."
+            )
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _last_checkpoint(self) -> str:

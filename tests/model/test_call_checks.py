@@ -502,6 +502,27 @@ def test_a_term_that_is_switched_on_later_is_refused(name):
         model(**batch())
 
 
+@pytest.mark.parametrize("wrapper", ["none", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [{}, {"return_dict": False}])
+def test_a_term_of_a_schedule_is_refused(wrapper, options):
+    model, schedule = make_model("qwen3", dtype=torch.float32), {"coefficient": torch.zeros(())}
+    forward = model.forward
+
+    def with_term(*args, return_dict=None, **kwargs):
+        output = forward(*args, **kwargs)
+        if output.loss is not None:
+            output.loss = output.loss + schedule["coefficient"] * output.logits.logsumexp(-1).square().mean()
+        return output.to_tuple() if return_dict is False else output
+
+    model.forward = with_term
+    called = wrapped(prepare_model(model), wrapper).train()
+    assert_exact(model)
+    called(**batch(), **options)
+    schedule["coefficient"] += 1e-3
+    with pytest.raises(ValueError, match=r"where the weighted cross-entropy of the tree is .*another term"):
+        called(**batch(), **options)
+
+
 def test_the_z_loss_of_bamba_is_refused_when_it_comes_later():
     model = prepare_model(build_model("bamba"))
     assert model(**batch()).loss > 0

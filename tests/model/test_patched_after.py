@@ -391,6 +391,25 @@ def test_an_attribute_that_switches_ones_own_attention_is_checked(value):
         model(**batch())
 
 
+class Mixes(LlamaMLP):
+    def forward(self, x):
+        return super().forward(x) if self.mix is None else self.mix(super().forward(x))
+
+
+@pytest.mark.parametrize("before", [None, torch.neg])
+def test_a_function_that_ones_own_code_calls_later_is_checked(before, monkeypatch):
+    model = make_model("llama", dtype=torch.float32)
+    for layer in model.model.layers:
+        layer.mlp.__class__, layer.mlp.mix = Mixes, before and (lambda x: before(x))
+    prepare_model(model)(**batch())
+    checks = count_checks(monkeypatch)
+    model(**batch())
+    assert not checks
+    model.model.layers[1].mlp.mix = lambda x: x + x.roll(1, dims=1)
+    with pytest.raises(ValueError, match=WRONG):
+        model(**batch())
+
+
 class Counts(LlamaMLP):
     calls, last = 0, 0.0
 

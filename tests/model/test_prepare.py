@@ -143,6 +143,9 @@ def test_uniform_weights_where_none_are_given():
     ones = encode_weights((row["labels"] != -100).double())
     explicit = model(**{**row, "loss_weights": ones}).loss
     del row["loss_weights"]
+    with pytest.raises(ValueError, match=r"lost its `loss_weights`.*`tree_stats`"):
+        model(**row)
+    del row["tree_stats"]
     assert torch.equal(model(**row).loss, explicit)
 
 

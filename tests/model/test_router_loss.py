@@ -13,7 +13,7 @@ from transformers.utils.logging import warning_once
 from conformance import build
 from conformance.double import keep_double
 from hf_prefix_tree import TreeSFTTrainer, prepare_model
-from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.modeling.batch import WEIGHTED_BY_CALLER, concatenate_trees
 from hf_prefix_tree.tree.packing import split_tree
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from tests.support.models import random_forest
@@ -75,6 +75,22 @@ def test_a_shared_token_counts_once_for_each_branch(name, monkeypatch):
         once, _ = router_loss(model, {**batch, "token_branches": batch["attention_mask"]})
     assert abs(once / expected - 1) > 1e-5
     assert abs(once / expected - 1) > 100 * abs(loss / expected - 1)
+
+
+def test_a_router_loss_needs_the_branches_through_each_token():
+    model = prepare_model(build.build_model("qwen3_moe"))
+    batch = concatenate_trees(random_forest(0), pad_token_id=0)
+    expected = model(**batch, output_router_logits=True).loss.item()
+    token_branches = batch.pop("token_branches")
+    with pytest.raises(ValueError, match=r"`output_router_logits`.*without `token_branches`"):
+        model(**batch, output_router_logits=True)
+    assert model(**batch).loss > 0  # without that loss they are not needed, nor for logits
+    model.eval()(**{**batch, WEIGHTED_BY_CALLER: True}, output_router_logits=True)  # as a target of EAGLE-3
+    logits = {name: batch[name] for name in ("input_ids", "prefix_tree")}
+    assert model(**logits, output_router_logits=True).logits.shape[1] == len(batch["input_ids"][0])
+    counted = token_branches + 7 * (batch["attention_mask"] == 0)  # filled up by another collator
+    loss = model(**batch, token_branches=counted, output_router_logits=True).loss.item()
+    assert loss == pytest.approx(expected, rel=1e-7)
 
 
 def test_the_router_loss_of_a_step_is_that_of_its_branches(tmp_path):

@@ -171,6 +171,18 @@ def with_backward_hook(model):
     )
 
 
+class StopsGradients(LlamaMLP):
+    """As backpropagation that is cut after so many tokens."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return torch.cat([y[:, :64], y[:, 64:].detach()], dim=1)
+
+
+def with_stopped_gradients(model):
+    swap_mlps(model, StopsGradients)
+
+
 def with_mean(model):
     swap_mlps(model, SubtractsTheMean)
 
@@ -187,7 +199,10 @@ def swap_mlps(model, make):
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(
     "change",
-    [with_batch_norm, with_hook_in_training, with_noise, with_mean, with_loss, with_backward_hook],
+    [
+        *(with_batch_norm, with_hook_in_training, with_noise, with_mean, with_loss, with_backward_hook),
+        with_stopped_gradients,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_what_acts_in_training_or_in_the_backward_is_refused(change, training):

@@ -95,8 +95,14 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog, whole, name, dama
         train_saving(broken, {}, 1, True)
 
 
-def test_the_checkpoint_of_another_trainer_is_taken_by_its_path(tmp_path, whole):
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_the_checkpoint_of_another_trainer_is_taken_by_its_path(tmp_path, whole, is_changed):
     broken = shutil.copytree(whole, tmp_path / "broken")
+    if is_changed:  # on purpose, as by a callback
+        with (broken / "checkpoint-4" / "config.json").open("a") as file:
+            file.write("\n")
+        with pytest.raises(ValueError, match=f"delete its '{step.CHECKSUMS}' if you changed"):
+            train_saving(broken, {}, 1, str(broken / "checkpoint-4"))
     (broken / "checkpoint-4" / step.CHECKSUMS).unlink()
     train_saving(broken, {}, 1, str(broken / "checkpoint-4"))
     expected, got = (torch.load(folder / "weights.pt") for folder in (whole, broken))

@@ -167,12 +167,16 @@ class DropsLabels(DropsWeights):
     dropped = ("labels", "loss_weights")
 
 
+class DropsBranches(DropsWeights):
+    dropped = ("token_branches",)
+
+
 class OwnLogits(OwnLoss):
     def compute_loss(self, model, inputs, *args, **kwargs):
         return super().compute_loss(model, {n: x for n, x in inputs.items() if n != "loss_weights"}, *args, **kwargs)
 
 
-@pytest.mark.parametrize("override", [DropsWeights, DropsLabels, OwnLogits])
+@pytest.mark.parametrize("override", [DropsWeights, DropsLabels, DropsBranches, OwnLogits])
 @pytest.mark.parametrize("trainer", ["Trainer", "SFTTrainer"])
 def test_an_override_that_takes_keys_out_of_a_batch_is_refused(tmp_path, override, trainer):
     bases = (override, TreeLossMixin, Trainer)
@@ -186,7 +190,7 @@ def test_an_override_that_takes_keys_out_of_a_batch_is_refused(tmp_path, overrid
         )
     else:
         made = make_trainer(tmp_path, make_model(), make_trees(2), type("Own", bases, {}))
-    message = r"computes the loss by itself" if override is OwnLogits else r"A batch has no .*`loss_weights`"
+    message = r"computes the loss by itself" if override is OwnLogits else f"A batch has no .*`{override.dropped[-1]}`"
     with pytest.raises(ValueError, match=message):
         made.train()
 
