@@ -55,8 +55,11 @@ class CheckpointMixin(Trainer):
     """
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        if str(resume_from_checkpoint).lower() == "true":  # the command line of a script gives a string
+        word = str(resume_from_checkpoint).lower()  # the command line of a script gives a string
+        if word == "true":
             resume_from_checkpoint = self._last_checkpoint()
+        elif word == "false":
+            resume_from_checkpoint = None
         elif resume_from_checkpoint and (problem := self._problem_of(Path(str(resume_from_checkpoint)), named=True)):
             raise ValueError(f"`resume_from_checkpoint` is damaged: {problem}; pass an earlier checkpoint, or True.")
         return super().train(resume_from_checkpoint, *args, **kwargs)
