@@ -80,7 +80,9 @@ class CheckpointMixin(Trainer):
     def _problem_of(self, checkpoint: Path, named: bool = False) -> str:
         """How a checkpoint differs from its checksums, the same on every rank; empty if it does not."""
         problem = ""
-        if self.args.should_save and not (named and not (checkpoint / CHECKSUMS).exists()):
+        if named and self.args.should_save and not checkpoint.is_dir():
+            problem = f"{str(checkpoint)!r} is no folder"
+        elif self.args.should_save and not (named and not (checkpoint / CHECKSUMS).exists()):
             try:
                 expected = json.loads((checkpoint / CHECKSUMS).read_bytes())
                 actual = checksums(checkpoint, map(checkpoint.joinpath, expected))
