@@ -118,7 +118,7 @@ def test_bf16_is_off_without_a_gpu(tmp_path):
 
 @pytest.mark.parametrize("words", [["--chat_template_kwargs", "{"], ["--chat_template_kwargs={"]])
 def test_an_option_that_is_no_json_is_named(tmp_path, words):
-    with pytest.raises(ValueError, match="`--chat_template_kwargs` has '{'"):
+    with pytest.raises(ValueError, match=r"`--chat_template_kwargs` has '\{'"):
         parse("sft", ["--output_dir", str(tmp_path), *words])
 
 

@@ -324,6 +324,6 @@ GROWING = {
 
 @pytest.mark.parametrize("kind", GROWING)
 def test_the_work_on_a_long_row_grows_with_it(kind, tiny_tokenizer):
-    """A chain of nodes, texts or steps of a search, and a conversation that keeps its reasoning: four times as long."""
+    """Chains of nodes, texts and steps of a search, and a conversation that keeps its reasoning."""
     few, many = (_calls(kind, GROWING[kind](n), tiny_tokenizer, reasoning="keep") for n in (200, 800))
     assert few > 200 and many < 4.5 * few

@@ -104,7 +104,7 @@ def test_the_checkpoint_of_another_trainer_is_taken_by_its_path(tmp_path, whole)
 
 
 def test_a_checkpoint_that_is_no_folder_is_named(tmp_path):
-    with pytest.raises(ValueError, match="`resume_from_checkpoint` .*nowhere"):
+    with pytest.raises(ValueError, match=r"`resume_from_checkpoint` .*nowhere"):
         train_saving(tmp_path, {}, 1, "nowhere")
 
 
