@@ -246,7 +246,8 @@ def run(
     )
     if not (args.bf16 or torch.accelerator.is_available()):
         trainer.add_callback(_WithoutBf16)
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    resumed = args.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint={"true": True, "false": False}.get(str(resumed).lower(), resumed))
     trainer.save_model(args.output_dir)
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=os.path.basename(arguments.dataset_name or "data"))

@@ -12,6 +12,8 @@ import reprlib
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from json import JSONDecodeError
 from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
@@ -145,6 +147,12 @@ class Parser(TrlParser):
             return super().parse_args_and_config(args, *rest, **kwargs)
         except (OSError, UnicodeDecodeError, YAMLError) as error:
             raise ValueError(f"the file of `--config` can't be read: {error}.") from error
+        except JSONDecodeError as error:  # Transformers reads options that are dicts, and names none
+            words = [word for argument in args or () for word in argument.split("=", 1)]
+            names = [name for name, value in pairwise(words) if value == error.doc]
+            raise ValueError(
+                f"`{(names or ['--config'])[0]}` has {error.doc!r}, which is no JSON: {error}."
+            ) from error
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message.rstrip('.')}; `{self.prog} --help` lists all options.")

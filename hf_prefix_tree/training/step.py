@@ -55,8 +55,11 @@ class CheckpointMixin(Trainer):
     """
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        if str(resume_from_checkpoint).lower() == "true":  # the command line of a script gives a string
+        word = str(resume_from_checkpoint).lower()  # the command line of a script gives a string
+        if word == "true":
             resume_from_checkpoint = self._last_checkpoint()
+        elif word == "false":
+            resume_from_checkpoint = None
         elif resume_from_checkpoint and (problem := self._problem_of(Path(str(resume_from_checkpoint)), named=True)):
             raise ValueError(
                 f"`resume_from_checkpoint` is damaged: {problem}; pass an earlier checkpoint, or True, or delete its "
@@ -80,7 +83,9 @@ class CheckpointMixin(Trainer):
     def _problem_of(self, checkpoint: Path, named: bool = False) -> str:
         """How a checkpoint differs from its checksums, the same on every rank; empty if it does not."""
         problem = ""
-        if self.args.should_save and not (named and not (checkpoint / CHECKSUMS).exists()):
+        if named and self.args.should_save and not checkpoint.is_dir():
+            problem = f"{str(checkpoint)!r} is no folder"
+        elif self.args.should_save and not (named and not (checkpoint / CHECKSUMS).exists()):
             try:
                 expected = json.loads((checkpoint / CHECKSUMS).read_bytes())
                 actual = checksums(checkpoint, map(checkpoint.joinpath, expected))

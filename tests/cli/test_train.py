@@ -116,6 +116,12 @@ def test_bf16_is_off_without_a_gpu(tmp_path):
     assert parse("sft", ["--bf16", "true", "--use_cpu", "--output_dir", str(tmp_path)])[1].bf16 is True
 
 
+@pytest.mark.parametrize("words", [["--chat_template_kwargs", "{"], ["--chat_template_kwargs={"]])
+def test_an_option_that_is_no_json_is_named(tmp_path, words):
+    with pytest.raises(ValueError, match=r"`--chat_template_kwargs` has '\{'"):
+        parse("sft", ["--output_dir", str(tmp_path), *words])
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_dry_run_needs_no_model(method, model_path, tmp_path, capsys):
     options = [*words(method, "no/model", tmp_path), "--dry_run", "--tokenizer_name_or_path", str(model_path)]

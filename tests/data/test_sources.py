@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import sys
 from collections import Counter
 from itertools import islice
 
@@ -17,6 +18,7 @@ from datasets.fingerprint import generate_random_fingerprint
 
 from hf_prefix_tree.data import nodes
 from hf_prefix_tree.data.prepare import prepare_trees
+from hf_prefix_tree.data.rows import RowOptions, row_branches
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
 from tests.support.branch_parts import parts
 from tests.support.mooncake import mooncake_branches
@@ -289,3 +291,39 @@ def test_malformed_variants_of_a_real_row(shared_data, qwen3_tokenizer, change, 
     counts: dict = {}
     assert len(prepare_trees(Dataset.from_list(rows), qwen3_tokenizer, on_error="skip", counts=counts)) == 1
     assert counts["skipped"] == 1 and len(counts["errors"]) == 1
+
+
+def _calls(kind, row, tokenizer, **options):
+    """Calls of functions while a row is read."""
+    count = 0
+
+    def hook(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(hook)
+    try:
+        row_branches(row, RowOptions(kind, tokenizer, **options), Counter())
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def _reasoning(turns):
+    reply = {"role": "assistant", "content": "It is.", "reasoning_content": "I add them."}
+    return {"messages": [message for i in range(turns) for message in ({"role": "user", "content": f"{i}?"}, reply)]}
+
+
+GROWING = {
+    "nodes": lambda n: {"parents": [*range(-1, n - 1)], "nodes": [[1, node] for node in range(n)]},
+    "texts": lambda n: {"parents": [*range(-1, n - 1)], "texts": [f"{node}." for node in range(n)]},
+    "search": lambda n: {"input": "?", "nodes": [{"step": i, "text": "a" * (i + 1), "kept": True} for i in range(n)]},
+    "conversation": lambda n: _reasoning(n // 4),
+}
+
+
+@pytest.mark.parametrize("kind", GROWING)
+def test_the_work_on_a_long_row_grows_with_it(kind, tiny_tokenizer):
+    """Chains of nodes, texts and steps of a search, and a conversation that keeps its reasoning."""
+    few, many = (_calls(kind, GROWING[kind](n), tiny_tokenizer, reasoning="keep") for n in (200, 800))
+    assert few > 200 and many < 4.5 * few

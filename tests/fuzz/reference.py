@@ -341,3 +341,51 @@ def as_folded(tree: Mapping[str, Any]) -> Any:
         start += length
     assert start == len(tree["input_ids"])
     return tokens, tree["num_branches"], [list(paths[node]) for node in tree["branch_nodes"]]
+
+
+# --- Batches of trees
+
+
+def tokens_of_trees(trees: list[Any]) -> list[Any]:
+    """Each token of folded trees, in any order: the ids up to it, its weight, and the branches through it."""
+    return sorted(
+        (path, weight, sum(tuple(ids[: len(path)]) == path for ids in of_tree))
+        for tokens, _, of_tree in trees
+        for path, (weight, _) in tokens.items()
+    )
+
+
+def tokens_of_batch(batch: Mapping[str, torch.Tensor], pad_token_id: int = 0) -> list[Any]:
+    """The same of a batch, which must say the same of every token in all its tensors."""
+    columns = {name: value[0].tolist() for name, value in batch.items() if name not in ("prefix_tree", "tree_stats")}
+    ends, depths, predecessors = batch["prefix_tree"][0].tolist()
+    weights = batch["loss_weights"][0].numpy().view(np.float64).tolist()
+    count, length = sum(columns["attention_mask"]), len(ends)
+    assert columns["attention_mask"] == [1] * count + [0] * (length - count)
+    assert set(columns["input_ids"][count:]) <= {pad_token_id} and not any(columns["token_branches"][count:])
+    chains: list[list[int]] = []  # the positions up to each token
+    found = []
+    for at in range(count):
+        chains.append([*(chains[predecessors[at]] if predecessors[at] >= 0 else []), at])
+        path = tuple(columns["input_ids"][i] for i in chains[at])
+        assert len(path) == depths[at] + 1 == columns["position_ids"][at] + 1
+        is_trained = weights[at] > 0 and predecessors[at] >= 0
+        assert columns["labels"][at] == (path[-1] if is_trained else -100)
+        found.append((path, round(weights[at], 9), columns["token_branches"][at]))
+    for key in range(count):
+        assert [key in chain for chain in chains[key:]] == [query < ends[key] for query in range(key, count)]
+    assert columns["labels"][count:] == [-100] * (length - count) and not any(weights[count:])
+    return sorted(found)
+
+
+def positions_of(prompt: list[int], completions: list[list[int]]) -> dict[str, list[Any]]:
+    """NeMo's form of rollouts, position by position."""
+    form: dict[str, list[Any]] = {name: [] for name in ("input_ids", "labels", "position_ids")}
+    for ids, start in [(prompt, 0), *((completion, len(prompt)) for completion in completions)]:
+        for at, token in enumerate(ids):
+            form["input_ids"].append(token)
+            form["labels"].append(ids[at + 1] if ids is not prompt and at + 1 < len(ids) else -100)
+            form["position_ids"].append(start + at)
+    form["node_lengths"] = [len(prompt), *map(len, completions)]
+    form["sample_paths"] = [[0, i + 1] if prompt else [i + 1] for i in range(len(completions))]
+    return form

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import json
 import sys
 from typing import Any
 
 import datasets
+import pyarrow
 import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from hf_prefix_tree import cli
 from hf_prefix_tree.report.gain import load_rows
 from tests.fuzz.inputs import ROWS, Refused, inputs, mutated
 from tests.fuzz.reference import branches_of, prepared
+from tests.support.byte_tokenizer import byte_tokenizer
 
 KINDS = ("tokens", "branches", "rollouts", "nodes")
 NAMES = st.sampled_from(["a", "b", "", "\x1b[31mred", "two\nlines", "\x07", "é", 1, None, "\u202egnp", "\x9b2J"])
@@ -91,6 +94,10 @@ def totals_of(rows: list[dict[str, Any]], group_by: str | None) -> dict[str, int
     trees = [tree for tree in map(prepared, groups.values()) if tree is not None]
     if not trees:
         raise Refused
+    return totals_of_trees(trees)
+
+
+def totals_of_trees(trees: list[Any]) -> dict[str, int]:
     return {
         "trees": len(trees),
         "branches": sum(number for _, number, _ in trees),
@@ -135,6 +142,64 @@ def test_files(folder):
         if as_json:
             total = json.loads(out)["total"]
             assert {name: total[name] for name in expected} == expected
+
+    check_one()
+
+
+def write_json(path, rows):
+    path.write_text(json.dumps(rows))
+
+
+def write_lines(path, rows):
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "wt") as file:
+        file.writelines(f"{json.dumps(row)}\n" for row in rows)
+
+
+WRITERS = {
+    "json": write_json,
+    "jsonl": write_lines,
+    "jsonl.gz": write_lines,
+    "csv": lambda path, rows: datasets.Dataset.from_list(rows).to_csv(path),
+    "parquet": lambda path, rows: datasets.Dataset.from_list(rows).to_parquet(path),
+}
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_files_of_every_format(folder, suffix):
+    """The file has the totals of the rows that were written; a file of text, those of its messages."""
+    kinds = ["conversation"] if suffix == "csv" else KINDS
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder / "bytes")
+
+    @inputs(3)
+    @given(st.data(), st.sampled_from(kinds))
+    def check_one(data: Any, kind: str) -> None:
+        rows = data.draw(st.lists(ROWS[kind], min_size=1, max_size=3))
+        groups = [data.draw(st.sampled_from("ab")) for _ in rows]
+        names = set().union(*rows)  # a file of a table has every column in each row
+        table = [{**dict.fromkeys(names), **row, "group": group} for row, group in zip(rows, groups, strict=True)]
+        if suffix == "csv":  # which holds no lists
+            table = [{**row, "messages": json.dumps(row["messages"])} for row in table]
+        try:
+            WRITERS[suffix](folder / f"right.{suffix}", table)
+        except pyarrow.ArrowException:  # types that no table mixes
+            reject()
+        by_group: dict[Any, list[Any]] = {}
+        try:
+            for row, group in zip(rows, groups, strict=True):
+                by_group.setdefault(group, []).extend(branches_of(kind, row, tokenizer))
+        except Refused:  # no token that attends
+            reject()
+        trees = [tree for tree in map(prepared, by_group.values()) if tree is not None]
+        options = ["--tokenizer", folder / "bytes", "--group-by", "group", "--json"]
+        code, out, err = run("gain", folder / f"right.{suffix}", *options)
+        if trees:
+            assert code == 0, err
+            total, expected = json.loads(out)["total"], totals_of_trees(trees)
+            assert {name: total[name] for name in expected} == expected
+        else:
+            check_failure(code, out, err, f"right.{suffix}")
 
     check_one()
 

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,9 +21,10 @@ from hf_prefix_tree import (
     split_tree,
 )
 from hf_prefix_tree.nemo import DLLMCollator, prefix_tree_collate_fn
+from hf_prefix_tree.sft.collator import BranchCollator, branch_batches
 from tests.fuzz import reference
 from tests.fuzz.inputs import IDS, ODD, ROLLOUTS, Refused, agree, branches, inputs, mutated, outcome, supervised
-from tests.fuzz.reference import as_folded, check, folded
+from tests.fuzz.reference import as_folded, check, folded, tokens_of_batch, tokens_of_trees
 
 IN_FEATURE = r"`features\[\d\]`: .*`|`features(\[\d\])?` (is|has|must)"
 WEIGHTINGS = st.sampled_from(["tree", "branch", "branch_mean", "once"])
@@ -59,8 +61,29 @@ def test_raw_features_of_trees(features, weighting):
             check(found[-1])
         return [folded(of_feature, weighting) for of_feature in found]
 
-    collator = DataCollatorForPrefixTree(0, weighting)
-    agree(lambda: [as_folded(tree.to_dict()) for tree in collator.trees(features)], expected, IN_FEATURE)
+    def collated():
+        found = [as_folded(tree.to_dict()) for tree in collator.trees(features)]
+        assert tokens_of_batch(collator(features)) == tokens_of_trees(found)
+        return found
+
+    collator = DataCollatorForPrefixTree(0, weighting, 4)
+    agree(collated, expected, IN_FEATURE)
+
+
+@inputs(60)
+@given(st.lists(st.one_of(branches(), ROLLOUTS), min_size=1, max_size=2), WEIGHTINGS)
+def test_branches_of_trees(features, weighting):
+    """The branches of grouped training, each by itself: a token of the tree weighs what its copies add up to."""
+    collator = DataCollatorForPrefixTree(0, weighting, 4)
+    of_branches: dict[Any, float] = {}
+    batch = BranchCollator(collator)(features)
+    for part in branch_batches(batch, batch["branch_lengths"].numel()):
+        for path, weight, _ in tokens_of_batch(part):
+            of_branches[path] = of_branches.get(path, 0.0) + weight
+    of_trees: dict[Any, float] = {}
+    for path, weight, _ in tokens_of_batch(collator(features)):
+        of_trees[path] = of_trees.get(path, 0.0) + weight
+    assert of_branches == pytest.approx(of_trees, abs=1e-7)
 
 
 @st.composite
@@ -104,18 +127,28 @@ GROUPS = ROLLOUTS.map(lambda row: dataclasses.asdict(fold_shared_prefix_rollouts
 @given(st.one_of(*[st.lists(mutated(GROUPS), min_size=1, max_size=1)] * 9, several(GROUPS)))
 def test_rollouts_of_nemo(features):
     def collated():
-        batch = prefix_tree_collate_fn(features, pad_to_multiple_of=1)
-        return batch["input_ids"].numel(), sorted(batch["labels"][0].tolist())
+        return tokens_of_batch(prefix_tree_collate_fn(features, pad_to_multiple_of=1))
 
     def expected():
         (row,) = listed(features) if isinstance(features, list) and len(features) == 1 else [None]
         check(row and all(name in row for name in ("input_ids", "labels", "node_lengths", "sample_paths")))
-        of_branches = paths_of(row)
-        tokens, _, _ = folded(of_branches)
-        supervised = [path[-1] if count else -100 for path, (_, count) in tokens.items()]
-        return len(tokens), sorted(supervised)
+        return tokens_of_trees([folded(paths_of(row))])
 
     agree(collated, expected, IN_FEATURE)
+
+
+@inputs(100)
+@given(mutated(ROLLOUTS))
+def test_rollouts_in_the_form_of_nemo(row):
+    def expected():
+        check({"prompt_ids", "completions"} == row.keys())
+        check(isinstance(row["completions"], (list, tuple)) and row["completions"])
+        prompt, completions = reference.ints(row["prompt_ids"]), [reference.ints(ids) for ids in row["completions"]]
+        check(all(completions))
+        return reference.positions_of(prompt, completions)
+
+    if {"prompt_ids", "completions"} == row.keys():
+        agree(lambda: dataclasses.asdict(fold_shared_prefix_rollouts(**row)), expected)
 
 
 def paths_of(row: Any) -> list[reference.Plain]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
 import pytest
-from datasets import Dataset, IterableDataset, disable_progress_bars, enable_progress_bars
+from datasets import Dataset, IterableDataset, disable_progress_bars, enable_progress_bars, load_from_disk
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
@@ -178,6 +179,37 @@ def test_tables(is_stream, group_by):
         check_all(call, read, lambda read: trees_of(read, keys, is_stream))
 
     run()
+
+
+@st.composite
+def packings(draw: Any) -> dict[str, Any]:
+    return {
+        "max_packed_tokens": draw(st.sampled_from([None, 12, 30])),
+        "overflow": draw(st.sampled_from(["split", "drop"])),
+        "pack_trees": draw(st.booleans()),
+        "weighting": draw(st.sampled_from(["tree", "once"])),
+        "max_length": draw(st.sampled_from([None, 4])),
+        "group_by": draw(st.sampled_from([None, "g"])),
+    }
+
+
+@inputs(3)
+@given(st.lists(ROWS["rollouts"], min_size=1, max_size=4), st.lists(packings(), min_size=3, max_size=3, unique_by=str))
+def test_caches(rows, options):
+    """What one way to prepare left in the cache serves no other: each gives what it gives without a cache."""
+    rows = [{**row, "g": index % 2} for index, row in enumerate(rows)]
+    with tempfile.TemporaryDirectory() as folder:
+        Dataset.from_list(rows).save_to_disk(folder)
+
+        def call(options, dataset):
+            try:
+                return outcome(lambda: list(prepare_trees(dataset, on_error="skip", **options)), OR_NONE)
+            except Refused:
+                return Refused
+
+        expected = [call(of_call, Dataset.from_list(rows)) for of_call in options]
+        for of_call, trees in [*zip(options, expected, strict=True)] * 2:  # cold, then warm
+            assert call(of_call, load_from_disk(folder)) == trees
 
 
 def prepared_for_diffusion(rows, on_error):

@@ -10,6 +10,7 @@ from packaging.version import Version
 from transformers import DeepseekV3Config, Gemma2Config, Qwen3Config
 
 import hf_prefix_tree.modeling.attention.backend as backend
+import hf_prefix_tree.modeling.attention.kernels as kernels
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.modeling.attention.backend import AttentionCall, choose_backend
 from hf_prefix_tree.modeling.attention.interface import prefix_tree_attention
@@ -253,6 +254,35 @@ def test_a_long_dense_mask_is_built_in_place(limit):
     if "chunk" in limit:
         expected &= depth[:, None] // 700 == depth // 700
     assert torch.equal(dense_mask(tree, **limit)[0, 0], expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"sinks": True}, {"scale": 0.3}], ids=str)
+def test_long_dense_attention_runs_in_blocks_that_keep_no_scores(monkeypatch, options):
+    """SDPA would keep the mask as numbers in every layer."""
+    length, generator = 300, torch.Generator().manual_seed(0)
+    tree = concatenate_trees(random_forest(0), 0, length)["prefix_tree"][..., :length]
+    mask = dense_mask(tree)
+    shapes = {"query": (1, 4, length, 8), "key": (1, 2, length, 8), "value": (1, 2, length, 8), "sinks": (4,)}
+    leaves = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for name, shape in shapes.items()
+        if name != "sinks" or options.get(name)
+    }
+
+    def run():
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+            output = attend_dense(**leaves, mask=mask, **{n: x for n, x in options.items() if n != "sinks"})
+        gradients = torch.autograd.grad((output * output.detach().sin()).sum(), [*leaves.values()])
+        return [output, *gradients], [x for x in kept if x.dtype != torch.bool and x.shape[-2:] == mask.shape[-2:]]
+
+    expected, kept = run()
+    assert kept
+    monkeypatch.setattr(kernels, "LONG", 256)
+    monkeypatch.setattr(kernels, "_BLOCK_SCORES", 70 * length)  # 70 or 17 queries
+    found, kept = run()
+    assert not kept
+    torch.testing.assert_close(found, expected)
 
 
 def test_the_size_of_a_dense_mask_is_said_and_limited_on_a_cpu(caplog):

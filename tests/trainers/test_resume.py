@@ -109,6 +109,18 @@ def test_the_checkpoint_of_another_trainer_is_taken_by_its_path(tmp_path, whole,
     assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
+def test_a_checkpoint_that_is_no_folder_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"`resume_from_checkpoint` .*nowhere"):
+        train_saving(tmp_path, {}, 1, "nowhere")
+
+
+def test_false_from_a_command_line_starts_anew(tmp_path, whole):
+    fresh = tmp_path / "fresh"
+    train_saving(fresh, {}, 1, "false")
+    expected, got = (torch.load(folder / "weights.pt") for folder in (whole, fresh))
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
 def test_an_older_checkpoint_is_deleted_only_when_the_new_one_is_whole(tmp_path):
     trainer = make_trainer(tmp_path, {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1})
     with (

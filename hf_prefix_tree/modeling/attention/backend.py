@@ -25,7 +25,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from hf_prefix_tree.modeling.attention.flash import FLASH_KINDS, attend_flash
-from hf_prefix_tree.modeling.attention.kernels import attend_flex
+from hf_prefix_tree.modeling.attention.kernels import LONG, attend_flex
 from hf_prefix_tree.modeling.attention.masks.causal import TreeBlockMask
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
 
@@ -42,7 +42,6 @@ FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _LEAST_FLASH_BLOCKS = 40
 _MOST_PARTIAL = 0.5  # share of the visible blocks above which FLASH is not taken
 _TOLERANCE = 2e-2  # norm of the difference of two bf16 kernels over the norm; typically 5e-3
-_LONG = 2**14  # tokens above which the size of a dense mask is worth a warning
 _CHECKED_TOKENS = 2**17  # times key-value heads: bounds the memory of the comparison
 
 
@@ -141,7 +140,7 @@ def _log(requested: str, call: AttentionCall, backend: str, reason: str) -> str:
             f"take {backend!r}."
         )
     level, gib = logging.INFO, call.length**2 / 2**30
-    if backend == "sdpa" and call.length > _LONG:
+    if backend == "sdpa" and call.length > LONG:
         level, reason = logging.WARNING, f"{reason}; the dense mask of {call.length} tokens takes {gib:.1f} GiB"
         if gib > 3 and call.device.type == "cpu":
             raise ValueError(f"{reason}: lower `max_packed_tokens`, or use a GPU, where FlexAttention needs none.")

@@ -13,6 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+LONG = 2**14  # tokens above which the size of a dense mask matters
+_BLOCK_SCORES = 2**26  # scores of a block of queries: 256 MiB in float32
 
 
 def attention_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -37,6 +41,9 @@ def attend_dense(
     """
     Attention under a dense mask: SDPA, or matmul and softmax where it has a softcap or sinks.
 
+    Longer sequences than [`LONG`] run on a CPU in blocks of queries, whose backward computes them again: SDPA turns
+    the mask into numbers, four times its size in float32, and would keep these for the backward of every layer.
+
     Args:
         query (`torch.Tensor` of shape `(B, heads, N, head_dim)`): Queries.
         key (`torch.Tensor` of shape `(B, kv_heads, N, head_dim)`): Keys.
@@ -52,6 +59,31 @@ def attend_dense(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    length = query.shape[2]
+    if length <= LONG or query.device.type != "cpu":
+        return _attend_dense(query, key, value, mask, scale, softcap, sinks)
+    rows = max(1, _BLOCK_SCORES // (length * (1 if softcap is None and sinks is None else query.shape[1])))
+    blocks = [
+        checkpoint(
+            _attend_dense,
+            *(query[:, :, start : start + rows], key, value, mask[:, :, start : start + rows], scale, softcap, sinks),
+            use_reentrant=False,
+            preserve_rng_state=False,  # nothing is drawn
+        )
+        for start in range(0, length, rows)
+    ]
+    return torch.cat(blocks, dim=2)
+
+
+def _attend_dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     if softcap is None and sinks is None:
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
