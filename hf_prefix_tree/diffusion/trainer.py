@@ -18,16 +18,7 @@ from hf_prefix_tree.diffusion.model import prepare_diffusion_model
 from hf_prefix_tree.diffusion.noise import Corrupted, corrupt, noise_seeds, window_starts
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
 from hf_prefix_tree.modeling.loss import safe_divisor
-from hf_prefix_tree.training.checks import (
-    check_arguments,
-    check_batch,
-    check_collator,
-    check_mask_meaning,
-    check_mask_token,
-    check_texts,
-    padding_token_of,
-    refuse_tensor_parallelism,
-)
+from hf_prefix_tree.training import checks
 from hf_prefix_tree.training.sampling import PassCounter
 from hf_prefix_tree.training.step import LossTerms, PreparationMixin, StepMixin, without_empty_mask
 
@@ -121,9 +112,9 @@ class DiffusionSFTTrainer(StepMixin, PreparationMixin, SFTTrainer):
         processing_class: Any = None,
         **kwargs: Any,
     ) -> None:
-        args = check_arguments(args, DiffusionSFTConfig, model, "DiffusionSFT", kwargs)
+        args = checks.check_arguments(args, DiffusionSFTConfig, model, "DiffusionSFT", kwargs)
         if data_collator is not None:
-            check_collator(data_collator, DataCollatorForDiffusionLM, args, ("block_size", "response_window"))
+            checks.check_collator(data_collator, DataCollatorForDiffusionLM, args, ("block_size", "response_window"))
         # where samples are cut; `SFTTrainer` prepares datasets while it initialises
         self._cap = (
             ("max_length", args.max_length) if data_collator is None else ("max_seq_len", data_collator.max_seq_len)
@@ -138,12 +129,12 @@ class DiffusionSFTTrainer(StepMixin, PreparationMixin, SFTTrainer):
             processing_class=processing_class,
             **kwargs,
         )
-        check_texts(self)
-        refuse_tensor_parallelism(self)
+        checks.check_texts(self)
+        checks.refuse_tensor_parallelism(self)
         if data_collator is None:
             on_gpu = args.device.type == "cuda" and args.attn_backend != "sdpa"
             self.data_collator = DataCollatorForDiffusionLM(
-                pad_token_id=padding_token_of(self._tokenizer),
+                pad_token_id=checks.padding_token_of(self._tokenizer),
                 block_size=args.block_size,
                 # whole blocks of FlexAttention
                 pad_seq_len_divisible=args.pad_to_multiple_of or (BLOCK_SIZE if on_gpu else None),
@@ -157,8 +148,8 @@ class DiffusionSFTTrainer(StepMixin, PreparationMixin, SFTTrainer):
         if args.corruption != "random":  # which replaces tokens instead of masking them
             named = getattr(self._tokenizer, "mask_token_id", None)
             mask_token_id = named if args.mask_token_id is None else args.mask_token_id
-            self.mask_token_id = check_mask_token(mask_token_id, num_embeddings)
-            check_mask_meaning(self.mask_token_id, self.data_collator)
+            self.mask_token_id = checks.check_mask_token(mask_token_id, num_embeddings)
+            checks.check_mask_meaning(self.mask_token_id, self.data_collator)
         self._vocab_size = min(len(self._tokenizer), num_embeddings)
         self._passes = PassCounter()
         self.add_callback(self._passes)
@@ -215,7 +206,9 @@ class DiffusionSFTTrainer(StepMixin, PreparationMixin, SFTTrainer):
     def _noise(self, batch: dict[str, Any]) -> Corrupted:
         """That of a micro-batch: it depends on its samples, `seed`, and the epoch or the draw of an evaluation."""
         args, supervised = self.args, supervised_tokens(batch)
-        check_batch(batch, [SAMPLE_INDEX], "add a column of that name, counting from 0, or prepare the dataset here")
+        checks.check_batch(
+            batch, [SAMPLE_INDEX], "add a column of that name, counting from 0, or prepare the dataset here"
+        )
         salts = (self._passes.epoch,) if self._is_training else (_EVALUATION, self._draw)
         has_blocks = args.objective != "mdlm"
         return corrupt(

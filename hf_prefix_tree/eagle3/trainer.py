@@ -25,13 +25,7 @@ from hf_prefix_tree.eagle3.model import Eagle3DraftModel
 from hf_prefix_tree.eagle3.target import STATES, TARGET_FILE, Eagle3Target
 from hf_prefix_tree.eagle3.vocabulary import load_or_build_token_mapping, t2d_from_ids
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
-from hf_prefix_tree.training.checks import (
-    check_arguments,
-    check_collator,
-    check_pair,
-    check_vocabulary_rows,
-    padding_token_of,
-)
+from hf_prefix_tree.training import checks
 from hf_prefix_tree.training.sampling import rank_loader
 from hf_prefix_tree.training.step import LossTerms, StepMixin
 
@@ -63,7 +57,7 @@ def new_draft(
     set_seed(args.seed)  # as `Trainer` does, too late for the draft
     draft = Eagle3DraftModel(config)
     if config.draft_vocab_size < config.vocab_size:
-        check_vocabulary_rows(rows)
+        checks.check_vocabulary_rows(rows)
         ids, _ = load_or_build_token_mapping(
             _counting_loader(rows, args, collator),
             target_vocab_size=config.vocab_size,
@@ -162,11 +156,11 @@ class Eagle3Trainer(StepMixin, Trainer):
         processing_class: Any = None,
         **kwargs: Any,
     ) -> None:
-        args = check_arguments(args, Eagle3Config, "eagle3", "draft", kwargs)
+        args = checks.check_arguments(args, Eagle3Config, "eagle3", "draft", kwargs)
         length = args.packed_sequence_size or args.seq_length
         if data_collator is None:
-            data_collator = DataCollatorForEagle3(padding_token_of(processing_class), length=length)
-        check_collator(data_collator, DataCollatorForEagle3, args)
+            data_collator = DataCollatorForEagle3(checks.padding_token_of(processing_class), length=length)
+        checks.check_collator(data_collator, DataCollatorForEagle3, args)
         if args.device.type == "cuda" and length % BLOCK_SIZE and args.attn_backend == "auto":
             logger.warning(
                 "%d positions are no multiple of %d, which FlexAttention needs: attention is dense, its memory "
@@ -189,7 +183,7 @@ class Eagle3Trainer(StepMixin, Trainer):
         data_collator = self._checking_states(data_collator, train_dataset, eval_dataset)
         if model is None:
             model = new_draft(self.target, args, train_dataset, data_collator, processing_class)
-        check_pair(model, Eagle3DraftModel, self.target, args)
+        checks.check_pair(model, Eagle3DraftModel, self.target, args)
         warn_of_other_embedding(model, self.target)
         assert isinstance(model, Eagle3DraftModel)
         model.attn_backend = args.attn_backend

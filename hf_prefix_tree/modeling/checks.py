@@ -28,10 +28,7 @@ from hf_prefix_tree.modeling.recurrent.hooks import has_convolution, why_not_ser
 _ORDINARY = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe", "dense", "sparse"}
 # By kind. Windows and chunks of a diffusion language model must hold the whole sequence, which each call checks.
 # `deepseek_sparse_attention` is the name of `indexed_attention` before Transformers 5.24.
-_SERVED_LAYER_TYPES = {
-    "tree": _ORDINARY | {"indexed_attention", "deepseek_sparse_attention"},
-    "diffusion": _ORDINARY,
-}
+_SERVED_LAYER_TYPES = {"tree": _ORDINARY | {"indexed_attention", "deepseek_sparse_attention"}, "diffusion": _ORDINARY}
 _HINTS = {"tree": FALLBACK_HINT, "diffusion": "A diffusion language model needs plain attention in every layer."}
 _REASONS: dict[str, str] = defaultdict(lambda: "it does not know what they do with the tokens of other branches")
 _SCANS = "they scan the packed sequence in order and would carry one branch into the next"

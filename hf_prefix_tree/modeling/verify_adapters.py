@@ -19,20 +19,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from hf_prefix_tree.modeling import verify
 from hf_prefix_tree.modeling.attention.implementations import FALLBACK_HINT
 from hf_prefix_tree.modeling.checks import position_limit
-from hf_prefix_tree.modeling.verify import (
-    ROUNDING,
-    checked_batch,
-    coarsest_dtype,
-    distance,
-    is_materialized,
-    make_forest,
-    plain_logits,
-    rounding_of,
-    tree_logits,
-    undisturbed,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +52,12 @@ def verify_adapters(model: PreTrainedModel, forward: Callable) -> None:
     _refuse_inference_tensors(model)
     with (
         torch.inference_mode(False),
-        undisturbed(model),
-        coarsest_dtype(model) as dtypes,
+        verify.undisturbed(model),
+        verify.coarsest_dtype(model) as dtypes,
         _randomized(layers) as (parameters, reset),
     ):
         # gradients of sharded weights are reduced by hooks
-        runs = _Runs(model, forward, parameters if is_materialized(model) else [], reset)
+        runs = _Runs(model, forward, parameters if verify.is_materialized(model) else [], reset)
         expected, tree, again = runs.of_branches(), runs.of_tree(), runs.of_tree()
         model.eval()
         runs.parameters = []
@@ -77,8 +66,10 @@ def verify_adapters(model: PreTrainedModel, forward: Callable) -> None:
             "evaluation": _error(runs.of_tree(), runs.of_branches()),
             "two equal calls": _error(again, tree),
         }
-        rounding = rounding_of({expected[0].dtype, *dtypes})
-        if rounding > ROUNDING[torch.float32] and not all(_is_close(error, rounding) for error in errors.values()):
+        rounding = verify.rounding_of({expected[0].dtype, *dtypes})
+        if rounding > verify.ROUNDING[torch.float32] and not all(
+            _is_close(error, rounding) for error in errors.values()
+        ):
             runs.reset = lambda: None  # which would switch them on again
             for layer in layers:  # a deep model in 16 bits may round as much without adapters
                 layer._disable_adapters = True
@@ -113,18 +104,20 @@ def verify_training(model: PreTrainedModel, forward: Callable, unknown: Sequence
         return
     _refuse_inference_tensors(model)
     small = [p for p in model.parameters() if p.is_floating_point() and p.numel() <= SMALL]
-    compared = small if unknown and is_materialized(model) else []
+    compared = small if unknown and verify.is_materialized(model) else []
     with (
         torch.inference_mode(False),
-        undisturbed(model),
-        coarsest_dtype(model) as dtypes,
+        verify.undisturbed(model),
+        verify.coarsest_dtype(model) as dtypes,
         _in_training(model, compared),
     ):
         length = min(UNKNOWN_PATH, position_limit(model.config.get_text_config()))
         runs = _Runs(model, forward, compared, lambda: None, length)
         expected, tree, again = runs.of_branches(), runs.of_tree(), runs.of_tree()
     errors = {"training": _error(tree, expected), "two equal calls": _error(again, tree)}
-    reason = _judge(f"Training mode of {type(model).__name__}", errors, rounding_of({expected[0].dtype, *dtypes}))
+    reason = _judge(
+        f"Training mode of {type(model).__name__}", errors, verify.rounding_of({expected[0].dtype, *dtypes})
+    )
     if reason is not None:
         raise ValueError(
             f"{type(model).__name__} {reason}, in training mode or in the backward. It runs "
@@ -195,8 +188,8 @@ class _Runs:
         length: int = PATH,
     ) -> None:
         self.model, self.forward, self.parameters, self.reset = model, forward, parameters, reset
-        trees = make_forest(model, length).trees
-        self.batch, positions = checked_batch(model, trees)
+        trees = verify.make_forest(model, length).trees
+        self.batch, positions = verify.checked_batch(model, trees)
         self.branches = [torch.from_numpy(b.input_ids.copy()).to(model.device) for t in trees for b in t.branches()]
         where = np.unique(np.concatenate(positions))
         self.chosen = [torch.from_numpy(np.searchsorted(where, p)).to(model.device) for p in positions]
@@ -206,14 +199,14 @@ class _Runs:
     def of_tree(self) -> Result:
         """Logits of all checked tokens of all branches, `[tokens, vocabulary]`, and gradients."""
         chosen = torch.cat(self.chosen)
-        return self._run(lambda: tree_logits(self.model, self.forward, dict(self.batch))[chosen], chosen)
+        return self._run(lambda: verify.tree_logits(self.model, self.forward, dict(self.batch))[chosen], chosen)
 
     def of_branches(self) -> Result:
         """The same, each branch by itself."""
         results = []
         for ids, chosen in zip(self.branches, self.chosen, strict=True):
             keep = torch.arange(len(ids) - len(chosen) - 1, len(ids) - 1, device=ids.device)
-            call = functools.partial(plain_logits, self.model, self.forward, ids[None], keep, {})
+            call = functools.partial(verify.plain_logits, self.model, self.forward, ids[None], keep, {})
             results.append(self._run(call, chosen))
         gradients = [torch.stack(parts).sum(dim=0) for parts in zip(*(grads for _, grads in results), strict=True)]
         return torch.cat([logits for logits, _ in results]), gradients
@@ -304,7 +297,7 @@ def _restore(attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
 
 def _error(actual: Result, expected: Result) -> tuple[float, float]:
     """Relative errors of logits and of gradients, the largest over tokens and over parameters."""
-    logits = distance(actual[0], expected[0]) / distance(expected[0], torch.zeros_like(expected[0]))
+    logits = verify.distance(actual[0], expected[0]) / verify.distance(expected[0], torch.zeros_like(expected[0]))
     norms = [gradient.double().norm().item() for gradient in expected[1]]
     errors = [(x.double() - y.double()).norm().item() for x, y in zip(actual[1], expected[1], strict=True)]
     # rounding of the others is all that a parameter without influence has

@@ -24,14 +24,7 @@ from hf_prefix_tree.modeling.flops import cost_per_count
 from hf_prefix_tree.modeling.loss import safe_divisor
 from hf_prefix_tree.modeling.prepare import ensure_verified, install_tree_hooks
 from hf_prefix_tree.sft.collator import DataCollatorForPrefixTree, RowCounts
-from hf_prefix_tree.training.checks import (
-    check_batch,
-    check_loss,
-    check_split_strategy,
-    check_split_stream,
-    earlier_gradients_aside,
-    split_tree_ids,
-)
+from hf_prefix_tree.training import checks
 from hf_prefix_tree.training.sampling import BY_LENGTH, STRATEGIES, is_stream, linked_rows, row_costs, step_sampler
 from hf_prefix_tree.training.step import LossTerms, StepMixin, without_empty_mask
 
@@ -77,7 +70,7 @@ class TreeLossMixin(StepMixin):
 
     def training_step(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         ensure_verified(self.model, model)
-        with earlier_gradients_aside(self.model) if self.get_tp_size() > 1 else nullcontext():
+        with checks.earlier_gradients_aside(self.model) if self.get_tp_size() > 1 else nullcontext():
             return super().training_step(model, *args, **kwargs)
 
     # ---- the loss and its metrics ----
@@ -87,7 +80,7 @@ class TreeLossMixin(StepMixin):
 
     def count_details(self, batch: dict[str, Any]) -> torch.Tensor:
         """[`STATS`], tokens, positions and FLOPs."""
-        check_batch(batch, ("tree_stats", *_LOSS_KEYS), _WHOLE)
+        checks.check_batch(batch, ("tree_stats", *_LOSS_KEYS), _WHOLE)
         stats = batch["tree_stats"].sum(dim=0).double()
         tokens, supervised = batch["attention_mask"].sum(), (batch["labels"] != IGNORE_INDEX).sum()
         counts = torch.stack([stats[_TREE_TOKENS], supervised.to(stats), stats[_TREE_PAIRS]])
@@ -98,7 +91,7 @@ class TreeLossMixin(StepMixin):
     def loss_terms(
         self, model: torch.nn.Module, inputs: dict[str, Any], items: torch.Tensor, return_outputs: bool
     ) -> LossTerms:
-        check_batch(inputs, _LOSS_KEYS, _WHOLE)  # an override of `compute_loss` may have taken something out
+        checks.check_batch(inputs, _LOSS_KEYS, _WHOLE)  # an override of `compute_loss` may have taken something out
         divisor = safe_divisor(items, inputs["input_ids"])
         if isinstance(self, SFTTrainer):
             weighted = _WeightedLogProbs(model, divisor)
@@ -112,7 +105,7 @@ class TreeLossMixin(StepMixin):
             # A divisor of 1 travels as a Python number: mixed precision casts float tensors on their way to the model.
             inputs, is_empty = without_empty_mask(inputs)
             loss, outputs = self.trainer_loss(model, {**inputs, "num_items_in_batch": 1.0}, return_outputs=True)
-            loss_sum, auxiliary = check_loss(self, loss, outputs), getattr(outputs, "aux_loss", None)
+            loss_sum, auxiliary = checks.check_loss(self, loss, outputs), getattr(outputs, "aux_loss", None)
             if auxiliary is not None:
                 auxiliary = self.accelerator.unwrap_model(model).router_aux_loss_coef * auxiliary.to(loss_sum.device)
                 loss_sum = loss_sum - auxiliary
@@ -159,7 +152,7 @@ class TreeLossMixin(StepMixin):
         has_ids = "tree_ids" in (getattr(dataset, "column_names", None) or ())
         if is_stream(dataset):
             if has_ids:
-                check_split_stream(args)
+                checks.check_split_stream(args)
             return None
         units = [[row] for row in range(len(dataset))]
         if has_ids:
@@ -172,7 +165,7 @@ class TreeLossMixin(StepMixin):
                     batch_size,
                 )
             if "num_parts" in dataset.column_names:
-                tree_ids = split_tree_ids(tree_ids, list(dataset["num_parts"][:]))
+                tree_ids = checks.split_tree_ids(tree_ids, list(dataset["num_parts"][:]))
             units = linked_rows(tree_ids)
             if len(units) < len(dataset) and getattr(
                 self.model.config.get_text_config(), "output_router_logits", False
@@ -195,7 +188,7 @@ class TreeLossMixin(StepMixin):
             if not is_collated and strategy != "batch_rebalance":  # Trainer's sampler for it would repeat rows
                 return None
         else:
-            check_split_strategy(strategy, STRATEGIES)
+            checks.check_split_strategy(strategy, STRATEGIES)
         costs = None
         if is_collated and (ranks > 1 or strategy == "group_by_length"):
             costs = self._row_costs(dataset)

@@ -29,22 +29,10 @@ from hf_prefix_tree.data.rows import MESSAGE_KINDS, RowOptions, columns_of, row_
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
 from hf_prefix_tree.data.trees import write_files
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
-from hf_prefix_tree.sft.collator import (
-    BranchCollator,
-    DataCollatorForPrefixTree,
-    EvaluationCollator,
-    branch_batches,
-)
+from hf_prefix_tree.sft.collator import BranchCollator, DataCollatorForPrefixTree, EvaluationCollator, branch_batches
 from hf_prefix_tree.sft.config import PREPARATION, TreeSFTConfig
 from hf_prefix_tree.sft.mixin import TreeLossMixin
-from hf_prefix_tree.training.checks import (
-    check_arguments,
-    check_collator,
-    check_grouped_mode,
-    check_texts,
-    padding_token_of,
-    refuse_ignored,
-)
+from hf_prefix_tree.training import checks
 from hf_prefix_tree.training.step import PreparationMixin
 from hf_prefix_tree.tree.folding import check_not_empty
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
@@ -139,9 +127,9 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         **kwargs: Any,
     ) -> None:
         refusable = {name: value for name, value in kwargs.items() if name not in self.served_functions}
-        args = check_arguments(args, TreeSFTConfig, model, "TreeSFT", refusable)
+        args = checks.check_arguments(args, TreeSFTConfig, model, "TreeSFT", refusable)
         if data_collator is not None:
-            check_collator(data_collator, DataCollatorForPrefixTree, args, ("weighting", "pad_to_multiple_of"))
+            checks.check_collator(data_collator, DataCollatorForPrefixTree, args, ("weighting", "pad_to_multiple_of"))
         check_not_empty(train_dataset, "train_dataset")
         # `SFTTrainer` prepares the training dataset first; the same object may be an evaluation dataset as well
         self._to_select_from: Any = train_dataset
@@ -158,9 +146,9 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
             **kwargs,
         )
         args.assistant_only_loss = self._asked
-        check_texts(self)
+        checks.check_texts(self)
         if data_collator is None:
-            pad_token_id, multiple = padding_token_of(self._tokenizer), args.pad_to_multiple_of or BLOCK_SIZE
+            pad_token_id, multiple = checks.padding_token_of(self._tokenizer), args.pad_to_multiple_of or BLOCK_SIZE
             self.data_collator = DataCollatorForPrefixTree(pad_token_id, args.weighting, multiple)
         self._log_differences(train_dataset)
 
@@ -198,7 +186,7 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
             return EvaluationCollator(self.data_collator)
         if self.args.mode != "grouped":
             return self.data_collator
-        check_grouped_mode(self)
+        checks.check_grouped_mode(self)
         return BranchCollator(self.data_collator)
 
     def training_step(
@@ -258,7 +246,7 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         args: Any = self.args
         given = [f"`{name}=True`" for name in ("assistant_only_loss", "completion_only_loss") if getattr(args, name)]
         given += ["`formatting_func`"] if self._format is not None else []
-        refuse_ignored(args, given)
+        checks.refuse_ignored(args, given)
         if not given or not isinstance(dataset, Dataset):
             return
         dataset = dataset.select(range(min(len(dataset), 100)))  # prepared once more, as TRL does

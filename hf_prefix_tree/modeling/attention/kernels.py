@@ -76,13 +76,7 @@ def attend_dense(
 
 
 def _attend_dense(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, softcap: float | None, sinks: Any
 ) -> Tensor:
     if softcap is None and sinks is None:
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
