@@ -316,7 +316,7 @@ def prepare_eagle3_rows(
 
 def _not_empty(rows: Any, name: str) -> Any:
     if not isinstance(rows, StreamedDataset) and not len(rows):
-        raise ValueError(f"`{name}` has no sample with a token; pass at least one.")
+        raise ValueError(f"`{name}`: no row could be produced, because no sample has a token; pass at least one.")
     return rows
 
 
