@@ -51,6 +51,7 @@ from benchmarks.common import Row, best_attention, default_device, make_parser, 
 from benchmarks.flops import shape_config
 from examples.demo.tokenizer import train_tokenizer
 from hf_prefix_tree import DataCollatorForPrefixTree, TreeSFTConfig, TreeSFTTrainer, prepare_model
+from hf_prefix_tree.cli.train import expanded
 from hf_prefix_tree.data.baselines import flat_steps, per_branch
 from hf_prefix_tree.data.turns import conversation_branches
 from hf_prefix_tree.modeling.batch import decode_weights
@@ -174,11 +175,10 @@ class Models:
             self.config.vocab_size = vocab_size
             self.weights = AutoModelForCausalLM.from_config(self.config).state_dict()
         else:
-            loaded = AutoModelForCausalLM.from_pretrained(
-                args.gguf.parent, gguf_file=args.gguf.name, dtype=torch.float32
-            )
-            self.weights, self.config = loaded.state_dict(), loaded.config
-            del self.config.quantization_config  # the weights are expanded
+            folder, name = args.gguf.parent, args.gguf.name
+            loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+            plain = expanded(loaded, None)
+            self.weights, self.config = plain.state_dict(), plain.config
         self.judge = prepare_model(self.fresh("prefix_tree")).eval()
 
     def fresh(self, attention: str) -> PreTrainedModel:
