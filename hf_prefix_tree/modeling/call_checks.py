@@ -147,20 +147,20 @@ class OverwrittenInputs:
             kwargs (`dict[str, Any]`): Keyword arguments of a call with `prefix_tree`, of the shapes of the contract.
             trains (`bool`): Whether it is a training call.
         """
-        inputs = (kwargs["prefix_tree"], kwargs.get("position_ids"), kwargs.get("attention_mask"))
-        tree = inputs[0]
+        tree, position_ids, mask = inputs = kwargs["prefix_tree"], kwargs.get("position_ids"), kwargs.get("attention_mask")
         if not trains:
             self.settle()
-        if inputs[1] is inputs[2] is None or tree.is_meta:
+        if position_ids is mask is None or tree.is_meta:
             return
-        if torch.compiler.is_compiling() or (tree.is_cuda and not trains and kwargs.get("labels") is None):
+        on_cuda = tree.is_cuda
+        if torch.compiler.is_compiling() or (on_cuda and not trains and kwargs.get("labels") is None):
             torch._assert_async(~_differ(*inputs), _OVERWRITTEN)  # nothing else in the call waits for the device
-        elif tree.is_cuda:
+        elif on_cuda:
             self.calls += 1
             self.pending.append(inputs)
             if not trains or self.calls <= _TOGETHER or len(self.pending) == _TOGETHER:
                 self.settle()
-        elif not _agree_on_host(*(None if value is None else value.numpy() for value in inputs)):
+        elif not _agree_on_host(*inputs):
             raise ValueError(_OVERWRITTEN)
 
     def settle(self) -> None:
@@ -192,17 +192,17 @@ def _differ(tree: torch.Tensor, position_ids: torch.Tensor | None, mask: torch.T
     return differs.any()
 
 
-def _agree_on_host(tree: Any, position_ids: Any, mask: Any) -> bool:
-    """On arrays, in fewer and cheaper operations: the first hidden token must begin the padding, whose depth is 0."""
-    for index, depth in enumerate(tree[:, DEPTH]):
-        length = len(depth)
-        if mask is not None and not mask[index, first := mask[index].argmin()]:
-            length = first
-            if depth[length:].any():
+def _agree_on_host(tree: torch.Tensor, position_ids: torch.Tensor | None, mask: torch.Tensor | None) -> bool:
+    """In fewer and cheaper operations, of NumPy: the first hidden token must begin the padding, whose depth is 0."""
+    depths = tree.numpy()[:, DEPTH]
+    agree = None if position_ids is None else position_ids.numpy().astype(depths.dtype) == depths
+    for index, shown in enumerate(() if mask is None else mask.numpy()):
+        if not shown[first := shown.argmin()]:
+            if depths[index, first:].any():
                 return False
-        if position_ids is not None and not (position_ids[index, :length].astype(depth.dtype) == depth[:length]).all():
-            return False
-    return True
+            if agree is not None:
+                agree[index, first:] = True
+    return agree is None or bool(agree.flat[agree.argmin()])
 
 
 def refuse_counted_items(num_items_in_batch: Any, loss_weights: torch.Tensor | None = None) -> None:

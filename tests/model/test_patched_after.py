@@ -209,10 +209,12 @@ def test_a_leaf_that_changes_is_refused(change, when, monkeypatch):
 
 
 def test_what_has_children_is_looked_at_in_each_call(monkeypatch):
+    monkeypatch.setattr(fingerprint, "_SHARE", 1)
     model = prepare_model(make_model("llama", dtype=torch.float32)).train()
     for patch in (patch_forwards, patch_class_of_instances, patch_submodule):
         watch = CodeWatch(model)
-        monkeypatch.setattr(watch, "_turns", itertools.repeat(watch._parents))  # as if it were the turn of others
+        last = [*itertools.islice(watch._turns, fingerprint._TURNS)][-1]  # that of the head, beside all parents
+        monkeypatch.setattr(watch, "_turns", itertools.repeat(last))
         assert watch.unchanged(in_turns=True)
         patch(model, monkeypatch)
         assert not watch.unchanged(in_turns=True)
