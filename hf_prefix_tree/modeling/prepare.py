@@ -234,6 +234,7 @@ def ensure_verified(model: torch.nn.Module, forward: Callable) -> None:
 
 def _is_verified(base: PreTrainedModel, state: _TreeState, in_turns: bool = False) -> bool:
     """Whether the code that the model runs now was checked on its device; see [`CodeWatch.unchanged`]."""
+    base._forward_hooks.move_to_end(state.handles[1].id)  # `_leave` sees what hooks that came later do to the loss
     if state.watch is None or not state.watch.unchanged(in_turns):
         call.refuse_other_backbone(base)
         state.watch = CodeWatch(base)
