@@ -27,6 +27,7 @@ _REFUSED_OPTIONS = {
     "tree": {
         **dict.fromkeys(_CACHES, "a KV cache holds one path only."),
         "shift_labels": "pass unshifted `labels`.",
+        "ignore_index": "labels that do not count are -100.",
         "logits_to_keep": "pass `labels`, which select the logits.",
     },
     "diffusion": {
@@ -70,9 +71,8 @@ def refuse_options(kind: str, kwargs: dict[str, Any]) -> None:
     refused = _REFUSED_OPTIONS[kind]
     for name in () if refused.keys().isdisjoint(kwargs) else refused.keys() & kwargs.keys():
         value = kwargs[name]
-        if value is None or value is False or (isinstance(value, int) and value == 0):
-            continue
-        if name == "labels" and kwargs.get("shift_labels") is not None:  # which are used instead
+        is_off = value is None or (isinstance(value, int) and value == 0)
+        if is_off or (name == "labels" and kwargs.get("shift_labels") is not None):  # which are used instead
             continue
         raise ValueError(f"`{name}` cannot be used {WITH[kind]}: {_REFUSED_OPTIONS[kind][name]}")
     mask = kwargs.get("attention_mask")
@@ -147,15 +147,15 @@ class OverwrittenInputs:
             kwargs (`dict[str, Any]`): Keyword arguments of a call with `prefix_tree`, of the shapes of the contract.
             trains (`bool`): Whether it is a training call.
         """
-        tree, position_ids, mask = inputs = kwargs["prefix_tree"], kwargs.get("position_ids"), kwargs.get("attention_mask")
+        inputs = (kwargs["prefix_tree"], kwargs.get("position_ids"), kwargs.get("attention_mask"))
+        tree = inputs[0]
         if not trains:
             self.settle()
-        if position_ids is mask is None or tree.is_meta:
+        if inputs[1] is inputs[2] is None or tree.is_meta:
             return
-        on_cuda = tree.is_cuda
-        if torch.compiler.is_compiling() or (on_cuda and not trains and kwargs.get("labels") is None):
+        if torch.compiler.is_compiling() or (tree.is_cuda and not trains and kwargs.get("labels") is None):
             torch._assert_async(~_differ(*inputs), _OVERWRITTEN)  # nothing else in the call waits for the device
-        elif on_cuda:
+        elif tree.is_cuda:
             self.calls += 1
             self.pending.append(inputs)
             if not trains or self.calls <= _TOGETHER or len(self.pending) == _TOGETHER:
@@ -165,8 +165,6 @@ class OverwrittenInputs:
 
     def settle(self) -> None:
         """Compares what was kept, and waits for the result."""
-        if not self.pending:
-            return
         pending, self.pending = self.pending, []
         for _, group in itertools.groupby(pending, lambda x: (len(x[0]), x[1] is None, x[2] is None)):
             together: list[Any] = [None if x[0] is None else torch.cat(x, dim=-1) for x in zip(*group, strict=True)]

@@ -111,7 +111,7 @@ class CodeWatch:
         self._owners, self._names = zip(*functions, *fields, strict=True)
         self._references, self._hook_functions = self._look(), self._look_at_hooks()
         self._remember_hooks()
-        self.embeddings = model.get_input_embeddings()
+        self._registered, self.embeddings = RemovableHandle.next_id, model.get_input_embeddings()
         self._weights, self._weight = self._find_weight()
         self.kept: list[Any] = []
         self.unknown: list[str] = []
@@ -131,24 +131,23 @@ class CodeWatch:
             return False
         # the counter grows with every hook that is registered, anywhere, of a tensor for example
         if RemovableHandle.next_id != self._registered or gc.get_referents(*self._hooked) != self._hooks_seen:
-            if gc.get_referents(*self._hooks) != self._hooks_seen and self._look_at_hooks() != self._hook_functions:
-                return False
-            self._remember_hooks()
+            if gc.get_referents(*self._hooks) != self._hooks_seen:
+                if self._look_at_hooks() != self._hook_functions:
+                    return False
+                self._remember_hooks()
+            self._registered = RemovableHandle.next_id
         return True
 
     def _remember_hooks(self) -> None:
-        self._registered = RemovableHandle.next_id
         self._hooked = [*filter(None, self._hooks)]
         self._hooks_seen = gc.get_referents(*self._hooked)  # their ids and functions
 
     @property
     def device_type(self) -> str:
         """The device of the weights, as `model.device` finds it in more time."""
-        weight = self._weights.get(self._weight)
-        if weight is None:  # pruned or parametrized since
+        if self._weights.get(self._weight) is None:  # pruned or parametrized since
             self._weights, self._weight = self._find_weight()
-            weight = self._weights[self._weight]
-        return weight.device.type
+        return self._weights[self._weight].device.type
 
     def _find_weight(self) -> tuple[dict[str, Any], str]:
         """The first parameter of the model, as an entry of its module: `.to()` may replace the parameter."""

@@ -234,7 +234,7 @@ def ensure_verified(model: torch.nn.Module, forward: Callable) -> None:
 
 def _is_verified(base: PreTrainedModel, state: _TreeState, in_turns: bool = False) -> bool:
     """Whether the code that the model runs now was checked on its device; see [`CodeWatch.unchanged`]."""
-    base._forward_hooks.move_to_end(state.handles[1].id)  # `_leave` sees what hooks that came later do to the loss
+    call.leave_last(base)
     if state.watch is None or not state.watch.unchanged(in_turns):
         call.refuse_other_backbone(base)
         state.watch = CodeWatch(base)
@@ -442,8 +442,7 @@ def _tree_aware_loss(
     if context is None or context.supervised is None:
         return default(logits, labels, *args, **kwargs)
     supervised = context.supervised
-    divisor = kwargs.get("num_items_in_batch")
-    context.loss = weighted_token_loss(logits, supervised.labels, supervised.weights, divisor)
+    context.loss = weighted_token_loss(logits, supervised.labels, supervised.weights, kwargs.get("num_items_in_batch"))
     return context.loss
 
 

@@ -177,6 +177,31 @@ def test_what_is_patched_later_is_refused(patch, training, monkeypatch):
         assert torch.equal(model(**batch()).loss, expected)
 
 
+def test_a_hook_that_is_replaced_in_its_place_is_checked():
+    model = prepare_model(make_model("llama", dtype=torch.float32))
+    mlp = model.model.layers[0].mlp
+    handle = mlp.register_forward_hook(lambda module, args, output: None)
+    assert model(**batch()).loss > 0
+    mlp._forward_hooks[handle.id] = lambda module, args, output: output + output.roll(1, dims=1)
+    with pytest.raises(ValueError, match=WRONG):
+        model(**batch())
+
+
+def test_hooks_of_tensors_cost_no_look_at_all_hooks(monkeypatch):
+    watch, weight = CodeWatch(make_model("llama", dtype=torch.float32)), torch.ones(1, requires_grad=True)
+    monkeypatch.setattr(watch, "_look_at_hooks", lambda: pytest.fail("looked at all hooks"))
+    weight.register_hook(torch.neg)  # FSDP2 registers some in each call
+    assert watch.unchanged()
+
+
+def test_removed_hooks_are_named():
+    model = prepare_model(make_model("llama", dtype=torch.float32))
+    model._forward_hooks.clear()
+    with pytest.raises(ValueError, match=r"The hooks of the model were removed: call `unprepare_model"):
+        model(**batch())
+    assert prepare_model(unprepare_model(model))(**batch()).loss > 0
+
+
 class ShiftingNorm(LlamaRMSNorm):
     def forward(self, hidden_states):
         return super().forward(hidden_states.roll(1, dims=1))
