@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from unittest import mock
 
 import numpy as np
@@ -13,7 +14,7 @@ from trl.chat_template_utils import qwen3_chat_template
 from hf_prefix_tree import TreeGRPOConfig, TreeGRPOTrainer
 from tests.support.policy_runs import build, rollouts
 from tests.support.ranks import run_ranks
-from tests.support.rollout_runs import Recorded, Unfolded, differences
+from tests.support.rollout_runs import differences
 from tests.support.sampled_runs import (
     STRIPPING,
     World,
@@ -67,7 +68,7 @@ def test_two_ranks_with_different_numbers_of_rows(tmp_path):
 def test_twenty_steps_of_an_environment_are_the_same_without_folding(tmp_path, template):
     """Ten generations, replayed: the replies do not depend on the weights."""
     options = {"world": World, "max_steps": 20, "learning_rate": 0.5, "loss_type": "cispo", "epsilon_high": 2.0}
-    runs = [train_on_replies(tmp_path, template, kind, **options) for kind in (Recorded, Unfolded)]
+    runs = [train_on_replies(tmp_path, template, min_reuse=reuse, **options) for reuse in (0.0, math.inf)]
     folded, unfolded = (run.losses[:20] for run in runs)
     assert len(runs[0].gradients) == 20 and largest_gradient(runs[0]) > 1e-3
     assert runs[1].contexts == runs[0].contexts
