@@ -146,6 +146,8 @@ def ids_to_fold(
     images = images_of_rows(base, ids, is_token, inputs)
     if isinstance(images, str) or getattr(base, _STATE).why_not(base, is_token) is not None:
         return None
+    if not images.patches:
+        return input_ids
     marked = mark_images([row[mask] for row, mask in zip(ids, is_token, strict=True)], images)
     return input_ids.masked_scatter(attention_mask != 0, torch.from_numpy(np.concatenate(marked)).to(input_ids.device))
 

@@ -72,8 +72,8 @@ def fold_rows(
         is_wanted (`np.ndarray` of shape `(B, L)`, bool): The tokens whose log-prob is wanted. Never padding, never
             the first token of a row, which nothing predicts.
         pad_to_multiple_of (`int`): The packed sequence is padded to a multiple of it.
-        images ([`~hf_prefix_tree.data.images.Images`], *optional*): Those of the rows. Their tokens merge only where the
-            images are equal, too.
+        images ([`~hf_prefix_tree.data.images.Images`], *optional*): Those of the rows. Their tokens merge only where
+            the images are equal, too.
 
     Returns:
         [`FoldedRows`]

@@ -12,8 +12,8 @@ from conformance.build import build_model
 from conformance.double import keep_double
 from conformance.vision import VISION_MODELS
 from hf_prefix_tree.data import images as images_module
-from hf_prefix_tree.rl.folded_forward import fold_shared_prefixes
-from hf_prefix_tree.rl.folded_rows import fold_rows, images_of_rows
+from hf_prefix_tree.rl.folded_forward import fold_shared_prefixes, ids_to_fold
+from hf_prefix_tree.rl.folded_rows import SortedRows, fold_rows, images_of_rows
 from hf_prefix_tree.rl.log_probs import _fused_head
 from tests.support.image_rows import RowsWithImages, SeenImages
 from tests.support.models import gradients
@@ -102,6 +102,19 @@ def test_equal_ids_with_other_pixels_share_nothing_after_the_image(monkeypatch):
 
     monkeypatch.setattr(images_module, "first_equal", by_grid)
     assert error(run(tree, rows), expected) > 1e-2
+
+
+def test_forwards_are_planned_by_the_images(folded):
+    """Which completions go together, and how many tokens that computes, is counted with the images told apart."""
+    rows = rows_of(folded.config)
+    ids, mask = rows["input_ids"], rows["attention_mask"]
+    call = folded._hf_prefix_tree_folded._fold(folded, (), {**rows, "fused_lm_head": True})
+    told_apart = ids_to_fold(folded, ids, mask, rows)
+    assert torch.equal(told_apart[ids != folded.config.image_token_id], ids[ids != folded.config.image_token_id])
+    assert SortedRows.of(told_apart, mask).tokens(1).tolist() == [call.rows.batch["input_ids"].shape[1]]
+    assert SortedRows.of(ids, mask).tokens(1).item() < call.rows.batch["input_ids"].shape[1]
+    assert ids_to_fold(folded, ids, mask, {}) is ids
+    assert ids_to_fold(folded, ids, mask, {**rows, "image_grid_thw": None}) is None
 
 
 def test_one_pixel_makes_another_image():
