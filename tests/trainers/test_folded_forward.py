@@ -274,7 +274,7 @@ def unfoldable():
         rows["input_ids"][:, 0] = torch.arange(3, 9)
 
     return {
-        "positions": (positions, "other inputs than padded text: ['position_ids']"),
+        "positions": (positions, "other inputs than padded rows: ['position_ids']"),
         "hole": (hole, "the attention mask has holes"),
         "from_padding": (from_padding, "a label is at padding or predicted from it"),
         "foreign": (foreign, "a label is not the row's own token"),

@@ -18,7 +18,7 @@ from hf_prefix_tree.rl.log_probs import _fused_head
 from tests.support.image_rows import RowsWithImages, SeenImages
 from tests.support.models import gradients
 
-QUICK = ("qwen2_5_vl", "qwen3_vl", "glm4v", "ernie4_5_vl_moe")  # the others are of these kinds, or text of other kinds
+QUICK = ("qwen2_5_vl", "qwen3_vl", "ernie4_5_vl_moe")  # the others are slow tests
 MODELS = [
     pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow, id=name) for name in sorted(VISION_MODELS)
 ]
