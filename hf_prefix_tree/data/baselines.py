@@ -32,7 +32,7 @@ from hf_prefix_tree.data.rows import (
     whole_conversations,
 )
 from hf_prefix_tree.data.supervision import IGNORE_INDEX, read_sample
-from hf_prefix_tree.data.trees import REPORT, TREE_FEATURES, cached_map, tree_of_rows
+from hf_prefix_tree.data.trees import FOLDING, REPORT, TREE_FEATURES, cached_map, tree_of_rows
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def read_samples(
         `ValueError`: If the rows are of no kind that becomes samples, or one can't be read, unless `on_error` is
             `"skip"`; its index is named.
     """
-    check_preparation(on_error=on_error)
+    check_preparation(on_error=on_error, num_proc=num_proc)
     columns = columns_of(rows)
     if "input_ids" in columns or not columns:
         return rows if on_error == "raise" else _readable(rows)
@@ -91,12 +91,11 @@ def read_samples(
     is_list = not isinstance(rows, Dataset | IterableDataset)
     features = {} if is_list else dict(rows.features or {})
     read = RowOptions(kind, tokenizer, features, **options)
-    settings: dict[str, Any] = {"options": read, "weighting": "branch", "on_error": on_error}
-    plan = Plan(settings, {"max_packed_tokens": None, "overflow": "split", "on_error": on_error}, num_proc=num_proc)
+    plan = Plan(read, "branch", on_error, num_proc=num_proc)
     report = Report()
     samples: Any
     if is_list:
-        trees = [tree_of_rows([item], **plan.settings) for item in enumerate(rows)]
+        trees = [tree_of_rows([item], **plan.some(FOLDING)) for item in enumerate(rows)]
         for tree in trees:
             report.add(tree[REPORT])
         report.log()

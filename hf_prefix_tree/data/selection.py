@@ -64,7 +64,7 @@ def order_units(
         remove_columns=dataset.column_names,
         features=Features({"score": Value("int64"), "last": Value("int64")}),
         fn_kwargs={"metric": metric, "options": options, "on_error": on_error},
-        num_proc=num_proc if num_proc is None else min(num_proc, len(dataset)),
+        num_proc=num_proc,
         desc="Scoring rows",
     )
     scores, lasts = np.array(scored["score"][:]), np.array(scored["last"][:])

@@ -50,6 +50,8 @@ TREE_FEATURES = Features(
     }
 )
 REPORT = "preparation"  # the column of the counts
+FOLDING = ("options", "weighting", "on_error")  # the options of `tree_of_rows`
+LIMIT = ("max_packed_tokens", "overflow", "on_error")  # those of `drop_oversized`
 COUNTED_FEATURES = Features({**TREE_FEATURES, REPORT: FEATURES})
 _NO_TREE = {
     name: value[:0] if isinstance(value, np.ndarray) else value
@@ -222,7 +224,7 @@ _PROCESSING = ("num_proc", "writer_batch_size", "desc")  # options of `map` on w
 def cached_map(dataset: Any, function: Callable[..., Any], **options: Any) -> Any:
     """
     `dataset.map`, which takes a result from the cache only if its files are as they were written. A stream is mapped
-    without the options on which no result depends.
+    without the options on which no result depends, and no process is without a row.
 
     `datasets` reads a torn file up to the tear. Their checksums lie beside them, and a result that differs is made
     again.
@@ -237,6 +239,8 @@ def cached_map(dataset: Any, function: Callable[..., Any], **options: Any) -> An
     results = {name: value for name, value in options.items() if name not in _PROCESSING}
     if isinstance(dataset, IterableDataset):
         return dataset.map(function, **results)
+    if options.get("num_proc") is not None:
+        options["num_proc"] = min(options["num_proc"], len(dataset))
     if not dataset.cache_files or not len(dataset) or not is_caching_enabled():
         return dataset.map(function, **options)
     key = update_fingerprint(dataset._fingerprint, function, results)

@@ -242,26 +242,3 @@ def next_fit(lengths: npt.ArrayLike, max_tokens: int) -> list[list[int]]:
         packed[-1].append(index)
         room -= size
     return packed
-
-
-def fill(lengths: Sequence[int], packed: Sequence[Sequence[int]], max_tokens: int) -> float:
-    """
-    Share of the capacity of packed sequences that trees occupy, between 0 and 1.
-
-    Args:
-        lengths (sequence of `int`):
-            Tokens of each tree.
-        packed (sequence of sequences of `int`):
-            The result of [`pack_rows`].
-        max_tokens (`int`):
-            Tokens that a sequence holds.
-
-    Example:
-
-    ```python
-    >>> fill([3, 7, 5, 2, 1], [[0, 1], [2, 3, 4]], max_tokens=10)
-    0.9
-
-    ```
-    """
-    return sum(lengths[index] for trees in packed for index in trees) / (len(packed) * max_tokens)
