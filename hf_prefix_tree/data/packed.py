@@ -70,19 +70,16 @@ def pack_dataset(
         `fill`.
     """
     large = np.flatnonzero(np.asarray(lengths) > max_tokens)
-    source = trees
+    source, options = trees, {"with_indices": True, "batched": True, "batch_size": 16, "num_proc": num_proc}
     parts: dict[str, list[int]] = {name: [] for name in _PART_COUNTS}
     if len(large):
         split = cached_map(
             trees.select(large),
             _split_batch,
-            with_indices=True,
-            batched=True,
-            batch_size=16,
+            **options,
             remove_columns=trees.column_names,
             features=_PART_FEATURES,
             fn_kwargs={"trees": large.tolist(), "max_tokens": max_tokens},
-            num_proc=num_proc,
             writer_batch_size=100,
             desc="Splitting trees",
         )
@@ -92,14 +89,11 @@ def pack_dataset(
     packed = cached_map(
         source.select(packing.places[np.append(0, packing.ends[:-1])]),
         _gather,
-        with_indices=True,
+        **options,
         input_columns=["num_branches"],  # a row stands for the packed row that it is in; no more of it is read
-        batched=True,
-        batch_size=16,
         remove_columns=source.column_names,
         features=PACKED_FEATURES,
         fn_kwargs={"source": source, "packing": packing},
-        num_proc=num_proc,
         writer_batch_size=16,
         desc="Packing trees",
     )

@@ -7,23 +7,21 @@ The steps are fold, select, pack. `datasets` runs and caches them.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from datasets import Dataset, IterableDataset
 
 from hf_prefix_tree.data.counts import Report, read_counts
 from hf_prefix_tree.data.messages import Tools
 from hf_prefix_tree.data.packed import check_weightings, log_packing, pack_dataset, pack_stream
 from hf_prefix_tree.data.rows import MESSAGE_KINDS, TEXT_KINDS, RowOptions, columns_of, group_key, row_kind
-from hf_prefix_tree.data.selection import METRICS, SCORES, order_units, select_trees
+from hf_prefix_tree.data.selection import METRICS, RATIOS, SCORES, order_units, select_trees
 from hf_prefix_tree.data.trees import (
     COUNTED_FEATURES,
     FOLDING,
-    LIMIT,
     REPORT,
     TREE_FEATURES,
+    Plan,
     cached_map,
     drop_oversized_trees,
     skipped_row,
@@ -36,27 +34,6 @@ from hf_prefix_tree.tree.folding import INT64_MAX, WEIGHTINGS, check_choice, che
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The checked options of `prepare_trees`, and how to read its rows."""
-
-    options: RowOptions
-    weighting: str = "tree"
-    on_error: str = "raise"
-    max_packed_tokens: int | None = None
-    overflow: str = "split"
-    group_by: str | None = None
-    pack_trees: bool = True
-    selection_metric: str | None = None
-    selection_num_proc: int | None = None
-    max_examples: int | None = None
-    num_proc: int | None = None
-
-    def some(self, names: Sequence[str]) -> dict[str, Any]:
-        """The options that a function takes: the cached results of the fold must not depend on those of packing."""
-        return {name: getattr(self, name) for name in names}
 
 
 def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
@@ -73,9 +50,13 @@ def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
         if not units:
             raise ValueError(f"no tree is left of {report} ({report.losses()}); pass another `group_by`.")
 
-    def prepare(chosen: list[int] | None, num_proc: int | None = plan.num_proc) -> tuple[Dataset, dict[str, Any]]:
+    processes = (plan.selection_num_proc if plan.selection_metric in RATIOS else None) or plan.num_proc
+
+    everything = range(len(dataset) if units is None else len(units))
+
+    def prepare(chosen: Sequence[int]) -> tuple[Dataset, dict[str, Any]]:
         rows = units
-        if chosen is not None:
+        if chosen != everything:
             rows = [units[unit] if units is not None else [unit] for unit in chosen]
         # The first row stands for its unit; the rest of a group is read when the unit is folded.
         trees = cached_map(
@@ -85,41 +66,16 @@ def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
             remove_columns=dataset.column_names,
             features=COUNTED_FEATURES,
             fn_kwargs=plan.some(FOLDING) | {"source": None if units is None else dataset, "units": rows},
-            num_proc=num_proc,
+            num_proc=processes,
             writer_batch_size=100,
             desc="Folding trees",
         )
         counts = read_counts(trees, REPORT)
-        drop_oversized_trees(counts, lambda index: index if rows is None else rows[index][-1], **plan.some(LIMIT))
+        drop_oversized_trees(counts, lambda index: index if rows is None else rows[index][-1], plan)
         return trees, counts
 
-    if plan.max_examples is None:
-        trees, counts = prepare(None)
-        report.add(counts)
-        sources = np.flatnonzero(counts["branches"])
-        if len(sources) < len(trees):
-            trees = trees.select(sources)
-        report.further["sources"] = sources
-        lengths = counts["tree_tokens"][sources]
-    else:
-        candidates = list(range(len(dataset) if units is None else len(units)))
-        ratio = None
-        if plan.selection_metric in SCORES:
-            assert plan.selection_metric is not None
-            candidates = order_units(
-                dataset,
-                units,
-                plan.selection_metric,
-                plan.options,
-                plan.on_error,
-                plan.selection_num_proc,
-                report,
-            )
-        elif plan.selection_metric is not None:
-            ratio = plan.selection_metric
-        processes = (plan.selection_num_proc if ratio else None) or plan.num_proc
-        trees = select_trees(lambda chosen: prepare(chosen, processes), candidates, plan.max_examples, ratio, report)
-        lengths = read_counts(trees, REPORT)["tree_tokens"]
+    candidates = order_units(dataset, units, plan, report) if plan.selection_metric in SCORES else everything
+    trees, lengths = select_trees(prepare, candidates, plan, report)
     report.log()
     if not len(trees):
         raise ValueError(f"no tree is left of {report} ({report.losses()}); change the rows, or what drops them.")
@@ -133,7 +89,6 @@ def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
 
 def prepare_stream(dataset: IterableDataset, columns: list[str], plan: Plan) -> IterableDataset:
     """The same for a stream, which is counted batch by batch, while it is read."""
-    streamed = {"settings": plan.some(FOLDING), "limit": plan.some(LIMIT)}
     if plan.group_by is None:
         trees = dataset.map(
             trees_of_batch,
@@ -142,14 +97,11 @@ def prepare_stream(dataset: IterableDataset, columns: list[str], plan: Plan) -> 
             batch_size=64,
             remove_columns=columns,
             features=TREE_FEATURES,
-            fn_kwargs=streamed,
+            fn_kwargs={"plan": plan},
         )
     else:
-        trees = IterableDataset.from_generator(
-            trees_of_stream,
-            features=TREE_FEATURES,
-            gen_kwargs={"dataset": dataset, "group_by": plan.group_by, **streamed},
-        )
+        arguments = {"dataset": dataset, "group_by": plan.group_by, "plan": plan}
+        trees = IterableDataset.from_generator(trees_of_stream, features=TREE_FEATURES, gen_kwargs=arguments)
     if plan.max_examples is not None:
         trees = trees.take(plan.max_examples)
     if plan.max_packed_tokens is not None:
@@ -188,7 +140,7 @@ def check_preparation(**options: Any) -> None:
     ```
     """
     for name, known in PREPARATION_CHOICES.items():
-        if name in options and (name, options[name]) != ("selection_metric", None):
+        if name in options and not (name == "selection_metric" and options[name] is None):
             check_choice(options[name], name, known)
     given = {name: value for name, value in options.items() if value is not None}
     for name, least in _LIMITS.items():

@@ -222,14 +222,8 @@ def fold_rows(
                 group_by = None
         if group_by is not None or reasoning != as_served:
             trees, counts = _prepare(dataset, tokenizer, **options, reasoning=reasoning, group_by=group_by)
-        reading = RowOptions(
-            kind=kind,
-            tokenizer=tokenizer,
-            features=dict(dataset.features),
-            tools=tools,
-            group_column=group_by or "group",
-            max_length=max_length,
-        )
+        features = dict(dataset.features)
+        reading = RowOptions(kind, tokenizer, features, group_column=group_by or "group", **options)
         at_best = stock_at_best(reading)
         ways = sequences_of_rows(branches, dataset, reading, at_best)
     except ValueError as error:

@@ -72,21 +72,10 @@ def _ratios(axes: Axes, ratios: Sequence[float]) -> None:
 
 
 def _mask(axes: Axes, tree: PrefixTree) -> None:
-    num_tokens = len(tree)
-    axes.imshow(
-        sampled_mask(tree),
-        cmap="Blues",
-        vmin=0,
-        vmax=1.3,
-        interpolation="nearest",
-        extent=(0, num_tokens, num_tokens, 0),
-    )
-    stats = tree.stats()
-    axes.set(
-        title=f"Mask: {stats.branches} branches, {num_tokens:,} tokens, {stats.pair_ratio:.1f}x pairs",
-        xlabel="key, in layout order",
-        ylabel="query",
-    )
+    stats, extent = tree.stats(), (0, len(tree), len(tree), 0)
+    axes.imshow(sampled_mask(tree), cmap="Blues", vmin=0, vmax=1.3, interpolation="nearest", extent=extent)
+    title = f"Mask: {stats.branches} branches, {len(tree):,} tokens, {stats.pair_ratio:.1f}x pairs"
+    axes.set(title=title, xlabel="key, in layout order", ylabel="query")
 
 
 def sampled_mask(tree: PrefixTree) -> npt.NDArray[np.bool_]:
