@@ -30,7 +30,7 @@ from hf_prefix_tree.data.rows import (
     rows_of_batch,
     whole_conversations,
 )
-from hf_prefix_tree.data.supervision import IGNORE_INDEX, read_sample
+from hf_prefix_tree.data.supervision import IGNORE_INDEX, located, read_sample
 from hf_prefix_tree.data.trees import FOLDING, REPORT, TREE_FEATURES, Plan, cached_map, tree_of_rows
 from hf_prefix_tree.tree.folding import common_prefix
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree
@@ -372,12 +372,10 @@ def sequences_of_rows(
         row, is_completed = dataset[index], reading.kind in ("completions", "completion", "preference")
         is_text = is_completed and any(isinstance(row.get(name), str) for name in ("prompt", "chosen"))
         if reading.kind in MESSAGE_KINDS and not is_text:
-            try:
+            with located(f"row {index}, rendered at once as TRL does"):
                 stock = best = whole_conversations(row, reading)
                 if at_best is not None and at_best is not reading:
                     best = whole_conversations(row, at_best)
-            except ValueError as error:
-                raise ValueError(f"row {index}, rendered at once as TRL does: {error}") from error
         flat = [sample[-1].input_ids for sample in merged_turns(branches)]
         ways = {"stock_defaults": stock, "stock_best": best, "flat_steps": flat, "per_turn": turns}
         for name, sequences in ways.items():

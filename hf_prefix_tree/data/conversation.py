@@ -101,10 +101,9 @@ class Conversation:
         marked = [_with_text(message, others[i]) if i in others else message for i, message in enumerate(messages)]
         shown = rendered(marked) or ""
         for i, mark in others.items():
-            if mark not in shown:
-                empty = _with_text(messages[i], "")
-                without = rendered([*messages[:i], empty, *messages[i + 1 :]])
-                self.counts["unrendered_messages"] += empty != messages[i] and without == text
+            empty = _with_text(messages[i], "")
+            if mark not in shown and empty != messages[i]:
+                self.counts["unrendered_messages"] += rendered([*messages[:i], empty, *messages[i + 1 :]]) == text
 
     def check_whole(self, text: str, turn: int, message: Message) -> bool:
         """

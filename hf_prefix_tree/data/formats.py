@@ -203,7 +203,6 @@ def switched_off(
 
 def _reasoning_length(ids: Any, turn: Mapping[str, Any], switches: tuple[bool, bool], options: RowOptions) -> int:
     """Tokens of a turn up to the `reasoning_end` of its reasoning; 0 if there is none."""
-    assert options.tokenizer is not None
     decode, mark = options.tokenizer.decode, options.reasoning_end
     reasoning, visible = split_reasoning(normalize_messages([turn])[0])
     if ends := decode(ids).count(mark):  # those of the answer are not of an end of reasoning

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from hf_prefix_tree.data.messages import check_text
 from hf_prefix_tree.tree import folding
-from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree
+from hf_prefix_tree.tree.prefix_tree import Branch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,16 +110,14 @@ def text_tree_branches(
     of_node = np.ones(len(texts)) if weights is None else folding.weight_array(weights, "weights")
     folding.check_length(parents, "parents", len(texts), "`texts`")
     folding.check_length(of_node, "weights", len(texts), "`texts`")
-    ids = [
-        tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-        for text in texts
-    ]
+    folding.check_not_empty(parents, "parents")
+    ids = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     before = _ids_before_a_text(tokenizer)
     for index, parent in enumerate(parents):
         if parent == -1:
             ids[index] = before + ids[index]
     per_token = [np.full(len(x), weight) for x, weight in zip(ids, of_node, strict=True)]
-    return PrefixTree.from_nodes(parents, ids, per_token).branches()
+    return folding.branches_of_nodes(parents, ids, per_token)
 
 
 def search_tree_branches(prompt: Any, steps: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> list[Branch]:

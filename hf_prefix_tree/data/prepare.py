@@ -51,7 +51,6 @@ def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
             raise ValueError(f"no tree is left of {report} ({report.losses()}); pass another `group_by`.")
 
     processes = (plan.selection_num_proc if plan.selection_metric in RATIOS else None) or plan.num_proc
-
     everything = range(len(dataset) if units is None else len(units))
 
     def prepare(chosen: Sequence[int]) -> tuple[Dataset, dict[str, Any]]:
@@ -288,7 +287,7 @@ def prepare_trees(
         `ValueError`: If an option is unknown or doesn't fit, the columns fit no kind of rows, a row can't be read (its
             index is named), or no tree is left.
     """
-    given = locals()
+    given = dict(locals())
     check_preparation(**{name: given[name] for name in CHECKED_OPTIONS})
     if not isinstance(dataset, Dataset | IterableDataset):
         raise ValueError(f"`dataset` is a {type(dataset).__name__}; pass one split, a Dataset or an IterableDataset.")

@@ -13,7 +13,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +25,8 @@ from hf_prefix_tree.data.nodes import as_branch, rollout_branches, search_tree_b
 from hf_prefix_tree.data.supervision import read_sample
 from hf_prefix_tree.data.template import chat_template_of
 from hf_prefix_tree.data.turns import conversation_branches
-from hf_prefix_tree.tree.folding import check_mapping, check_not_empty, common_prefix, integer_array
+from hf_prefix_tree.tree.folding import branches_of_nodes, check_mapping, check_not_empty, common_prefix, integer_array
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 TREE_COLUMNS = tuple(field.name for field in dataclasses.fields(PrefixTree))
 PACKED_COLUMNS = ("trees", "tree_ids", "num_parts")
@@ -38,13 +35,13 @@ PACKED_COLUMNS = ("trees", "tree_ids", "num_parts")
 @dataclass(frozen=True)
 class RowOptions:
     """
-    How rows become branches, see `prepare_trees`. `features` is the dataset's schema, if it has one, `code` the state
-    of the code that reads the rows: a cached result is known by all of this. Without `supervise_reasoning`, turns are
-    supervised from where `reasoning_end` ends in them.
+    How rows become branches, see `prepare_trees`. The `TEXT_KINDS` need the `tokenizer`. `features` is the dataset's
+    schema, if it has one, `code` the state of the code that reads the rows: a cached result is known by all of this.
+    Without `supervise_reasoning`, turns are supervised from where `reasoning_end` ends in them.
     """
 
     kind: str
-    tokenizer: PreTrainedTokenizerBase | None = None
+    tokenizer: Any = None
     features: Mapping[str, Any] = field(default_factory=dict)
     reasoning: str = "per_turn"
     tools: Any = None
@@ -201,16 +198,14 @@ def _of_nodes(row: Mapping[str, Any], options: RowOptions, counts: Counter[str])
     ids = [integer_array(node.get("input_ids"), f"nodes[{i}].input_ids") for i, node in enumerate(nodes)]
     given = [node.get("weights") for node in nodes]
     weights = [np.ones(len(x)) if w is None else w for x, w in zip(ids, given, strict=True)]
-    return PrefixTree.from_nodes(_list(row, "parents"), ids, weights).branches()
+    return branches_of_nodes(_list(row, "parents"), ids, weights)
 
 
 def _of_texts(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
-    assert options.tokenizer is not None
     return text_tree_branches(_list(row, "parents"), _list(row, "texts"), row.get("weights"), options.tokenizer)
 
 
 def _of_search(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
-    assert options.tokenizer is not None
     return search_tree_branches(row["input"], _list(row, "nodes"), options.tokenizer)
 
 
@@ -286,7 +281,6 @@ def _prompt_and_completions(row: Mapping[str, Any]) -> tuple[Any, list[Any]]:
 def _conversation(
     messages: Any, num_prompt_messages: int, row: Mapping[str, Any], options: RowOptions, counts: Counter[str]
 ) -> list[Branch]:
-    assert options.tokenizer is not None
     tools, variables = _template_inputs(row, options, counts)
     result = conversation_branches(
         messages,
@@ -334,7 +328,6 @@ def whole_conversations(row: Mapping[str, Any], options: RowOptions) -> list[npt
     Raises:
         `ValueError`: If the row is malformed, or the chat template can't render it.
     """
-    assert options.tokenizer is not None
     counts = Counter[str]()
     row = checked_row(row, options, counts)
     tools, variables = _template_inputs(row, options, counts)
@@ -356,7 +349,6 @@ def _texts(prompt: str, completions: Sequence[str], options: RowOptions, counts:
     Where a token would reach over their seam, the completion is tokenized by itself: the prompt is the context as it
     is. A prompt that begins with the text of the start token gets no second one.
     """
-    assert options.tokenizer is not None
     end, begin = options.tokenizer.eos_token or "", options.tokenizer.bos_token_id
     texts = [prompt + (text if text.endswith(end) else text + end) for text in completions]
     encoded = options.tokenizer([prompt, *texts], return_attention_mask=False, verbose=False)["input_ids"]

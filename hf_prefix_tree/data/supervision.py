@@ -113,8 +113,8 @@ def _read(row: Mapping[str, Any], weighted: bool) -> Sample:
         if not weighted:
             raise ValueError("`weights` are for trees; pass a `loss_mask`.")
         weights = weights * _per_token(folding.weight_array(columns["weights"], "weights"), "weights", ids)
-    attended = _mask(columns, "attention_mask", ids)
-    sample = Sample(ids, weights, np.ones_like(ids) if attended is None else attended.astype(np.int64))
+    attended = _mask(columns, "attention_mask", ids) if "attention_mask" in columns else np.ones(len(ids))
+    sample = Sample(ids, weights, attended.astype(np.int64))
     _check_one_sequence(columns, sample)
     return sample
 
@@ -131,13 +131,10 @@ def _array(value: Any) -> Any:
 
 def _supervised(columns: Mapping[str, Any], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64] | None:
     """1 where all supervision columns supervise, 0 where none does; `None` if there are none."""
-    masks: dict[str, npt.NDArray[np.bool_]] = {}
-    if (mask := _mask(columns, "loss_mask", ids)) is not None:
-        masks["loss_mask"] = mask
-    trl = {name: _mask(columns, name, ids) for name in ("completion_mask", "assistant_masks")}
-    given = {name: mask for name, mask in trl.items() if mask is not None}
-    if given:
-        masks[" and ".join(given)] = np.logical_and.reduce(list(given.values()))
+    masks = {"loss_mask": _mask(columns, "loss_mask", ids)} if "loss_mask" in columns else {}
+    trl = {name: _mask(columns, name, ids) for name in ("completion_mask", "assistant_masks") if name in columns}
+    if trl:
+        masks[" and ".join(trl)] = np.logical_and.reduce(list(trl.values()))
     if "labels" in columns:
         labels = _per_token(folding.integer_array(columns["labels"], "labels", minimum=IGNORE_INDEX), "labels", ids)
         masks["labels"] = labels != IGNORE_INDEX
@@ -161,9 +158,7 @@ def _supervised(columns: Mapping[str, Any], ids: npt.NDArray[np.int64]) -> npt.N
     return supervised.astype(np.float64)
 
 
-def _mask(columns: Mapping[str, Any], name: str, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
-    if name not in columns:
-        return None
+def _mask(columns: Mapping[str, Any], name: str, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     mask = _per_token(folding.weight_array(columns[name], name), name, ids)
     wrong = np.flatnonzero((mask != 0) & (mask != 1))
     if len(wrong):

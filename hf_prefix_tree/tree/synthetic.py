@@ -57,7 +57,7 @@ def caterpillar(
 
     ```
     """
-    for name, value in locals().items():
+    for name, value in dict(locals()).items():
         if name not in ("seed", "weighting"):
             check_integer(value, name, 3 if name == "vocab_size" else 1)
     rng = np.random.default_rng(seed)
