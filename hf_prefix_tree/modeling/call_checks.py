@@ -107,15 +107,16 @@ def refuse_other_inputs(model: PreTrainedModel, kwargs: dict[str, Any], image_re
         raise ValueError("`pixel_values` and `image_grid_thw` belong together: pass both or none.")
 
 
-def refuse_long_branches(tree: torch.Tensor, limit: int | None) -> None:
+def refuse_long_branches(tree: torch.Tensor, limit: int | None, is_section: bool = False) -> None:
     """
     Raises `ValueError` for a branch beyond which the rotary frequencies of the whole call would change.
 
     Args:
         tree (`torch.Tensor` of shape `(B, 3, N)`, int32): As in the batch contract.
         limit (`int`, *optional*): Tokens, from [`~hf_prefix_tree.modeling.checks.rope_limit`].
+        is_section (`bool`, *optional*, defaults to `False`): Whether these tokens have others before them.
     """
-    if limit is None or tree.shape[2] <= limit:
+    if limit is None or (tree.shape[2] <= limit and not is_section):
         return
     longest = int(tree[:, DEPTH].max()) + 1
     if longest > limit:

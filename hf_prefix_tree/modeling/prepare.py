@@ -36,6 +36,7 @@ from hf_prefix_tree.modeling.fingerprint import CodeWatch
 from hf_prefix_tree.modeling.loss import weighted_token_loss
 from hf_prefix_tree.modeling.positions import place_by_depth, place_images
 from hf_prefix_tree.modeling.recurrent.hooks import follow_branches, followed_functions
+from hf_prefix_tree.modeling.streaming import take_section
 from hf_prefix_tree.modeling.verify import is_materialized, verify_images, verify_loss, verify_tree_forward
 from hf_prefix_tree.modeling.verify_adapters import verify_adapters, verify_training
 
@@ -280,7 +281,9 @@ def _remember(state: _TreeState, refusals: tuple[str | None, str | None]) -> Non
     state.refusals[state.watch.key] = state.image_refusal, state.loss_refusal = refusals
 
 
-def check_call(module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: bool = False) -> None:
+def check_call(
+    module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: bool = False, is_section: bool = False
+) -> None:
     """
     All checks of a call with a tree, which must cost little (`benchmarks/call_overhead.py`).
 
@@ -288,6 +291,7 @@ def check_call(module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: boo
         module (`PreTrainedModel`): The prepared causal LM.
         kwargs (`dict[str, Any]`): Keyword arguments of the call.
         is_weighted (`bool`, *optional*, defaults to `False`): Whether the caller weighs log-probs by itself.
+        is_section (`bool`, *optional*, defaults to `False`): Whether tokens before these were computed earlier.
 
     Raises:
         `ValueError`: where the call cannot be exact.
@@ -297,7 +301,7 @@ def check_call(module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: boo
     check_batch(kwargs)
     trains = module.training and torch.is_grad_enabled()
     state.inputs.refuse(kwargs, trains)
-    call_checks.refuse_long_branches(kwargs["prefix_tree"], state.rope_limit)
+    call_checks.refuse_long_branches(kwargs["prefix_tree"], state.rope_limit, is_section)
     call_checks.refuse_missing_labels(kwargs, trains)
     if module.training:
         call_checks.refuse_noisy_embeddings(
@@ -362,19 +366,25 @@ def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[TreeContext
                 "`unprepare_model(model)` before it."
             )
         return None
+    section = take_section()  # before the model is checked, which may call it
     sentinel = kwargs.get(UNPREPARED_SENTINEL)
     if isinstance(sentinel, torch.Tensor) and not sentinel.is_floating_point():
         del kwargs[UNPREPARED_SENTINEL]
     is_weighted = bool(kwargs.pop(WEIGHTED_BY_CALLER, False))
-    check_call(module, kwargs, is_weighted)
+    check_call(module, kwargs, is_weighted, section is not None)
     state: _TreeState = state_of(module)
     tree = kwargs["prefix_tree"]
+    if section is not None and state.recurrent:
+        raise ValueError(
+            f"{type(module).__name__} has recurrent layers, whose states are not handed from section to section "
+            "(`overflow='stream'`). Use `overflow='split'`."
+        )
     labels = kwargs.get("labels")
     supervised = None if labels is None else gather_supervised(tree, labels, kwargs.get("loss_weights"))
     # The check of the model may run in another precision than training, and on short sequences. Before FLASH is
     # taken, it is compared with Triton on the packed sequences themselves.
     backend = "auto" if state.verifying and state.attn_backend == "flash" else state.attn_backend
-    context = TreeContext(tree, supervised, backend, state.has_sinks)
+    context = TreeContext(tree, supervised, backend, state.has_sinks, section)
     context.is_weighted = is_weighted
     token_branches = kwargs.get("token_branches")
     beside_model = ("loss_weights", "token_branches", "tree_stats")
