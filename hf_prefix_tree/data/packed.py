@@ -112,8 +112,11 @@ def pack_dataset(
     return packed, _counted(flat, rows, max_tokens, split, sum(lengths[index] for index in large))
 
 
-def pack_stream(trees: IterableDataset, max_tokens: int, pack_trees: bool) -> IterableDataset:
-    """The same for a stream: up to `STREAM_BUFFER` consecutive trees are packed together."""
+def pack_stream(trees: IterableDataset, max_tokens: int, pack_trees: bool, splits: bool) -> IterableDataset:
+    """
+    The same for a stream: up to `STREAM_BUFFER` consecutive trees are packed together. Without `splits` a larger tree
+    stays whole, in a row of its own.
+    """
     return trees.map(
         _pack_batch,
         with_indices=True,
@@ -121,7 +124,7 @@ def pack_stream(trees: IterableDataset, max_tokens: int, pack_trees: bool) -> It
         batch_size=STREAM_BUFFER,
         remove_columns=list(TREE_FEATURES),
         features=PACKED_FEATURES,
-        fn_kwargs={"max_tokens": max_tokens, "pack_trees": pack_trees},
+        fn_kwargs={"max_tokens": max_tokens, "pack_trees": pack_trees, "splits": splits},
     )
 
 
@@ -252,7 +255,7 @@ def _gather(
 
 
 def _pack_batch(
-    batch: Mapping[str, list[Any]], indices: list[int], max_tokens: int, pack_trees: bool
+    batch: Mapping[str, list[Any]], indices: list[int], max_tokens: int, pack_trees: bool, splits: bool
 ) -> dict[str, list[Any]]:
     trees: list[dict[str, Any]] = []
     pieces: list[tuple[int, int, int]] = []
@@ -260,13 +263,13 @@ def _pack_batch(
     tokens_before = 0
     for row, input_ids in enumerate(batch["input_ids"]):
         members = [{name: batch[name][row] for name in TREE_FEATURES}]
-        if len(input_ids) > max_tokens:
+        if splits and len(input_ids) > max_tokens:
             parts = _parts(_tree_at(batch, row), row, max_tokens)
             split += [(row, part["tokens"], part["weightless"]) for part in parts]
             tokens_before += len(input_ids)
             members = [{name: part[name] for name in TREE_FEATURES} for part in parts if not part["weightless"]]
         for tree in members:
-            pieces.append((len(trees), row, len(tree["input_ids"])))
+            pieces.append((len(trees), row, min(len(tree["input_ids"]), max_tokens)))
             trees.append(tree)
     rows = _rows([length for *_, length in pieces], [row for _, row, _ in pieces], max_tokens, pack_trees)
     # A warning per batch of a stream would flood the log.

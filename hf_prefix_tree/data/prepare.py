@@ -120,6 +120,8 @@ def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
         raise ValueError(f"no tree is left of {report} ({report.losses()}); change the rows, or what drops them.")
     trees = trees.remove_columns(REPORT)
     if (max_tokens := plan.limit["max_packed_tokens"]) is not None:
+        if plan.limit["overflow"] == "stream":  # larger trees stay whole, each in a row of its own
+            lengths = np.minimum(lengths, max_tokens)
         trees, packing = pack_dataset(trees, lengths.tolist(), max_tokens, plan.pack_trees, plan.num_proc)
         report.further |= packing
         log_packing(packing, max_tokens)
@@ -147,7 +149,8 @@ def prepare_stream(dataset: IterableDataset, columns: list[str], plan: Plan) -> 
     if plan.max_examples is not None:
         trees = trees.take(plan.max_examples)
     if plan.limit["max_packed_tokens"] is not None:
-        trees = pack_stream(trees, plan.limit["max_packed_tokens"], plan.pack_trees)
+        splits = plan.limit["overflow"] != "stream"
+        trees = pack_stream(trees, plan.limit["max_packed_tokens"], plan.pack_trees, splits)
     return trees
 
 
@@ -156,7 +159,7 @@ PREPARATION_CHOICES: dict[str, tuple[str, ...]] = {
     "reasoning": REASONING_MODES,
     "weighting": WEIGHTINGS,
     "overlong": ("truncate", "drop", "raise"),
-    "overflow": ("split", "drop", "raise"),
+    "overflow": ("split", "stream", "drop", "raise"),
     "selection_metric": METRICS,
     "on_error": ("raise", "skip"),
 }
@@ -198,7 +201,8 @@ def check_preparation(
     for name, least in _LIMITS.items():
         if (value := options[name]) is not None:
             check_integer(value, name, least)
-    if max_length is not None and max_packed_tokens is not None and max_length > max_packed_tokens:
+    holds_branches = max_length is not None and max_packed_tokens is not None and overflow != "stream"
+    if holds_branches and max_length > max_packed_tokens:  # type: ignore[operator]
         raise ValueError(
             f"`max_length` is {max_length}, above `max_packed_tokens`, which is {max_packed_tokens}: a packed "
             "sequence holds whole branches; lower the first or raise the second."
@@ -297,7 +301,8 @@ def prepare_trees(
             up to 1,000 consecutive trees are packed together.
         overflow (`str`, *optional*, defaults to `"split"`):
             How to treat a larger tree: `"split"` splits it (a branch that is longer makes its row an
-            error), `"drop"` drops it, `"raise"` makes its row an error.
+            error), `"stream"` leaves it whole, in a row of its own, `"drop"` drops it, `"raise"` makes its row an
+            error.
         pack_trees (`bool`, *optional*, defaults to `True`):
             Whether trees share rows. If not, each row holds one tree or part.
         selection_metric (`str`, *optional*):

@@ -278,6 +278,27 @@ def _cut(
     return {name: torch.from_numpy(array)[None] for name, array in cut.items()}
 
 
+def kept_on_host(tokens: int) -> torch.autograd.graph.saved_tensors_hooks:
+    """
+    While active, activations that autograd saves wait in the memory of the host. Nothing waits for the copies: they are
+    made in the order of the device's stream.
+
+    Args:
+        tokens (`int`): Tokens of the call, by which activations are told from weights.
+    """
+
+    def pack(saved: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+        if saved.dim() < 3 or tokens not in saved.shape or not saved.is_floating_point():
+            return saved
+        kept = torch.empty_like(saved, device="cpu", pin_memory=saved.is_cuda)
+        return saved.device, kept.copy_(saved, non_blocking=True)
+
+    def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed[1].to(packed[0], non_blocking=True)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
 _entered: ContextVar[Section | None] = ContextVar("hf_prefix_tree_section", default=None)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from trl import SFTConfig
 
 from hf_prefix_tree.data.prepare import PREPARATION_CHOICES, check_preparation
-from hf_prefix_tree.training.checks import check_config, check_tree_config
+from hf_prefix_tree.training.checks import check_config, check_streaming_config, check_tree_config
 from hf_prefix_tree.training.options import option_field
 
 logger = logging.getLogger(__name__)
@@ -57,11 +57,14 @@ class TreeSFTConfig(SFTConfig):
             What happens to a dataset row that cannot be rendered: `"raise"` or `"skip"` (counted and logged).
         max_packed_tokens (`int`, *optional*):
             Most tokens of a packed sequence. Small trees are packed together up to it; `overflow` says what happens to
-            a larger one. At least `max_length`. A packed sequence is then a batch by itself: batch sizes must be 1,
-            unless `pack_trees=False`.
+            a larger one. At least `max_length`, unless larger ones are streamed. A packed sequence is then a batch by
+            itself: batch sizes must be 1, unless `pack_trees=False`.
         overflow (`str`, *optional*, defaults to `"split"`):
             What happens to a tree of more than `max_packed_tokens` tokens: `"split"` into dataset rows of one
-            optimizer step that have the whole tree's gradient together, `"drop"` or `"raise"`.
+            optimizer step that have the whole tree's gradient together, `"stream"` through the model in passes of at
+            most so many tokens, none of them computed twice, with the activations of one path in memory, `"drop"` or
+            `"raise"`. A branch may be longer than `max_packed_tokens` only if it is streamed. With
+            `activation_offloading=True` all that waits is kept by the host.
         pack_trees (`bool`, *optional*, defaults to `True`):
             Whether several trees share a packed sequence under `max_packed_tokens`. With `False` a dataset row is one
             tree, or one part of a split tree, and `per_device_train_batch_size` counts those.
@@ -163,6 +166,7 @@ class TreeSFTConfig(SFTConfig):
             if self.process_index == 0:
                 logger.warning("`packing=True` packs trees: it is `max_packed_tokens=%d`.", self.max_packed_tokens)
         check_config(self, choices=("mode", "attn_backend"), at_least={"stop_token_ids": 0})
+        check_streaming_config(self)
         if self.dataset_text_field != "text":
             self.column_names = {"text": self.dataset_text_field, **(self.column_names or {})}  # type: ignore[dict-item]
         check_tree_config(self, PREPARATION)

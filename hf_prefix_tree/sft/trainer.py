@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import recursively_apply
+from accelerate.utils import gather_object, recursively_apply
 from datasets import Dataset, IterableDataset
 from transformers import default_data_collator
 from trl import SFTTrainer
@@ -29,6 +29,7 @@ from hf_prefix_tree.data.rows import MESSAGE_KINDS, RowOptions, columns_of, row_
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
 from hf_prefix_tree.data.trees import write_files
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
+from hf_prefix_tree.modeling.streaming import Section, kept_on_host, sections_of, stream
 from hf_prefix_tree.sft.collator import BranchCollator, DataCollatorForPrefixTree, EvaluationCollator, branch_batches
 from hf_prefix_tree.sft.config import PREPARATION, TreeSFTConfig
 from hf_prefix_tree.sft.mixin import TreeLossMixin
@@ -147,6 +148,8 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         )
         args.assistant_only_loss = self._asked
         checks.check_texts(self)
+        if args.overflow == "stream":
+            checks.check_streaming(self)
         if data_collator is None:
             pad_token_id, multiple = checks.padding_token_of(self._tokenizer), args.pad_to_multiple_of or BLOCK_SIZE
             self.data_collator = DataCollatorForPrefixTree(pad_token_id, args.weighting, multiple)
@@ -207,6 +210,54 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
                 losses.append(super().training_step(model, branch, num_items_in_batch))
         self.current_gradient_accumulation_steps = steps
         return torch.stack(losses).sum()
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if self.args.overflow != "stream":
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        on_host = self.args.activation_offloading and self._is_training
+        options = {"on_host": on_host, "multiple": self.data_collator.pad_to_multiple_of}
+        sections = sections_of(inputs, self.args.max_packed_tokens, **options)
+        # Every rank runs all of them: metrics are gathered with each, and FSDP2 reduces gradients.
+        names = set().union(*gather_object([[section.name for section in sections]]))
+        if len(names) == 1:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if return_outputs:
+            raise ValueError(
+                f"Predictions of a tree of more than `max_packed_tokens={self.args.max_packed_tokens}` tokens cannot "
+                "be streamed: leave out `compute_metrics`, or raise it for evaluation."
+            )
+        (empty,) = sections_of(inputs | {"attention_mask": torch.zeros_like(inputs["attention_mask"])}, 1, **options)
+        part_loss, losses, is_training = super().compute_loss, [], self._is_training
+        device = inputs["input_ids"].device
+
+        def forward(section: Section | None) -> torch.Tensor:
+            part = {name: tensor.to(device) for name, tensor in (section or empty).inputs.items()}
+            with kept_on_host(part["input_ids"].shape[1]) if on_host else nullcontext():
+                loss = part_loss(model, part, num_items_in_batch=num_items_in_batch)
+            losses.append(loss.detach())
+            return loss
+
+        def backward(loss: torch.Tensor) -> None:
+            if is_training:
+                with torch.autocast(device.type, enabled=False):  # that of the forward, inside which this runs
+                    self.accelerator.backward(loss)
+
+        # DDP reduces gradients once, with an empty row.
+        waits = is_training and self.accelerator.num_processes > 1 and not self.accelerator.is_fsdp2
+        items = self._step_items
+        self._step_items = self.count_items(inputs) if items is None else items  # an evaluation has those of its batch
+        try:
+            with self.accelerator.no_sync(model) if waits else nullcontext():
+                loss = stream(sections, names, forward, backward)
+                if waits:
+                    backward(loss)
+            if waits:
+                loss = forward(None)
+        finally:
+            self._step_items = items
+        return loss + (torch.stack(losses).sum() - loss.detach())
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None

@@ -322,6 +322,36 @@ def check_grouped_mode(trainer: Any) -> None:
         )
 
 
+def check_streaming_config(config: Any) -> None:
+    """Raises `ValueError` for options under which trees cannot be streamed (`overflow="stream"`)."""
+    if config.overflow != "stream":
+        return
+    if config.max_packed_tokens is None:
+        raise ValueError("`overflow='stream'` needs `max_packed_tokens`, the tokens of a pass: set it, to 8192 say.")
+    if config.mode == "grouped":
+        raise ValueError("`overflow='stream'` has no meaning under `mode='grouped'`, which computes branch by branch.")
+    if "lomo" in str(config.optim).lower():
+        raise ValueError(
+            f"`optim={str(config.optim)!r}` changes weights in the backward, and `overflow='stream'` has several in a "
+            "step: use another optimizer."
+        )
+
+
+def check_streaming(trainer: Any) -> None:
+    """Raises `ValueError` where an engine or the loss of a router does not allow that trees are streamed."""
+    if trainer.is_deepspeed_enabled or trainer.get_tp_size() > 1:
+        engine = "DeepSpeed" if trainer.is_deepspeed_enabled else "Tensor parallelism"
+        raise ValueError(
+            f"{engine} does not allow the several backwards of a micro-batch that `overflow='stream'` does. Use DDP "
+            "or FSDP2, or `overflow='split'`."
+        )
+    if trainer.aux_loss_enabled:
+        raise ValueError(
+            "The router's auxiliary loss is that of all tokens of a micro-batch together, which `overflow='stream'` "
+            "computes apart: set `router_aux_loss_coef=0`, or use `overflow='split'`."
+        )
+
+
 def refuse_tensor_parallelism(trainer: Any) -> None:
     """Raises `ValueError` under tensor parallelism."""
     if trainer.get_tp_size() > 1:
@@ -358,7 +388,7 @@ def check_split_stream(args: Any) -> None:
     if getattr(args, "overflow", "split") == "split":
         raise ValueError(
             "`train_dataset` is a stream with `tree_ids`, and nothing keeps the parts of a split tree of a stream in "
-            "one optimizer step. Set `overflow='drop'` or `'raise'`, or load the dataset whole."
+            "one optimizer step. Set `overflow='stream'`, `'drop'` or `'raise'`, or load the dataset whole."
         )
 
 
