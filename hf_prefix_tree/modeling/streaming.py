@@ -154,10 +154,10 @@ class PathStore:
         return self.layers[module]
 
     def empty(self, tokens: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Room for so many tokens, `[1, tokens, heads, size]`: a stretch of tokens has no gaps."""
+        """Room for so many tokens, `[tokens, heads, size]`: a stretch of tokens has no gaps."""
         device = torch.device("cpu") if self.on_host else like.device
         is_pinned = self.on_host and like.is_cuda
-        return torch.empty((1, tokens, like.shape[1], like.shape[3]), dtype=dtype, device=device, pin_memory=is_pinned)
+        return torch.empty((tokens, like.shape[1], like.shape[3]), dtype=dtype, device=device, pin_memory=is_pinned)
 
 
 class _Layer:
@@ -174,33 +174,33 @@ class _Layer:
         """`tensor`, `[1, heads, N, size]`, after its path."""
         start, end = section.start, section.start + section.length
         kept = self.kept[index].data  # with a version of its own: what an earlier section saved for its backward stays
-        tokens = tensor.detach().transpose(1, 2)
+        tokens = tensor.detach()[0].transpose(0, 1)
         if section.is_open or not self.on_host:
-            kept[:, start:end].copy_(tokens, non_blocking=True)
+            kept[start:end].copy_(tokens, non_blocking=True)
         if self.on_host:
-            whole = torch.cat([kept[:, :start].to(tensor.device, non_blocking=True), tokens], dim=1)
+            whole = torch.cat([kept[:start].to(tensor.device, non_blocking=True), tokens])
         else:
-            whole = kept[:, :end]
-        return whole.transpose(1, 2)
+            whole = kept[:end]
+        return whole[None].transpose(1, 2)
 
     def handed_over(self, index: int, grad: Tensor, section: Section) -> Tensor:
         """Adds the gradient of the path to the sums; returns the section's, with what later sections added to it."""
         start, filled = section.start, self.filled[index]
-        tokens = grad.transpose(1, 2)
+        tokens = grad[0].transpose(0, 1)
         if (sums := self.sums[index]) is None:
             dtype = torch.promote_types(grad.dtype, torch.float32)
             sums = self.sums[index] = self.store.empty(self.store.open_room, grad, dtype)
-        own = tokens[:, start:]
+        own = tokens[start:]
         if section.is_open and filled > start:
-            own = own + sums[:, start:filled].to(grad.device, non_blocking=True)
+            own = own + sums[start:filled].to(grad.device, non_blocking=True)
         common = min(filled, start)
         if common:
-            total = sums[:, :common].to(grad.device, non_blocking=True).add_(tokens[:, :common])
+            total = sums[:common].to(grad.device, non_blocking=True).add_(tokens[:common])
             if self.on_host:
-                sums[:, :common].copy_(total, non_blocking=True)
-        sums[:, common:start].copy_(tokens[:, common:start], non_blocking=True)
+                sums[:common].copy_(total, non_blocking=True)
+        sums[common:start].copy_(tokens[common:start], non_blocking=True)
         self.filled[index] = start
-        return own.to(grad.dtype).transpose(1, 2)
+        return own.to(grad.dtype)[None].transpose(1, 2)
 
 
 def sections_of(
@@ -325,7 +325,7 @@ def stream(
     names: Iterable[Name],
     forward: Callable[[Section | None], Tensor],
     backward: Callable[[Tensor], None],
-) -> Tensor:
+) -> None:
     """
     Runs the sections of a packed sequence, forward and backward.
 
@@ -335,9 +335,6 @@ def stream(
             backward, all ranks must run forwards and backwards in the same order.
         forward (`Callable`): The loss of a section, `None` for one that other ranks have; one call of the model.
         backward (`Callable`): The backward of such a loss.
-
-    Returns:
-        `torch.Tensor`: The loss of the section whose backward is left to the caller: no other reads it any more.
     """
     by_name = {section.name: section for section in sections}
     waiting: list[tuple[Name, Tensor]] = []
@@ -354,6 +351,5 @@ def stream(
         section = by_name.get(name)
         with _entering(section):
             waiting.append((name, forward(section)))
-    while len(waiting) > 1:
+    while waiting:
         close()
-    return waiting[0][1]

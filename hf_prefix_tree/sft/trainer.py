@@ -217,8 +217,7 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         if self.args.overflow != "stream":
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         on_host = self.args.activation_offloading and self._is_training
-        options = {"on_host": on_host, "multiple": self.data_collator.pad_to_multiple_of}
-        sections = sections_of(inputs, self.args.max_packed_tokens, **options)
+        sections = sections_of(inputs, self.args.max_packed_tokens, on_host=on_host)
         # Every rank runs all of them: metrics are gathered with each, and FSDP2 reduces gradients.
         names = set().union(*gather_object([[section.name for section in sections]]))
         if len(names) == 1:
@@ -228,7 +227,7 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
                 f"Predictions of a tree of more than `max_packed_tokens={self.args.max_packed_tokens}` tokens cannot "
                 "be streamed: leave out `compute_metrics`, or raise it for evaluation."
             )
-        (empty,) = sections_of(inputs | {"attention_mask": torch.zeros_like(inputs["attention_mask"])}, 1, **options)
+        (empty,) = sections_of(inputs | {"attention_mask": torch.zeros_like(inputs["attention_mask"])}, 1)
         part_loss, losses, is_training = super().compute_loss, [], self._is_training
         device = inputs["input_ids"].device
 
@@ -250,14 +249,11 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         self._step_items = self.count_items(inputs) if items is None else items  # an evaluation has those of its batch
         try:
             with self.accelerator.no_sync(model) if waits else nullcontext():
-                loss = stream(sections, names, forward, backward)
-                if waits:
-                    backward(loss)
-            if waits:
-                loss = forward(None)
+                stream(sections, names, forward, backward)
+            last = forward(None) if waits else losses[-1].requires_grad_(is_training)  # for the backward of Trainer
         finally:
             self._step_items = items
-        return loss + (torch.stack(losses).sum() - loss.detach())
+        return last + (torch.stack(losses).sum().detach() - last.detach())
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
