@@ -62,7 +62,9 @@ COLUMNS = ["shape", "model", "side", "max_tokens", "tree_tokens", "longest_path"
 COLUMNS += ["cap_gib", "loss", "grad_norm", "failure"]
 
 
-def make_trainer(row: Row, tree: PrefixTree, args: argparse.Namespace, folder: str, device: torch.device) -> TreeSFTTrainer:
+def make_trainer(
+    row: Row, tree: PrefixTree, args: argparse.Namespace, folder: str, device: torch.device
+) -> TreeSFTTrainer:
     """A trainer whose epochs are one step each."""
     torch.manual_seed(0)
     is_long, is_path = row["shape"] == "long-path", row["side"] == "path"

@@ -114,7 +114,9 @@ class Section:
 
     def check(self) -> None:
         """Raises `RuntimeError` where the backward of the section left a gradient of later ones behind."""
-        if self.is_open and any(filled > self.start for layer in self.store.layers.values() for filled in layer.filled):
+        if self.is_open and any(
+            filled > self.start for layer in self.store.layers.values() for filled in layer.filled
+        ):
             raise RuntimeError(
                 "The backward of a section did not reach all layers whose keys and values later ones read: the "
                 f"gradients would be wrong. {_HINT}"
@@ -128,7 +130,7 @@ class _Extend(torch.autograd.Function):
         return layer.extended(0, key, section), layer.extended(1, value, section)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         of_key, of_value = (ctx.layer.handed_over(index, grad, ctx.section) for index, grad in enumerate(grads))
         return of_key, of_value, None, None
 
@@ -177,11 +179,9 @@ class _Layer:
         tokens = tensor.detach()[0].transpose(0, 1)
         if section.is_open or not self.on_host:
             kept[start:end].copy_(tokens, non_blocking=True)
-        if self.on_host:
-            whole = torch.cat([kept[:start].to(tensor.device, non_blocking=True), tokens])
-        else:
-            whole = kept[:end]
-        return whole[None].transpose(1, 2)
+        if not self.on_host:
+            return kept[:end][None].transpose(1, 2)
+        return torch.cat([kept[:start].to(tensor.device, non_blocking=True), tokens])[None].transpose(1, 2)
 
     def handed_over(self, index: int, grad: Tensor, section: Section) -> Tensor:
         """Adds the gradient of the path to the sums; returns the section's, with what later sections added to it."""
@@ -257,7 +257,7 @@ def _cut(
     """Tokens `start` to `end` as a packed sequence; labels of the tokens `moved` are those of padding after them."""
     tokens = end - start
     length = max(1, -(-(tokens + len(moved)) // multiple)) * multiple
-    cut = {}
+    cut: dict[str, npt.NDArray[Any]] = {}
     for name, filler in _CUT.items():
         cut[name] = np.full(length, filler, dtype=np.int64)
         cut[name][:tokens] = arrays[name][start:end]
@@ -280,8 +280,8 @@ def _cut(
 
 def kept_on_host(tokens: int) -> torch.autograd.graph.saved_tensors_hooks:
     """
-    While active, activations that autograd saves wait in the memory of the host. Nothing waits for the copies: they are
-    made in the order of the device's stream.
+    While active, activations that autograd saves are kept by the host. Nothing waits for the copies: they are made in
+    the order of the device's stream.
 
     Args:
         tokens (`int`): Tokens of the call, by which activations are told from weights.

@@ -64,7 +64,9 @@ class TreeSFTConfig(SFTConfig):
             optimizer step that have the whole tree's gradient together, `"stream"` through the model in passes of at
             most so many tokens, none of them computed twice, with the activations of one path in memory, `"drop"` or
             `"raise"`. A branch may be longer than `max_packed_tokens` only if it is streamed. With
-            `activation_offloading=True` all that waits is kept by the host.
+            `activation_offloading=True` all that waits is kept by the host. `"auto"` splits or streams, by counted
+            FLOPs and memory ([`choose_overflow`]), where `max_packed_tokens` is the largest packed sequence that fits;
+            the log says which and why.
         pack_trees (`bool`, *optional*, defaults to `True`):
             Whether several trees share a packed sequence under `max_packed_tokens`. With `False` a dataset row is one
             tree, or one part of a split tree, and `per_device_train_batch_size` counts those.
@@ -136,7 +138,9 @@ class TreeSFTConfig(SFTConfig):
         None, "Most tokens of a packed sequence; see `overflow` and `pack_trees`. `None` sets no limit."
     )
     overflow: str = option_field(
-        "split", "What happens to a tree of more than `max_packed_tokens` tokens.", PREPARATION_CHOICES["overflow"]
+        "split",
+        "What happens to a tree of more than `max_packed_tokens` tokens.",
+        ["auto", *PREPARATION_CHOICES["overflow"]],
     )
     pack_trees: bool = option_field(True, "Whether several trees share a packed sequence under `max_packed_tokens`.")
     selection_metric: str | None = option_field(
@@ -170,4 +174,7 @@ class TreeSFTConfig(SFTConfig):
         if self.dataset_text_field != "text":
             self.column_names = {"text": self.dataset_text_field, **(self.column_names or {})}  # type: ignore[dict-item]
         check_tree_config(self, PREPARATION)
-        check_preparation(**{name: getattr(self, name) for name in signature(check_preparation).parameters})
+        options = {name: getattr(self, name) for name in signature(check_preparation).parameters}
+        if self.overflow == "auto":  # chosen when the trees are known
+            options["overflow"] = "stream"
+        check_preparation(**options)

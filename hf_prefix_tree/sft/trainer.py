@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object, recursively_apply
 from datasets import Dataset, IterableDataset
-from transformers import default_data_collator
+from transformers import AutoConfig, default_data_collator
 from trl import SFTTrainer
 
 from hf_prefix_tree import __version__
@@ -29,6 +29,7 @@ from hf_prefix_tree.data.rows import MESSAGE_KINDS, RowOptions, columns_of, row_
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
 from hf_prefix_tree.data.trees import write_files
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
+from hf_prefix_tree.modeling.flops import choose_overflow
 from hf_prefix_tree.modeling.streaming import Section, kept_on_host, sections_of, stream
 from hf_prefix_tree.sft.collator import BranchCollator, DataCollatorForPrefixTree, EvaluationCollator, branch_batches
 from hf_prefix_tree.sft.config import PREPARATION, TreeSFTConfig
@@ -134,6 +135,7 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         check_not_empty(train_dataset, "train_dataset")
         # `SFTTrainer` prepares the training dataset first; the same object may be an evaluation dataset as well
         self._to_select_from: Any = train_dataset
+        self._model_to_count: Any = model
         self._format: Callable[[Any], str] | None = kwargs.get("formatting_func")
         # TRL would look for a training template of its own, which trees do not need
         self._asked, args.assistant_only_loss = args.assistant_only_loss, False
@@ -170,12 +172,32 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
                 "rows, completions, assistants' turns or whole texts are trained on; leave out what does not fit."
             )
         names = {"weighting", *PREPARATION} - {"shuffle_dataset", "column_names"}  # columns have been renamed
-        options = {name: getattr(args, name) for name in names}
+        options = {name: getattr(args, name) for name in names} | {"num_proc": args.dataset_num_proc}
         if is_selected_from:
             self._to_select_from = None
         else:
             options |= {"selection_metric": None, "selection_num_proc": None, "max_examples": None}
-        return prepare_trees(dataset, self._tokenizer, num_proc=args.dataset_num_proc, **options)
+        if args.overflow == "auto":
+            if isinstance(dataset, IterableDataset):
+                raise ValueError("`overflow='auto'` counts all trees, but a stream is read once; pass 'split', say.")
+            trees = prepare_trees(
+                dataset, self._tokenizer, **options | {"max_packed_tokens": None, "overflow": "split"}
+            )
+            self._choose_overflow(trees, args)
+            options |= {"overflow": args.overflow, "max_packed_tokens": args.max_packed_tokens}
+        return prepare_trees(dataset, self._tokenizer, **options)
+
+    def _choose_overflow(self, trees: Dataset, args: TreeSFTConfig) -> None:
+        model, most = self._model_to_count, args.max_packed_tokens
+        assert most is not None  # checked with the configuration
+        config = AutoConfig.from_pretrained(model) if isinstance(model, str) else model.config
+        large = [index for index, ids in enumerate(trees["input_ids"]) if len(ids) > most]
+        choice, args.max_packed_tokens, numbers = choose_overflow(
+            (PrefixTree.from_dict(trees[index]) for index in large), config, most, args.gradient_checkpointing
+        )
+        args.overflow = "stream" if choice == "stream" else "split"
+        if args.process_index == 0:
+            logger.warning("`overflow='auto'`: %s, as %s.", choice, numbers)
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         is_skipped = (self.args.dataset_kwargs or {}).get("skip_prepare_dataset")
@@ -234,7 +256,7 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         def forward(section: Section | None) -> torch.Tensor:
             part = {name: tensor.to(device) for name, tensor in (section or empty).inputs.items()}
             with kept_on_host(part["input_ids"].shape[1]) if on_host else nullcontext():
-                loss = part_loss(model, part, num_items_in_batch=num_items_in_batch)
+                loss: Any = part_loss(model, part, num_items_in_batch=num_items_in_batch)
             losses.append(loss.detach())
             return loss
 

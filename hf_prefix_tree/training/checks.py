@@ -326,16 +326,17 @@ def check_grouped_mode(trainer: Any) -> None:
 
 def check_streaming_config(config: Any) -> None:
     """Raises `ValueError` for options under which trees cannot be streamed (`overflow="stream"`)."""
-    if config.overflow != "stream":
+    if config.overflow not in ("stream", "auto"):
         return
+    given = f"`overflow={config.overflow!r}`"
     if config.max_packed_tokens is None:
-        raise ValueError("`overflow='stream'` needs `max_packed_tokens`, the tokens of a pass: set it, to 8192 say.")
+        raise ValueError(f"{given} needs `max_packed_tokens`, of a pass or a packed sequence: set it, to 8192 say.")
     if config.mode == "grouped":
-        raise ValueError("`overflow='stream'` has no meaning under `mode='grouped'`, which computes branch by branch.")
+        raise ValueError(f"{given} has no meaning under `mode='grouped'`, which computes branch by branch.")
     if "lomo" in str(config.optim).lower():
         raise ValueError(
-            f"`optim={str(config.optim)!r}` changes weights in the backward, and `overflow='stream'` has several in a "
-            "step: use another optimizer."
+            f"`optim={str(config.optim)!r}` changes weights in the backward, and {given} may have several in a step: "
+            "use another optimizer."
         )
 
 

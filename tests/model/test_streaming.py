@@ -159,7 +159,7 @@ def test_without_handed_over_gradients_the_comparison_fails(monkeypatch):
 def test_labels_that_stay_with_their_token_fail(monkeypatch):
     """A token that begins a section is predicted in an earlier one."""
     cut = streaming._cut
-    monkeypatch.setattr(streaming, "_cut", lambda arrays, start, end, moved, multiple: cut(arrays, start, end, moved[:0], multiple))
+    monkeypatch.setattr(streaming, "_cut", lambda *args: cut(*args[:3], args[3][:0], args[4]))
     model = make_model("llama")
     with keep_double():
         loss, _ = whole(model, forest(3))
@@ -173,9 +173,8 @@ def test_a_window_by_index_fails(monkeypatch):
 
     def from_zero(*args):
         inputs = cut(*args)
-        for name, tensor in (("position_ids", inputs["position_ids"]), ("prefix_tree", inputs["prefix_tree"][:, 1])):
-            inputs[name] = inputs[name]
-            tensor -= tensor.min()
+        for depth in (inputs["position_ids"], inputs["prefix_tree"][:, 1]):
+            depth.sub_(depth[:, :1].clone()).clamp_(min=0)
         return inputs
 
     monkeypatch.setattr(streaming, "_cut", from_zero)
@@ -184,6 +183,18 @@ def test_a_window_by_index_fails(monkeypatch):
         loss, _ = whole(model, forest(0))
         got, _ = streamed(model, forest(0), 6)
     assert abs(loss - got) > 1e-3
+
+
+def test_a_backward_that_misses_a_layer_raises():
+    model, batch = make_model("llama"), concatenate_trees(forest(3), pad_token_id=0)
+    sections = sections_of(batch, 6)
+
+    def forward(section):
+        loss = model(**section.inputs).loss
+        return 0 * model.lm_head.weight.sum() if section.is_open else loss
+
+    with pytest.raises(RuntimeError, match="did not reach all layers"):
+        stream(sections, [section.name for section in sections], forward, lambda loss: loss.backward())
 
 
 # ---- the cut ----
@@ -200,7 +211,8 @@ def test_every_token_is_computed_once_on_its_path(seed):
     labels = torch.cat([section.inputs["labels"][section.inputs["prefix_tree"][:, 2] >= 0] for section in sections])
     kept = batch["labels"][(batch["labels"] >= 0) & (batch["prefix_tree"][:, 2] >= 0)]
     assert torch.equal(labels[labels >= 0].sort()[0], kept.sort()[0])
-    assert sum(summed_weights(section.inputs) for section in sections) == pytest.approx(summed_weights(batch), rel=1e-12)
+    summed = sum(summed_weights(section.inputs).item() for section in sections)
+    assert summed == pytest.approx(summed_weights(batch).item(), rel=1e-12)
     # in order, an open section has room for its own tokens behind those that it reads
     ends = {(): 0}
     for section in sections:
@@ -209,10 +221,11 @@ def test_every_token_is_computed_once_on_its_path(seed):
 
 
 def test_sections_of_completions_wait_for_their_prompt_alone():
-    """A prompt of 4 sections and 16 completions: one at a time waits beside the prompt, and short ones share a pass."""
+    """A prompt of 4 sections and 16 completions: one at a time waits beside it, and short ones share a pass."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(3, VOCAB, size=400)
-    branches = [Branch(np.append(prompt, rng.integers(3, VOCAB, size=90)), np.ones(490)) for _ in range(16)]
+    tails = [[first, *rng.integers(3, VOCAB, size=89)] for first in range(3, 19)]
+    branches = [Branch(np.append(prompt, tail), np.ones(490)) for tail in tails]
     planned = plan(fold(branches).subtree_end, 100)
     assert [is_open for *_, is_open in planned] == [True] * 4 + [False] * 16
     assert [is_open for *_, is_open in plan(fold(branches).subtree_end, 200)] == [True] * 2 + [False] * 8
