@@ -148,9 +148,8 @@ def prepare_stream(dataset: IterableDataset, columns: list[str], plan: Plan) -> 
         )
     if plan.max_examples is not None:
         trees = trees.take(plan.max_examples)
-    if plan.limit["max_packed_tokens"] is not None:
-        splits = plan.limit["overflow"] != "stream"
-        trees = pack_stream(trees, plan.limit["max_packed_tokens"], plan.pack_trees, splits)
+    if (max_tokens := plan.limit["max_packed_tokens"]) is not None:
+        trees = pack_stream(trees, max_tokens, plan.pack_trees, plan.limit["overflow"] != "stream")
     return trees
 
 
@@ -300,9 +299,8 @@ def prepare_trees(
             Tokens that a row of packed trees holds. At least `max_length`, if that is given. Of a streaming dataset,
             up to 1,000 consecutive trees are packed together.
         overflow (`str`, *optional*, defaults to `"split"`):
-            How to treat a larger tree: `"split"` splits it (a branch that is longer makes its row an
-            error), `"stream"` leaves it whole, in a row of its own, `"drop"` drops it, `"raise"` makes its row an
-            error.
+            How to treat a larger tree: `"split"` splits it (a longer branch makes its row an error), `"stream"` leaves
+            it whole, in a row of its own, `"drop"` drops it, `"raise"` makes its row an error.
         pack_trees (`bool`, *optional*, defaults to `True`):
             Whether trees share rows. If not, each row holds one tree or part.
         selection_metric (`str`, *optional*):

@@ -93,8 +93,7 @@ def prepare_model(
     ("You must specify exactly one of input_ids or inputs_embeds") instead of reading the tree as one sequence.
 
     Args:
-        model (`PreTrainedModel` or `PeftModel`):
-            A causal LM. Wrap it with DDP, FSDP or `torch.compile` afterwards.
+        model (`PreTrainedModel` or `PeftModel`): A causal LM. Wrap it with DDP, FSDP or `torch.compile` afterwards.
         attn_backend (`str`, *optional*, defaults to `"auto"`):
             `"flex"` runs FlexAttention, `"flash"` the kernels of `flash-attn-4` (on Hopper), `"sdpa"` a dense
             mask; each raises where it cannot serve. `"auto"` takes FLASH where it is right and pays, FlexAttention
@@ -281,9 +280,7 @@ def _remember(state: _TreeState, refusals: tuple[str | None, str | None]) -> Non
     state.refusals[state.watch.key] = state.image_refusal, state.loss_refusal = refusals
 
 
-def check_call(
-    module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: bool = False, is_section: bool = False
-) -> None:
+def check_call(module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: bool = False) -> None:
     """
     All checks of a call with a tree, which must cost little (`benchmarks/call_overhead.py`).
 
@@ -291,7 +288,6 @@ def check_call(
         module (`PreTrainedModel`): The prepared causal LM.
         kwargs (`dict[str, Any]`): Keyword arguments of the call.
         is_weighted (`bool`, *optional*, defaults to `False`): Whether the caller weighs log-probs by itself.
-        is_section (`bool`, *optional*, defaults to `False`): Whether tokens before these were computed earlier.
 
     Raises:
         `ValueError`: where the call cannot be exact.
@@ -301,12 +297,11 @@ def check_call(
     check_batch(kwargs)
     trains = module.training and torch.is_grad_enabled()
     state.inputs.refuse(kwargs, trains)
-    call_checks.refuse_long_branches(kwargs["prefix_tree"], state.rope_limit, is_section)
+    call_checks.refuse_long_branches(kwargs["prefix_tree"], state.rope_limit)
     call_checks.refuse_missing_labels(kwargs, trains)
     if module.training:
-        call_checks.refuse_noisy_embeddings(
-            module.get_input_embeddings() if state.watch is None else state.watch.embeddings
-        )
+        embeddings = module.get_input_embeddings() if state.watch is None else state.watch.embeddings
+        call_checks.refuse_noisy_embeddings(embeddings)
     if not state.verifying:
         (_verify_outside_graphs if torch.compiler.is_compiling() else _verify_call)(module, state)
     call_checks.refuse_other_inputs(module, kwargs, state.image_refusal)
@@ -344,7 +339,7 @@ def _verify_call(module: PreTrainedModel, state: _TreeState) -> None:
         )
 
 
-# It looks at the model's code, and runs the model where it has changed. The wrapper alone takes 9 microseconds.
+# It looks at the model's code, and runs it where that has changed. The wrapper alone takes 9 microseconds.
 _verify_outside_graphs = torch.compiler.disable(_verify_call)
 
 
@@ -371,16 +366,15 @@ def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[TreeContext
     if isinstance(sentinel, torch.Tensor) and not sentinel.is_floating_point():
         del kwargs[UNPREPARED_SENTINEL]
     is_weighted = bool(kwargs.pop(WEIGHTED_BY_CALLER, False))
-    check_call(module, kwargs, is_weighted, section is not None)
-    state: _TreeState = state_of(module)
-    tree = kwargs["prefix_tree"]
-    if section is not None and state.recurrent:
-        raise ValueError(
-            f"{type(module).__name__} has recurrent layers, whose states are not handed from section to section "
-            "(`overflow='stream'`). Use `overflow='split'`."
-        )
-    labels = kwargs.get("labels")
-    supervised = None if labels is None else gather_supervised(tree, labels, kwargs.get("loss_weights"))
+    check_call(module, kwargs, is_weighted)
+    state, tree = state_of(module), kwargs["prefix_tree"]
+    if section is not None:
+        call_checks.refuse_section(module, tree, bool(state.recurrent), state.rope_limit)
+    supervised = (
+        None
+        if (labels := kwargs.get("labels")) is None
+        else gather_supervised(tree, labels, kwargs.get("loss_weights"))
+    )
     # The check of the model may run in another precision than training, and on short sequences. Before FLASH is
     # taken, it is compared with Triton on the packed sequences themselves.
     backend = "auto" if state.verifying and state.attn_backend == "flash" else state.attn_backend

@@ -32,7 +32,7 @@ from hf_prefix_tree.modeling.batch import BLOCK_SIZE
 from hf_prefix_tree.modeling.flops import choose_overflow
 from hf_prefix_tree.modeling.streaming import Section, kept_on_host, sections_of, stream
 from hf_prefix_tree.sft.collator import BranchCollator, DataCollatorForPrefixTree, EvaluationCollator, branch_batches
-from hf_prefix_tree.sft.config import PREPARATION, TreeSFTConfig
+from hf_prefix_tree.sft.config import PREPARATION, TreeSFTConfig, check_streaming
 from hf_prefix_tree.sft.mixin import TreeLossMixin
 from hf_prefix_tree.training import checks
 from hf_prefix_tree.training.step import PreparationMixin
@@ -151,7 +151,7 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         args.assistant_only_loss = self._asked
         checks.check_texts(self)
         if args.overflow == "stream":
-            checks.check_streaming(self)
+            check_streaming(self)
         if data_collator is None:
             pad_token_id, multiple = checks.padding_token_of(self._tokenizer), args.pad_to_multiple_of or BLOCK_SIZE
             self.data_collator = DataCollatorForPrefixTree(pad_token_id, args.weighting, multiple)
