@@ -367,14 +367,10 @@ def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[TreeContext
         del kwargs[UNPREPARED_SENTINEL]
     is_weighted = bool(kwargs.pop(WEIGHTED_BY_CALLER, False))
     check_call(module, kwargs, is_weighted)
-    state, tree = state_of(module), kwargs["prefix_tree"]
+    state, tree, labels = state_of(module), kwargs["prefix_tree"], kwargs.get("labels")
     if section is not None:
         call_checks.refuse_section(module, tree, bool(state.recurrent), state.rope_limit)
-    supervised = (
-        None
-        if (labels := kwargs.get("labels")) is None
-        else gather_supervised(tree, labels, kwargs.get("loss_weights"))
-    )
+    supervised = None if labels is None else gather_supervised(tree, labels, kwargs.get("loss_weights"))
     # The check of the model may run in another precision than training, and on short sequences. Before FLASH is
     # taken, it is compared with Triton on the packed sequences themselves.
     backend = "auto" if state.verifying and state.attn_backend == "flash" else state.attn_backend
