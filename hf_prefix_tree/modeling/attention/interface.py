@@ -102,7 +102,10 @@ def prefix_tree_mask(
     if context.section is not None and no_flex is not None:
         raise ValueError(f"{type(config).__name__} cannot be streamed: {no_flex}. Use `overflow='split'`.")
     length = context.prefix_tree.shape[-1]
-    options = {"sinks": context.sinks, "mask_kind": kind_of(limit)[0] if context.section is None else "streamed"}
+    kind = kind_of(limit)[0]
+    if context.section is not None and context.section.start:
+        kind = "path" if kind == "causal" else f"{kind} over a path"
+    options = {"sinks": context.sinks, "mask_kind": kind}
     call = AttentionCall.of(config, device, attention_dtype(device, dtype), length, **options)
     build: Any = functools.partial(context.mask, flex=True, **limit)
     backend = choose_backend(context.attn_backend, call, build, no_flex)

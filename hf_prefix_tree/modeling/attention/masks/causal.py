@@ -138,6 +138,7 @@ class TreeBlockMask(BlockMask):
     depth: Tensor  # [B, P + N] int32
     kind: str  # "causal" or one of `KINDS`
     limit: Tensor | None  # [1] int32: the window, or the size of chunks
+    skipped: Tensor | None = None  # [1] int32: P, where it is above 0
 
 
 def tree_block_mask(prefix_tree: Tensor, path: Tensor | None = None, **limit: int | None) -> TreeBlockMask:
@@ -174,7 +175,7 @@ def tree_block_mask(prefix_tree: Tensor, path: Tensor | None = None, **limit: in
         visible &= some
         full &= every
     partial = visible.logical_and_(~full).logical_or_(key_block[None, :] == block[:, None])
-    number_on_device = _on_device(number, depth)
+    number_on_device, skipped_on_device = _on_device(number, depth), _on_device(skipped or None, depth)
     mask = TreeBlockMask(
         (length, skipped + length),
         *listed_blocks(partial),
@@ -182,9 +183,9 @@ def tree_block_mask(prefix_tree: Tensor, path: Tensor | None = None, **limit: in
         *listed_blocks(partial.transpose(1, 2)),  # the queries of a block of keys, for the backward
         *listed_blocks(full.transpose(1, 2)),
         (size, size),
-        _mask_mod(subtree_end, depth, kind, number_on_device, _on_device(skipped or None, depth)),
+        _mask_mod(subtree_end, depth, kind, number_on_device, skipped_on_device),
     )
-    mask.subtree_end, mask.depth = subtree_end, depth
+    mask.subtree_end, mask.depth, mask.skipped = subtree_end, depth, skipped_on_device
     mask.kind, mask.limit = kind, number_on_device
     return mask
 
