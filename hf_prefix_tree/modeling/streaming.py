@@ -214,7 +214,12 @@ def sections_of(
         max_tokens (`int`): Most tokens of a section.
         on_host (`bool`, *optional*, defaults to `False`): Whether keys, values and gradients are kept by the host.
         multiple (`int`, *optional*, defaults to `128`): Sections are padded to a multiple of it.
+
+    Raises:
+        `ValueError`: For a batch of several packed sequences.
     """
+    if len(batch["input_ids"]) != 1:
+        raise ValueError(f"A batch of {len(batch['input_ids'])} packed sequences cannot be streamed: collate one.")
     arrays = {name: batch[name].cpu().numpy()[0] for name in (*_CUT, "prefix_tree")}
     tokens = int(arrays["attention_mask"].sum())
     subtree_end, depth, predecessor = arrays["prefix_tree"][:, :tokens]
