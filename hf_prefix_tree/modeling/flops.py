@@ -280,11 +280,12 @@ def choose_overflow(
         f"{streamed[0]:,.0f}, {ratio:.2f}x the FLOPs; streaming keeps {longest * waiting / 2**30:.1f} GiB beside a "
         f"pass, a packed sequence {max_tokens * per_token / 2**30:.1f} GiB"
     )
-    if ratio <= _WORTH_STREAMING or (passes < _SMALLEST_PASS and ratio < math.inf):
+    smallest = min(_SMALLEST_PASS, max_tokens)
+    if ratio <= _WORTH_STREAMING or (passes < smallest and ratio < math.inf):
         return "split", max_tokens, numbers
-    if passes < _SMALLEST_PASS:
+    if passes < smallest:
         numbers += "; it may not fit: set `activation_offloading=True`"
-    return "stream", max(passes, _SMALLEST_PASS), numbers
+    return "stream", max(passes, smallest), numbers
 
 
 _LARGEST_PASS, _SMALLEST_PASS = 8192, 1024  # tokens

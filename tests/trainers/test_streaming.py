@@ -9,10 +9,15 @@ from __future__ import annotations
 import json
 import signal
 
+import numpy as np
 import pytest
 import torch
 
+from benchmarks.flops import shape_config
+from hf_prefix_tree import TreeSFTTrainer, prepare_trees
 from hf_prefix_tree.modeling import streaming
+from hf_prefix_tree.modeling.flops import choose_overflow, model_costs
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from tests.support.engine_runs import (
     FSDP2,
     check,
@@ -25,7 +30,16 @@ from tests.support.engine_runs import (
     train_saving,
 )
 from tests.support.ranks import run_ranks
-from tests.support.trainer_runs import distance, make_model, weights
+from tests.support.trainer_runs import (
+    config,
+    distance,
+    make_model,
+    make_trees,
+    tokenizer,
+    train,
+    tree_dataset,
+    weights,
+)
 
 STREAM = {"overflow": "stream", "max_packed_tokens": 16}
 FSDP2_CHECKPOINTED = {**FSDP2, "fsdp_config": {**FSDP2["fsdp_config"], "activation_checkpointing": True}}
@@ -135,3 +149,113 @@ def test_killed_and_resumed(tmp_path, ranks):
     got = torch.load(broken / "weights.pt")
     for name, value in expected.items():
         assert torch.equal(got[name], value), name
+
+
+def test_every_token_is_computed_once(tmp_path):
+    """In passes of at most so many tokens; recomputation under checkpointing calls the layers, not the model."""
+    trees, seen = make_trees(2, num_branches=12), []
+    trainer = make_sft(tmp_path, trees, gradient_accumulation_steps=2, gradient_checkpointing=True, **STREAM)
+    trainer.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(int(kwargs["attention_mask"].sum())), with_kwargs=True
+    )
+    trainer.train()
+    seen = [tokens for tokens in seen if tokens][-sum(map(len, trees)) :]
+    of_step = seen[next(start for start in range(len(seen)) if sum(seen[start:]) == sum(map(len, trees))) :]
+    assert len(of_step) > 5 and max(of_step) <= 16
+
+
+def make_sft(folder, trees, model=None, **options):
+    return TreeSFTTrainer(
+        model=model or make_model(),
+        args=config(folder, **options),
+        train_dataset=tree_dataset(trees),
+        processing_class=tokenizer(),
+    )
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_larger_trees_have_a_row_of_their_own(streams):
+    trees = sorted(make_trees(4, num_branches=3) + make_trees(1, seed=1, num_branches=12), key=len)
+    limit = len(trees[-2])
+    dataset = tree_dataset(trees)
+    rows = prepare_trees(
+        dataset.to_iterable_dataset() if streams else dataset, max_packed_tokens=limit, overflow="stream"
+    )
+    sizes = [[len(tree["input_ids"]) for tree in row["trees"]] for row in rows]
+    assert sorted(size for row in sizes for size in row) == [len(tree) for tree in trees]
+    assert [len(trees[-1])] in sizes and all(sum(row) <= limit for row in sizes if row != [len(trees[-1])])
+    assert {number for row in rows for number in row["num_parts"]} == {1}
+
+
+@pytest.mark.parametrize(
+    ("limit", "choice", "why"),
+    [
+        (500, "split", "whole, as no tree has more than 500 tokens"),
+        (40, "split", "beside a pass"),
+        (20, "stream", "it may not fit: set `activation_offloading=True`"),
+    ],
+)
+def test_auto(tmp_path, caplog, limit, choice, why):
+    trees = make_trees(2, num_branches=12)
+    longest = max(tree.stats().longest_path for tree in trees)
+    assert 20 < longest < 40 < len(trees[0])
+    trainer = make_sft(tmp_path, trees, overflow="auto", max_packed_tokens=limit, gradient_accumulation_steps=2)
+    assert trainer.args.overflow == choice and why in caplog.text
+    trainer.train()
+    assert trainer.state.log_history[0]["tree/tokens"] >= sum(map(len, trees))
+
+
+def rollouts(prompt, completions, length):
+    paths = [np.append(np.arange(prompt), np.full(length, index)) for index in range(completions)]
+    return fold([Branch(path, np.arange(prompt + length) >= prompt) for path in paths])
+
+
+@pytest.mark.parametrize(
+    ("tree", "max_tokens", "checkpointing", "expected"),
+    [
+        (rollouts(8192, 16, 1024), 16_384, False, ("stream", 5504)),  # 2 parts repeat 8k; 16,384 less 9,216 x 1.171
+        (rollouts(8192, 16, 1024), 16_384, True, ("split", 16_384)),  # beside a path with keys and values no pass fits
+        (rollouts(512, 16, 1024), 16_384, False, ("split", 16_384)),  # repeats little
+        (rollouts(8192, 2, 16_384), 16_384, True, ("stream", 1024)),  # a path that no packed sequence holds
+    ],
+)
+def test_what_auto_counts(tree, max_tokens, checkpointing, expected):
+    costs = model_costs(shape_config("0.6b"))
+    *choice, numbers = choose_overflow([tree], shape_config("0.6b"), max_tokens, checkpointing)
+    assert tuple(choice) == expected
+    longest = tree.stats().longest_path
+    per_token = costs.checkpointed_bytes if checkpointing else costs.activation_bytes
+    waiting = (28 * 2 * 1024 if checkpointing else costs.activation_bytes) + 28 * 1024 * (2 + 2 + 4 + 4)
+    assert f"keeps {longest * waiting / 2**30:.1f} GiB beside" in numbers
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_packed_tokens": None}, "`overflow='stream'` needs `max_packed_tokens`"),
+        ({"mode": "grouped"}, "no meaning under `mode='grouped'`"),
+        ({"optim": "lomo"}, "changes weights in the backward"),
+        ({"overflow": "streem"}, "`overflow` is 'streem'; pass one of 'auto', 'split', 'stream'"),
+    ],
+)
+def test_refused_options(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **{**STREAM, **options})
+
+
+def test_refused_models_and_calls(tmp_path):
+    with pytest.raises(ValueError, match="set `router_aux_loss_coef=0`"):
+        make_sft(tmp_path, make_trees(1), make_model("qwen3_moe", attn_implementation=None), **STREAM)
+    trainer = make_sft(tmp_path, make_trees(1, num_branches=12), **STREAM)
+    with pytest.raises(ValueError, match="Predictions of a tree of more than `max_packed_tokens=16` tokens"):
+        trainer.predict(trainer.train_dataset)
+
+
+def test_mixture_of_experts(tmp_path):
+    trees, ends = make_trees(2, num_branches=12), []
+    for options in ({}, STREAM):
+        model = make_model("qwen3_moe", attn_implementation=None)
+        run = train(tmp_path, trees, model, router_aux_loss_coef=0.0, gradient_accumulation_steps=2, **options)
+        ends.append(weights(run.model))
+    start = weights(make_model("qwen3_moe", attn_implementation=None))
+    assert distance(ends[0], start) > 1e-3 and distance(ends[1], ends[0], start) < 1e-5
