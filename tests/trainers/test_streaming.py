@@ -199,7 +199,7 @@ def test_auto(tmp_path, caplog, limit, choice, why):
     trees = make_trees(2, num_branches=12)
     longest = max(tree.stats().longest_path for tree in trees)
     assert 20 < longest < 40 < len(trees[0])
-    trainer = make_sft(tmp_path, trees, overflow="auto", max_packed_tokens=limit, gradient_accumulation_steps=2)
+    trainer = make_sft(tmp_path, trees, overflow="auto", max_packed_tokens=limit, gradient_accumulation_steps=4)
     assert trainer.args.overflow == choice and why in caplog.text
     trainer.train()
     assert trainer.state.log_history[0]["tree/tokens"] >= sum(map(len, trees))
@@ -224,7 +224,6 @@ def test_what_auto_counts(tree, max_tokens, checkpointing, expected):
     *choice, numbers = choose_overflow([tree], shape_config("0.6b"), max_tokens, checkpointing)
     assert tuple(choice) == expected
     longest = tree.stats().longest_path
-    per_token = costs.checkpointed_bytes if checkpointing else costs.activation_bytes
     waiting = (28 * 2 * 1024 if checkpointing else costs.activation_bytes) + 28 * 1024 * (2 + 2 + 4 + 4)
     assert f"keeps {longest * waiting / 2**30:.1f} GiB beside" in numbers
 
