@@ -289,7 +289,7 @@ def kept_on_host(tokens: int) -> torch.autograd.graph.saved_tensors_hooks:
     the order of the device's stream.
 
     Args:
-        tokens (`int`): Tokens of the call, by which activations are told from weights.
+        tokens (`int`): Tokens of the call, by which activations are told from weights; with 0 nothing is moved.
     """
 
     def pack(saved: Tensor) -> Tensor | tuple[torch.device, Tensor]:

@@ -261,8 +261,8 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
             return loss
 
         def backward(loss: torch.Tensor) -> None:
-            if is_training:
-                with torch.autocast(device.type, enabled=False):  # that of the forward, inside which this runs
+            if is_training:  # inside of the forward's autocast and of TRL's offloading, neither of which it takes
+                with torch.autocast(device.type, enabled=False), kept_on_host(0) if on_host else nullcontext():
                     self.accelerator.backward(loss)
 
         # DDP reduces gradients once, with an empty row.

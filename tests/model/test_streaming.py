@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from conformance.build import build_model
 from conformance.double import keep_double
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.modeling import streaming
@@ -15,36 +14,12 @@ from hf_prefix_tree.modeling.attention.masks.causal import dense_mask, tree_bloc
 from hf_prefix_tree.modeling.batch import concatenate_trees, summed_weights
 from hf_prefix_tree.modeling.streaming import kept_on_host, plan, sections_of, stream
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
-from tests.support import models
 from tests.support.hybrids import make_hybrid
 from tests.support.models import VOCAB, branch_runs, gradients, random_branches, relative_error
+from tests.support.ranks import run_ranks
+from tests.support.streaming_runs import KINDS, compare_ranks, forest, make_model
 
 TOLERANCE = 1e-10
-KINDS = [*models.CONFIGS, "deepseek_v3", "llama4_text"]  # the last two: latent attention, and chunks
-
-
-def make_model(name):
-    model = models.make_model(name) if name in models.CONFIGS else build_model(name).double()
-    return prepare_model(model).train()
-
-
-def deep_branches(rng, nodes):
-    """A trunk that a branch leaves after nearly every token, or that ends there."""
-    trunk = rng.integers(3, VOCAB, size=nodes + 1)
-    paths = [trunk]
-    for kept in range(1, nodes):
-        tail = rng.integers(3, VOCAB, size=rng.integers(0, 3))
-        paths.append(np.concatenate([trunk[:kept], tail]))
-    return [Branch(path, rng.integers(0, 2, size=len(path)) * rng.uniform(0.25, 2)) for path in paths]
-
-
-def forest(seed):
-    """One to three trees, of up to 50 nodes on a path."""
-    rng = np.random.default_rng(seed)
-    trees = [fold(random_branches(rng, num_branches=int(rng.integers(1, 9)))) for _ in range(1 + seed % 3)]
-    if seed % 5 == 0:
-        trees[0] = fold(deep_branches(rng, nodes=50 if seed % 25 == 0 else int(rng.integers(2, 16))))
-    return trees
 
 
 def streamed(model, trees, max_tokens, **options):
@@ -103,6 +78,16 @@ def test_200_forests(name):
     model = make_model(name)
     seeds = with_weight(range(1000 + 100 * KINDS.index(name), 1100 + 100 * KINDS.index(name)))[:23]
     assert len(seeds) == 23 and sum(check(model, seed) > 3 for seed in seeds) > 10
+
+
+@pytest.mark.parametrize(
+    ("kinds", "seeds"),
+    [(["gpt_oss"], [1, 2, 4]), pytest.param(KINDS, list(range(100, 120)), marks=pytest.mark.slow)],
+    ids=["few", "many"],
+)
+def test_two_ranks(tmp_path, kinds, seeds):
+    """Forests of other sizes on each rank, under DDP."""
+    run_ranks(compare_ranks, tmp_path, kinds, seeds, ranks=2, timeout=1200)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
