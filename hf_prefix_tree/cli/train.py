@@ -27,7 +27,7 @@ from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_
 from hf_prefix_tree.data.baselines import stock_samples
 from hf_prefix_tree.data.formats import with_tools
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
-from hf_prefix_tree.eagle3.data import prepare_eagle3_rows
+from hf_prefix_tree.eagle3.data import prepare_eagle3_trees
 from hf_prefix_tree.eagle3.export import export_for_serving, validate_export
 from hf_prefix_tree.eagle3.model import Eagle3DraftModel
 from hf_prefix_tree.eagle3.target import TARGET_FILE, Eagle3Target, precompute_hidden_states
@@ -334,15 +334,16 @@ def _print_preparation(
         line = f"Without trees: {len(lengths):,} samples of {sum(lengths):,} tokens, {supervised:,} supervised, "
         line += f"the longest {max(lengths):,}."
     elif method == "eagle3":
-        masks = _documents(rows, tokenizer, args)["loss_mask"]
+        prepared = _documents(rows, tokenizer, args)
+        masks = prepared["branch_count" if "branch_count" in prepared.column_names else "loss_mask"]
         positions, supervised = sum(map(len, masks)), sum(map(sum, masks))
         line = f"{split}: {len(masks):,} sequences of {positions:,} positions, {supervised:,} supervised."
     console().print(line)
 
 
 def _documents(rows: Dataset, tokenizer: Any, args: Any) -> Dataset:
-    """The packed or padded documents that `Eagle3Trainer` makes of the rows."""
-    return prepare_eagle3_rows(
+    """The trees or documents that `Eagle3Trainer` makes of the rows."""
+    return prepare_eagle3_trees(
         rows,
         {
             "tokenizer": tokenizer,

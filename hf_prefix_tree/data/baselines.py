@@ -24,6 +24,7 @@ from hf_prefix_tree.data.prepare import Plan, check_preparation, prepare_dataset
 from hf_prefix_tree.data.rows import (
     MESSAGE_KINDS,
     SAMPLE_KINDS,
+    TEXT_KINDS,
     RowOptions,
     columns_of,
     row_branches,
@@ -85,30 +86,60 @@ def read_samples(
     columns = columns_of(rows)
     if "input_ids" in columns or not columns:
         return rows if on_error == "raise" else _readable(rows)
-    kind = row_kind(columns, (*SAMPLE_KINDS, "tokens"))
-    if tokenizer is None:
+    options |= {"on_error": on_error, "num_proc": num_proc, "counts": counts}
+    folded = read_branches(rows, tokenizer, (*SAMPLE_KINDS, "tokens"), **options)
+    if isinstance(folded, list):
+        return [sample for tree in folded for sample in _samples(tree)]
+    options = {"batched": True, "remove_columns": list(TREE_FEATURES), "features": _SAMPLE_FEATURES}
+    return cached_map(folded, _unfold, **options, num_proc=num_proc, desc="Unfolding samples")
+
+
+def read_branches(
+    rows: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    kinds: Sequence[str],
+    *,
+    on_error: str = "raise",
+    num_proc: int | None = None,
+    counts: MutableMapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """
+    The tree of each row, of any form that trainers take: as `prepare_trees`, which takes no list, with further options.
+
+    Args:
+        rows (`Dataset`, `IterableDataset` or list of `dict`):
+            Rows of one of the `kinds`.
+        kinds (sequence of `str`):
+            Keys of `ROW_KINDS`.
+        tokenizer, on_error, num_proc, counts, options:
+            As for [`read_samples`].
+
+    Returns:
+        Rows that are trees, in the form of `rows`. Rows that supervise nothing are left out.
+    """
+    kind = row_kind(columns_of(rows), kinds)
+    if tokenizer is None and kind in TEXT_KINDS:
         raise ValueError(f"`tokenizer` is None, but {kind} rows are text; pass the model's tokenizer.")
     is_list = not isinstance(rows, Dataset | IterableDataset)
     features = {} if is_list else dict(rows.features or {})
     read = RowOptions(kind, tokenizer, features, **options)
     settings: dict[str, Any] = {"options": read, "weighting": "branch", "on_error": on_error}
     plan = Plan(settings, {"max_packed_tokens": None, "overflow": "split", "on_error": on_error}, num_proc=num_proc)
-    report = Report()
-    samples: Any
+    report, folded = Report(), rows
     if is_list:
-        trees = [tree_of_rows([item], **plan.settings) for item in enumerate(rows)]
-        for tree in trees:
-            report.add(tree[REPORT])
+        folded = [tree_of_rows([item], **plan.settings) for item in enumerate(rows)]
+        for tree in folded:
+            report.add(tree.pop(REPORT))
         report.log()
-        samples = [sample for tree in trees for sample in _samples(tree)]
+        folded = [tree for tree in folded if tree["num_branches"]]
+    elif isinstance(rows, IterableDataset):
+        folded = prepare_stream(rows, columns_of(rows), plan)
     else:
-        is_stream = isinstance(rows, IterableDataset)
-        folded: Any = prepare_stream(rows, columns, plan) if is_stream else prepare_dataset(rows, plan, report)
-        options = {"batched": True, "remove_columns": list(TREE_FEATURES), "features": _SAMPLE_FEATURES}
-        samples = cached_map(folded, _unfold, **options, num_proc=num_proc, desc="Unfolding samples")
+        folded = prepare_dataset(rows, plan, report)
     if counts is not None:
         counts.update(report.as_dict())
-    return samples
+    return folded
 
 
 def _readable(rows: Any) -> Any:
@@ -131,7 +162,7 @@ def _can_read(rows: Any, indices: Sequence[int]) -> list[bool]:
 
 
 def _samples(tree: Mapping[str, Any]) -> Iterator[Row]:
-    for branch in PrefixTree.from_dict(tree).branches() if tree["num_branches"] else ():
+    for branch in PrefixTree.from_dict(tree).branches():
         if branch.weights.any():
             mask = branch.weights > 0
             end = int(np.flatnonzero(mask)[-1]) + 1

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Dataset rows to documents (token ids and loss mask), documents to packed sequences, and a loader of both."""
+"""Dataset rows to trees, or to documents (token ids and loss mask); both to packed sequences; a loader of documents."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from datasets import Dataset, Features, List, Value, load_dataset
 from datasets import IterableDataset as StreamedDataset
 from torch.utils.data import DataLoader, IterableDataset
 
-from hf_prefix_tree.data.baselines import read_samples
+from hf_prefix_tree.data.baselines import read_branches, read_samples
 from hf_prefix_tree.data.counts import TRUNCATION, kept_of, truncation_of, without_unsupervised
-from hf_prefix_tree.data.rows import columns_of, rows_of_batch
-from hf_prefix_tree.data.trees import cached_map
+from hf_prefix_tree.data.rows import ROW_KINDS, columns_of, rows_of_batch
+from hf_prefix_tree.data.trees import TREE_FEATURES, cached_map
 from hf_prefix_tree.eagle3.collator import (
     DOCUMENT_KEYS,
     HIDDEN_STATES,
@@ -31,12 +31,16 @@ from hf_prefix_tree.eagle3.vocabulary import rank_and_size
 from hf_prefix_tree.training.checks import padding_token_of
 from hf_prefix_tree.training.sampling import PaddedStream, rank_loader
 from hf_prefix_tree.tree.folding import check_choice, check_integer
+from hf_prefix_tree.tree.packing import split_tree
+from hf_prefix_tree.tree.prefix_tree import PrefixTree, fold
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedTokenizerBase
 
 
+_PACKED = Features(dict.fromkeys(PACKED_COLUMNS, List(Value("int64"))))
+_DOCUMENTS = Features({**dict.fromkeys(DOCUMENT_KEYS, List(Value("int64"))), TRUNCATION: Value("int64")})
 _MAX_BATCH = 10_000  # documents of a dataset that are packed together
 
 
@@ -112,12 +116,12 @@ def pack_eagle3_dataset(
     samples = samples if isinstance(samples, (Dataset, StreamedDataset, Sequence)) else list(samples)
     samples = read_samples(samples, tokenizer, num_proc=num_proc, **options)
     if isinstance(samples, StreamedDataset):
-        return _mapped(samples, _packed, PACKED_COLUMNS, settings)
+        return _mapped(samples, _packed, _PACKED, settings)
     if isinstance(samples, Dataset):
         # Documents of different batches share no sequence, so large ones pack tighter; a batch is held as lists.
         size = min(-(-len(samples) // (num_proc or 1)), _MAX_BATCH)
         processes = {"batch_size": max(1, size), "num_proc": num_proc, "desc": "Packing documents"}
-        rows = _mapped(samples, _packed, PACKED_COLUMNS, settings, **processes)
+        rows = _mapped(samples, _packed, _PACKED, settings, **processes)
     else:
         rows = _packed(enumerate(samples), **settings)
     return _not_empty(rows, "samples")
@@ -151,7 +155,7 @@ def _map_batch(
     return {name: [row[name] for row in rows] for name in columns}
 
 
-def _mapped(dataset: Any, function: Any, columns: Sequence[str], settings: dict[str, Any], **kwargs: Any) -> Any:
+def _mapped(dataset: Any, function: Any, columns: Features, settings: dict[str, Any], **kwargs: Any) -> Any:
     """A dataset or a stream whose rows are those that a function makes of its samples."""
     return cached_map(
         dataset,
@@ -159,8 +163,8 @@ def _mapped(dataset: Any, function: Any, columns: Sequence[str], settings: dict[
         batched=True,
         with_indices=True,
         remove_columns=columns_of(dataset),
-        features=Features({name: Value("int64") if name == TRUNCATION else List(Value("int64")) for name in columns}),
-        fn_kwargs={"function": function, "columns": columns, **settings},
+        features=columns,
+        fn_kwargs={"function": function, "columns": list(columns), **settings},
         **kwargs,
     )
 
@@ -303,7 +307,7 @@ def prepare_eagle3_rows(
     dataset = read_samples(dataset, **options, num_proc=num_proc, counts=counts)
     if isinstance(dataset, Dataset | StreamedDataset):
         processes = {"num_proc": num_proc, "desc": "Truncating documents"}  # which a stream ignores
-        documents = _mapped(dataset, _truncated, (*DOCUMENT_KEYS, TRUNCATION), {"length": cap[1]}, **processes)
+        documents = _mapped(dataset, _truncated, _DOCUMENTS, {"length": cap[1]}, **processes)
         rows = without_unsupervised(documents, cap)
     else:
         truncated = _truncated(enumerate(dataset), cap[1])
@@ -312,6 +316,42 @@ def prepare_eagle3_rows(
     if packed_sequence_size:
         return pack_eagle3_dataset(rows, packed_sequence_size, pad_token_id, strategy, num_proc=num_proc)
     return _not_empty(rows, "dataset")
+
+
+def prepare_eagle3_trees(
+    dataset: Any, options: Mapping[str, Any], *, counts: MutableMapping[str, Any] | None = None, **sizes: Any
+) -> Any:
+    """
+    Trees for [`DataCollatorForEagle3`], one a dataset row; arguments and result as for [`prepare_eagle3_rows`].
+
+    The branches have at most `packed_sequence_size` or `seq_length` tokens; longer ones are truncated, and counted.
+    With `packed_sequence_size`, a row is the tree of so many trees as fit, so that these share tokens, too, and larger
+    ones are split: each branch is in one row. Documents of token ids share no tokens here: they become the rows of
+    [`prepare_eagle3_rows`]. Rows that are trees stay as they are.
+    """
+    columns, size, num_proc = columns_of(dataset), sizes["packed_sequence_size"], sizes.get("num_proc")
+    if "node_parents" in columns or not columns:
+        return dataset
+    if "input_ids" in columns:
+        return prepare_eagle3_rows(dataset, options, counts=counts, **sizes)
+    kinds = [name for name in ROW_KINDS if name != "preference"]
+    options = {**options, "max_length": size or sizes["seq_length"], "num_proc": num_proc, "counts": counts}
+    trees = read_branches(dataset, kinds=kinds, **options)
+    if size:
+        settings = {"length": size, "strategy": sizes["strategy"]}
+        if isinstance(trees, list):
+            trees = _folded(enumerate(trees), **settings)
+        else:
+            processes = {} if isinstance(trees, StreamedDataset) else {"num_proc": num_proc, "desc": "Packing trees"}
+            trees = _mapped(trees, _folded, TREE_FEATURES, settings, **processes)
+    return _not_empty(trees, "dataset")
+
+
+def _folded(rows: Iterable[tuple[int, Mapping[str, Any]]], length: int, strategy: str) -> list[dict[str, Any]]:
+    trees = [part for _, row in rows for part in split_tree(PrefixTree.from_dict(row), length)]
+    packed = STRATEGIES[strategy]([len(tree) for tree in trees], length)
+    members = ([branch for index in row for branch in trees[index].branches()] for row in packed)
+    return [dict(fold(branches, weighting="branch").to_dict()) for branches in members]
 
 
 def _not_empty(rows: Any, name: str) -> Any:

@@ -383,8 +383,8 @@ def test_evaluation_under_autocast_asks_the_same_target(tmp_path):
     seen = []
 
     class Spy(Eagle3Target):
-        def states(self, batch):
-            seen.append(super().states(batch))
+        def hidden_states(self, batch):
+            seen.append(super().hidden_states(batch))
             return seen[-1]
 
     target = Spy(make_target(dtype=torch.float32), AUX)
@@ -393,7 +393,7 @@ def test_evaluation_under_autocast_asks_the_same_target(tmp_path):
     trainer.evaluate()
     trainer.train()
     assert len(seen) == 2
-    for evaluated, trained in zip(seen[0].values(), seen[1].values(), strict=True):
+    for evaluated, trained in zip(*seen, strict=True):
         assert evaluated.dtype == trained.dtype and torch.equal(evaluated, trained)
 
 
