@@ -105,7 +105,7 @@ def read_branches(
     **options: Any,
 ) -> Any:
     """
-    The tree of each row, of any form that trainers take: as `prepare_trees`, which takes no list, with further options.
+    The tree of each row: as by `prepare_trees`, with further options of how a row is read, also for a list of rows.
 
     Args:
         rows (`Dataset`, `IterableDataset` or list of `dict`):

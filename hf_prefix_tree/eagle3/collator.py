@@ -81,7 +81,7 @@ STRATEGIES = {"next_fit": next_fit, "best_fit": pack_rows}
 
 def unrolled(tree: PrefixTree, steps: int) -> tuple[PrefixTree | None, Any, Any]:
     """
-    The tree of a draft that is unrolled for some steps: that of the target with its forks moved back by as many tokens.
+    The tree of a draft that is unrolled for some steps: the target's, with its forks moved back by as many tokens.
 
     A slot reads its token and the K after it, one more in each step. So branches share a slot as far as they share
     these K + 1 tokens, and the last K tokens before a fork are slots of every child. A branch has slots up to its last

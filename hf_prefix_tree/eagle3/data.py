@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Dataset rows to trees, or to documents (token ids and loss mask); both to packed sequences; a loader of documents."""
+"""Dataset rows to trees, or to documents (token ids and loss mask), packed; and a loader of documents."""
 
 from __future__ import annotations
 

@@ -218,8 +218,8 @@ class Eagle3Trainer(StepMixin, Trainer):
         batch.update(self._prepare_input(dict(batch)))
         batch.update(draft_slots(batch, self.args.ttt_steps))
         where, batch[_TARGETS] = needed_targets(batch, batch["input_ids"].numel())
-        aux, last, ids = map(batch.get, STATES)
-        if aux is None:
+        aux, last, ids = (batch.get(name) for name in STATES)
+        if aux is None or last is None:
             aux, last = self.target.hidden_states(batch)
         last = last.flatten(0, 1)[where]
         ids = self.target.choices(last) if ids is None else ids.flatten()[where]
