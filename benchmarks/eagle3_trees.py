@@ -28,6 +28,7 @@ import itertools
 import json
 import math
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +36,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, Qwen3Config
 from trl.chat_template_utils import qwen3_chat_template, qwen3_training_chat_template
 
 from benchmarks.common import (
@@ -50,7 +51,13 @@ from benchmarks.common import (
     write_csv,
 )
 from benchmarks.flops import shape_config
-from hf_prefix_tree import DataCollatorForEagle3, Eagle3DraftConfig, Eagle3DraftModel, pack_eagle3_dataset
+from hf_prefix_tree import (
+    DataCollatorForEagle3,
+    Eagle3Config,
+    Eagle3DraftConfig,
+    Eagle3DraftModel,
+    pack_eagle3_dataset,
+)
 from hf_prefix_tree.data.baselines import prompt_length
 from hf_prefix_tree.data.turns import conversation_branches
 from hf_prefix_tree.eagle3.attention import draft_slots
@@ -79,6 +86,11 @@ COLUMNS += [
 ]
 
 Conversation = list[Branch]
+
+
+def quick_config(**changes: Any) -> PreTrainedConfig:
+    """A tiny Qwen3 with enough layers for a draft."""
+    return Qwen3Config(**shape_config("quick").to_dict() | {"num_hidden_layers": 4, "layer_types": None} | changes)
 
 
 def read_conversations(data: Path, tokenizer: str, template: str, count: int) -> list[Conversation]:
@@ -130,8 +142,8 @@ def rows_of(method: str, conversations: list[Conversation], tokens: int) -> list
             {"branches": [{"input_ids": b.input_ids.tolist(), "weights": b.weights.tolist()} for b in branches]}
             for branches in conversations
         ]
-        sizes: Row = {"seq_length": tokens, "packed_sequence_size": tokens, "strategy": "best_fit", "pad_token_id": 0}
-        return prepare_eagle3_trees(rows, {"tokenizer": None}, **sizes)
+        with tempfile.TemporaryDirectory() as folder:
+            return prepare_eagle3_trees(rows, Eagle3Config(folder, packed_sequence_size=tokens), None, 0)
     documents = [
         {"input_ids": b.input_ids[:end].tolist(), "loss_mask": (b.weights[:end] > 0).astype(int).tolist()}
         for b in itertools.chain(*conversations)
@@ -256,9 +268,8 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         write_csv(args.write, [row for name, read in given.items() for row in lengths_of(name, read)])
         return []
     device = default_device(args.quick)
-    config = shape_config("quick" if args.quick else "0.6b")
+    config = quick_config() if args.quick else shape_config("0.6b")
     if args.quick:
-        config = type(config)(**{**config.to_dict(), "num_hidden_layers": 4, "layer_types": None})
         args.conversations, args.steps, args.draft_vocabulary, args.tokens = 1, 2, 100, 1024
     torch.manual_seed(0)
     with device:

@@ -226,9 +226,11 @@ def run(
         if arguments.precompute_dir is not None and not is_precomputed:
             frozen = Eagle3Target(target, args.aux_layer_ids, args.attn_backend).to(args.device)
             target = arguments.precompute_dir
+            pad_token_id = padding_token_of(tokenizer)
+            prepared = [prepare_eagle3_trees(rows, args, tokenizer, pad_token_id) for rows in datasets]
             datasets = [
-                precompute_hidden_states(frozen, _documents(rows, tokenizer, args), target, split=split)
-                for rows, split in zip(datasets, splits, strict=True)
+                precompute_hidden_states(frozen, rows, target, split=split)
+                for rows, split in zip(prepared, splits, strict=True)
             ]
         options |= {"model": arguments.draft_name_or_path, "target_model": target}
     else:
@@ -334,29 +336,11 @@ def _print_preparation(
         line = f"Without trees: {len(lengths):,} samples of {sum(lengths):,} tokens, {supervised:,} supervised, "
         line += f"the longest {max(lengths):,}."
     elif method == "eagle3":
-        prepared = _documents(rows, tokenizer, args)
+        prepared = prepare_eagle3_trees(rows, args, tokenizer, padding_token_of(tokenizer))
         masks = prepared["branch_count" if "branch_count" in prepared.column_names else "loss_mask"]
         positions, supervised = sum(map(len, masks)), sum(map(sum, masks))
         line = f"{split}: {len(masks):,} sequences of {positions:,} positions, {supervised:,} supervised."
     console().print(line)
-
-
-def _documents(rows: Dataset, tokenizer: Any, args: Any) -> Dataset:
-    """The trees or documents that `Eagle3Trainer` makes of the rows."""
-    return prepare_eagle3_trees(
-        rows,
-        {
-            "tokenizer": tokenizer,
-            "supervise_reasoning": args.supervise_reasoning,
-            "reasoning_end": args.reasoning_end,
-            "on_error": args.on_error,
-        },
-        seq_length=args.seq_length,
-        packed_sequence_size=args.packed_sequence_size,
-        strategy=args.packing_strategy,
-        pad_token_id=padding_token_of(tokenizer),
-        num_proc=args.dataset_num_proc,
-    )
 
 
 def _load_model(arguments: WeightsArguments, args: Any, model_args: ModelConfig, attention: str | None) -> Any:

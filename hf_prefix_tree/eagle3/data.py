@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedTokenizerBase
 
+    from hf_prefix_tree.eagle3.config import Eagle3Config
+
 
 _PACKED = Features(dict.fromkeys(PACKED_COLUMNS, List(Value("int64"))))
 _DOCUMENTS = Features({**dict.fromkeys(DOCUMENT_KEYS, List(Value("int64"))), TRUNCATION: Value("int64")})
@@ -318,33 +320,47 @@ def prepare_eagle3_rows(
     return _not_empty(rows, "dataset")
 
 
-def prepare_eagle3_trees(
-    dataset: Any, options: Mapping[str, Any], *, counts: MutableMapping[str, Any] | None = None, **sizes: Any
-) -> Any:
+_READING = ("supervise_reasoning", "reasoning_end", "on_error")  # options of how text becomes branches
+
+
+def prepare_eagle3_trees(dataset: Any, args: Eagle3Config, tokenizer: Any, pad_token_id: int) -> Any:
     """
-    Trees for [`DataCollatorForEagle3`], one a dataset row; arguments and result as for [`prepare_eagle3_rows`].
+    The dataset rows that [`Eagle3Trainer`] trains on: trees, see [`PrefixTree.to_dict`], or documents.
 
     The branches have at most `packed_sequence_size` or `seq_length` tokens; longer ones are truncated, and counted.
     With `packed_sequence_size`, a row is the tree of so many trees as fit, so that these share tokens, too, and larger
-    ones are split: each branch is in one row. Documents of token ids share no tokens here: they become the rows of
-    [`prepare_eagle3_rows`]. Rows that are trees stay as they are.
+    ones are split: each branch is in one row. Documents of token ids become the rows of [`prepare_eagle3_rows`]. Rows
+    that are trees stay as they are.
+
+    Args:
+        dataset (`Dataset`, `IterableDataset` or list of `dict`): Rows of any kind that [`prepare_trees`] reads.
+        args ([`Eagle3Config`]): Configuration.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): Renders conversations.
+        pad_token_id (`int`): Token id of the padding of documents.
+
+    Returns:
+        A dataset where `dataset` is one, otherwise a list.
+
+    Raises:
+        `ValueError`: If a row can't be read, unless `on_error` is `"skip"`, or none is left.
     """
-    columns, size, num_proc = columns_of(dataset), sizes["packed_sequence_size"], sizes.get("num_proc")
-    if "node_parents" in columns or not columns:
+    columns, size, num_proc = columns_of(dataset), args.packed_sequence_size, args.dataset_num_proc
+    if "node_parents" in columns:
         return dataset
-    if "input_ids" in columns:
-        return prepare_eagle3_rows(dataset, options, counts=counts, **sizes)
+    options = {"tokenizer": tokenizer, **{name: getattr(args, name) for name in _READING}}
+    if "input_ids" in columns or not columns:
+        lengths: dict[str, Any] = {"seq_length": args.seq_length, "packed_sequence_size": size}
+        packing = {"strategy": args.packing_strategy, "pad_token_id": pad_token_id, "num_proc": num_proc}
+        return prepare_eagle3_rows(dataset, options, **lengths, **packing)
     kinds = [name for name in ROW_KINDS if name != "preference"]
-    options = {**options, "max_length": size or sizes["seq_length"], "num_proc": num_proc, "counts": counts}
-    trees = read_branches(dataset, kinds=kinds, **options)
-    if size:
-        settings = {"length": size, "strategy": sizes["strategy"]}
-        if isinstance(trees, list):
-            trees = _folded(enumerate(trees), **settings)
-        else:
-            processes = {} if isinstance(trees, StreamedDataset) else {"num_proc": num_proc, "desc": "Packing trees"}
-            trees = _mapped(trees, _folded, TREE_FEATURES, settings, **processes)
-    return _not_empty(trees, "dataset")
+    trees = read_branches(dataset, kinds=kinds, max_length=size or args.seq_length, num_proc=num_proc, **options)
+    if not size:
+        return _not_empty(trees, "dataset")
+    settings = {"length": size, "strategy": args.packing_strategy}
+    if isinstance(trees, list):
+        return _not_empty(_folded(enumerate(trees), **settings), "dataset")
+    processes = {"num_proc": num_proc, "desc": "Packing trees"}  # which a stream ignores
+    return _mapped(trees, _folded, TREE_FEATURES, settings, **processes)
 
 
 def _folded(rows: Iterable[tuple[int, Mapping[str, Any]]], length: int, strategy: str) -> list[dict[str, Any]]:

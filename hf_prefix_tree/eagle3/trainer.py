@@ -96,7 +96,6 @@ def warn_of_other_embedding(model: Any, target: Eagle3Target) -> None:
 
 _TARGETS = "draft_targets"
 _BATCH = ("input_ids", *DRAFT_KEYS, _TARGETS, STATES[0], STATES[2])  # what the draft's forward takes
-_READING = ("supervise_reasoning", "reasoning_end", "on_error")  # how text becomes documents
 
 
 class Eagle3Trainer(StepMixin, Trainer):
@@ -172,14 +171,7 @@ class Eagle3Trainer(StepMixin, Trainer):
                 length,
                 BLOCK_SIZE,
             )
-        self._preparation: dict[str, Any] = {
-            "options": {"tokenizer": processing_class, **{name: getattr(args, name) for name in _READING}},
-            "seq_length": args.seq_length,
-            "packed_sequence_size": args.packed_sequence_size,
-            "strategy": args.packing_strategy,
-            "pad_token_id": data_collator.pad_token_id,
-            "num_proc": args.dataset_num_proc,
-        }
+        self._preparation = processing_class, data_collator.pad_token_id
         train_dataset, eval_dataset = (self._prepared(dataset, args) for dataset in (train_dataset, eval_dataset))
         if isinstance(model, str):
             model = Eagle3DraftModel.from_pretrained(model)
@@ -275,7 +267,7 @@ class Eagle3Trainer(StepMixin, Trainer):
         if isinstance(dataset, Mapping):  # evaluation sets by name
             return {name: self._prepared(named, args) for name, named in dataset.items()}
         with args.main_process_first(desc="rendering and packing documents"):  # the remaining ranks read its cache
-            return prepare_eagle3_trees(dataset, **self._preparation)
+            return prepare_eagle3_trees(dataset, args, *self._preparation)
 
     def _collator_for(
         self, args: Eagle3Config, collator: DataCollatorForEagle3, *datasets: Any

@@ -10,7 +10,14 @@ from safetensors.torch import load_file
 
 from conformance.double import keep_double
 from examples.demo.dialogues import generate_dialogues
-from hf_prefix_tree import Branch, DataCollatorForEagle3, build_token_mapping, fold, pack_eagle3_dataset
+from hf_prefix_tree import (
+    Branch,
+    DataCollatorForEagle3,
+    Eagle3Config,
+    build_token_mapping,
+    fold,
+    pack_eagle3_dataset,
+)
 from hf_prefix_tree.eagle3 import collator as collator_module
 from hf_prefix_tree.eagle3.attention import draft_slots
 from hf_prefix_tree.eagle3.data import prepare_eagle3_trees
@@ -218,12 +225,8 @@ def test_training_on_trees_equals_training_on_documents(tmp_path, packed_sequenc
             for name in ("loss", "tau", "accuracy/step_0", "accuracy/step_2"):
                 assert first[name] == pytest.approx(second[name], rel=1e-5), name
     if packed_sequence_size:  # trees share sequences, and tokens in them
-        assert len(trees_in(rows, packed_sequence_size)) < len(rows)
-
-
-def trees_in(rows, size):
-    sizes = {"seq_length": size, "packed_sequence_size": size, "strategy": "best_fit", "pad_token_id": 0}
-    return prepare_eagle3_trees(rows, {"tokenizer": None}, **sizes)
+        args = Eagle3Config(str(tmp_path), packed_sequence_size=40, use_cpu=True)
+        assert len(prepare_eagle3_trees(rows, args, None, 0)) < len(rows)
 
 
 def test_turns_of_a_conversation_are_a_tree(tmp_path, tiny_tokenizer):
