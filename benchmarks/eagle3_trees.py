@@ -263,6 +263,8 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     args = parser.parse_args(argv)
     if args.data is not None and args.tokenizer is None:
         parser.error("`--data` needs `--tokenizer`")
+    if args.data is not None and args.quick:
+        parser.error("`--quick` has a small vocabulary: leave `--data` out")
     if args.write is not None:
         given = {name: read_conversations(args.data, args.tokenizer, name, SHIPPED) for name in args.only}
         write_csv(args.write, [row for name, read in given.items() for row in lengths_of(name, read)])

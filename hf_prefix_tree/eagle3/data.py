@@ -349,14 +349,20 @@ def prepare_eagle3_trees(dataset: Any, args: Eagle3Config, tokenizer: Any, pad_t
         return dataset
     options = {"tokenizer": tokenizer, **{name: getattr(args, name) for name in _READING}}
     if "input_ids" in columns or not columns:
-        lengths: dict[str, Any] = {"seq_length": args.seq_length, "packed_sequence_size": size}
-        packing = {"strategy": args.packing_strategy, "pad_token_id": pad_token_id, "num_proc": num_proc}
-        return prepare_eagle3_rows(dataset, options, **lengths, **packing)
+        return prepare_eagle3_rows(
+            dataset,
+            options,
+            seq_length=args.seq_length,
+            packed_sequence_size=size,
+            strategy=args.packing_strategy,
+            pad_token_id=pad_token_id,
+            num_proc=num_proc,
+        )
     kinds = [name for name in ROW_KINDS if name != "preference"]
     trees = read_branches(dataset, kinds=kinds, max_length=size or args.seq_length, num_proc=num_proc, **options)
     if not size:
         return _not_empty(trees, "dataset")
-    settings = {"length": size, "strategy": args.packing_strategy}
+    settings: dict[str, Any] = {"length": size, "strategy": args.packing_strategy}
     if isinstance(trees, list):
         return _not_empty(_folded(enumerate(trees), **settings), "dataset")
     processes = {"num_proc": num_proc, "desc": "Packing trees"}  # which a stream ignores
