@@ -46,9 +46,7 @@ def test_other_sums_are_noticed(name):
 @pytest.mark.slow
 def test_drafts_of_both_contexts_are_served():
     rows = eagle3_contexts.main(["--quick"])
-    assert [(row["arm"], row["seed"]) for row in rows] == [
-        (arm, seed) for seed in (0, 1) for arm in eagle3_contexts.ARMS
-    ]
+    assert [(row["seed"], row["arm"]) for row in rows] == [*product((0, 1), eagle3_contexts.ARMS)]
     assert all(row["rounds"] > 0 and 1 <= row["accepted"] <= 3 for row in rows)
 
 
