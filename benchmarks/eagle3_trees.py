@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, Qwen3Config
-from trl.chat_template_utils import qwen3_chat_template, qwen3_training_chat_template
+from trl import chat_template_utils
 
 from benchmarks.common import (
     Row,
@@ -69,7 +69,7 @@ from hf_prefix_tree.modeling.batch import DEPTH
 from hf_prefix_tree.modeling.flops import cost_per_count
 from hf_prefix_tree.tree.prefix_tree import Branch
 
-TEMPLATES = {"strips": qwen3_chat_template, "keeps": qwen3_training_chat_template}
+TEMPLATES = {"strips": "qwen3_chat_template", "keeps": "qwen3_training_chat_template"}  # of TRL
 LENGTHS = Path(__file__).with_name("lengths") / "tau_bench_airline.csv"
 SHIPPED = 16  # dialogues
 COLUMNS = ["template", "method", "conversations", "tokens", "slots", "micro_batches", "ms", "low", "high", "peak_gib"]
@@ -94,7 +94,8 @@ def quick_config(**changes: Any) -> PreTrainedConfig:
 
 
 def read_conversations(data: Path, tokenizer: str, template: str, count: int) -> list[Conversation]:
-    encoder = AutoTokenizer.from_pretrained(tokenizer, chat_template=TEMPLATES[template])
+    encoder = AutoTokenizer.from_pretrained(tokenizer)
+    encoder.chat_template = getattr(chat_template_utils, TEMPLATES[template])
     tools = json.loads((data / "tau_bench_airline.tools.json").read_text())
     conversations = []
     for line in itertools.islice((data / "tau_bench_airline.jsonl").open(), count):

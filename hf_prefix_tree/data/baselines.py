@@ -86,8 +86,10 @@ def read_samples(
     columns = columns_of(rows)
     if "input_ids" in columns or not columns:
         return rows if on_error == "raise" else _readable(rows)
-    options |= {"on_error": on_error, "num_proc": num_proc, "counts": counts}
-    folded = read_branches(rows, tokenizer, (*SAMPLE_KINDS, "tokens"), **options)
+    kinds = (*SAMPLE_KINDS, "tokens")
+    folded, report = read_branches(rows, tokenizer, kinds, on_error=on_error, num_proc=num_proc, **options)
+    if counts is not None:
+        counts.update(report.as_dict())
     if isinstance(folded, list):
         return [sample for tree in folded for sample in _samples(tree)]
     options = {"batched": True, "remove_columns": list(TREE_FEATURES), "features": _SAMPLE_FEATURES}
@@ -95,15 +97,8 @@ def read_samples(
 
 
 def read_branches(
-    rows: Any,
-    tokenizer: PreTrainedTokenizerBase | None,
-    kinds: Sequence[str],
-    *,
-    on_error: str = "raise",
-    num_proc: int | None = None,
-    counts: MutableMapping[str, Any] | None = None,
-    **options: Any,
-) -> Any:
+    rows: Any, tokenizer: Any, kinds: Sequence[str], *, on_error: str, num_proc: int | None, **options: Any
+) -> tuple[Any, Report]:
     """
     The tree of each row: as by `prepare_trees`, with further options of how a row is read, also for a list of rows.
 
@@ -112,11 +107,12 @@ def read_branches(
             Rows of one of the `kinds`.
         kinds (sequence of `str`):
             Keys of `ROW_KINDS`.
-        tokenizer, on_error, num_proc, counts, options:
+        tokenizer, on_error, num_proc, options:
             As for [`read_samples`].
 
     Returns:
-        Rows that are trees, in the form of `rows`. Rows that supervise nothing are left out.
+        `tuple`: rows that are trees, in the form of `rows`, without those that supervise nothing; and their counts,
+        which are logged.
     """
     kind = row_kind(columns_of(rows), kinds)
     if tokenizer is None and kind in TEXT_KINDS:
@@ -137,9 +133,7 @@ def read_branches(
         folded = prepare_stream(rows, columns_of(rows), plan)
     else:
         folded = prepare_dataset(rows, plan, report)
-    if counts is not None:
-        counts.update(report.as_dict())
-    return folded
+    return folded, report
 
 
 def _readable(rows: Any) -> Any:

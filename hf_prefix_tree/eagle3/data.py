@@ -359,7 +359,7 @@ def prepare_eagle3_trees(dataset: Any, args: Eagle3Config, tokenizer: Any, pad_t
             num_proc=num_proc,
         )
     kinds = [name for name in ROW_KINDS if name != "preference"]
-    trees = read_branches(dataset, kinds=kinds, max_length=size or args.seq_length, num_proc=num_proc, **options)
+    trees, _ = read_branches(dataset, kinds=kinds, max_length=size or args.seq_length, num_proc=num_proc, **options)
     if not size:
         return _not_empty(trees, "dataset")
     settings: dict[str, Any] = {"length": size, "strategy": args.packing_strategy}

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.utils import ModelOutput
 
-from hf_prefix_tree.eagle3.attention import document_tree, draft_slots, step_attention
+from hf_prefix_tree.eagle3.attention import DRAFT_KEYS, document_tree, draft_slots, step_attention
+from hf_prefix_tree.eagle3.collator import PACKED_COLUMNS
 from hf_prefix_tree.eagle3.config import Eagle3DraftConfig
 from hf_prefix_tree.eagle3.loss import StepSums, deciding, position_losses, weighted_steps
 from hf_prefix_tree.eagle3.vocabulary import d2t_from_ids, ids_from_d2t, problem_of_ids, t2d_from_ids
@@ -218,6 +219,8 @@ class Eagle3DraftModel(PreTrainedModel):
         Returns:
             [`Eagle3Output`]
         """
+        if unknown := batch.keys() - {*PACKED_COLUMNS, "prefix_tree", *DRAFT_KEYS}:
+            raise TypeError(f"`forward` got unexpected arguments: {sorted(unknown)}.")
         tree, sources, weights = draft_slots(batch, ttt_steps).values()
         ahead = sources[:, 1:] if draft_targets is None else draft_targets
         slots = TreeContext(tree, attn_backend=self.attn_backend)
@@ -234,9 +237,8 @@ class Eagle3DraftModel(PreTrainedModel):
             where = decides[:, k].nonzero(as_tuple=True)
             targets, counted = ahead[:, k][where], weights[:, k][where]
             wanted = target_ids.flatten()[targets]
-            losses, choices = position_losses(
-                self.lm_head, self.norm(hidden)[where], target_logits.flatten(0, -2), targets
-            )
+            normed = self.norm(hidden[where])
+            losses, choices = position_losses(self.lm_head, normed, target_logits.flatten(0, -2), targets)
             matches = draft_ids[choices] == wanted
             on_track = on_track.index_put(where, on_track[where] & matches)
             valid = counted * in_vocabulary[wanted]

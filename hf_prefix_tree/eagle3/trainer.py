@@ -166,8 +166,8 @@ class Eagle3Trainer(StepMixin, Trainer):
         checks.check_collator(data_collator, DataCollatorForEagle3, args)
         if args.device.type == "cuda" and length % BLOCK_SIZE and args.attn_backend == "auto":
             logger.warning(
-                "%d positions are no multiple of %d, which FlexAttention needs: attention is dense, its memory "
-                "grows with the square. Change `packed_sequence_size` or `seq_length`.",
+                "%d positions are no multiple of %d, which FlexAttention needs: attention of documents is dense, its "
+                "memory grows with the square. Change `packed_sequence_size` or `seq_length`.",
                 length,
                 BLOCK_SIZE,
             )
