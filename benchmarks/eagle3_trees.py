@@ -219,7 +219,7 @@ class Step:
             flops += len(where) * (per_head / 3 + 2.0 * hidden * vocabulary)
             flops += self.steps * (int(is_slot.sum()) * layer + float((tree[is_slot] + 1).sum()) * pair)
             flops += decided * 6.0 * hidden * vocabulary
-        return {"tokens": tokens, "slots": slots, "tflop": flops / 1e12}
+        return {"tokens": tokens, "slots": slots, "tflop": float(flops) / 1e12}
 
 
 def tree_slots(batch: Row) -> torch.Tensor:

@@ -19,11 +19,13 @@ from hf_prefix_tree import (
     pack_eagle3_dataset,
 )
 from hf_prefix_tree.eagle3 import collator as collator_module
-from hf_prefix_tree.eagle3.attention import draft_slots
+from hf_prefix_tree.eagle3.attention import dense_steps, draft_slots, flex_steps
 from hf_prefix_tree.eagle3.data import prepare_eagle3_trees
 from hf_prefix_tree.eagle3.loss import needed_targets
 from hf_prefix_tree.eagle3.target import Eagle3Target, precompute_hidden_states
 from hf_prefix_tree.eagle3.vocabulary import count_supervised
+from hf_prefix_tree.modeling.attention import kernels
+from hf_prefix_tree.modeling.context import TreeContext
 from hf_prefix_tree.tree.packing import split_tree
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 from tests.support.drafts import AUX, TARGETS, VOCAB, make_draft, make_target, transcription
@@ -182,6 +184,24 @@ def test_what_does_not_fit_is_refused(target):
         draft_slots(DataCollatorForEagle3(0, ttt_steps=2)([tree]), 3)
     batch = DataCollatorForEagle3(0)([tree, {"input_ids": []}])
     assert torch.equal(batch["draft_sources"], DataCollatorForEagle3(0)([tree])["draft_sources"])
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_flex_follows_the_paths_as_the_dense_mask_does(steps, monkeypatch):
+    """FlexAttention without the compiler: its values and log-sum-exp, no kernel and no backward."""
+    monkeypatch.setattr(kernels, "_call_compiled", lambda function, *args: function(*args))
+    rng = np.random.default_rng(0)
+    trunk = rng.integers(3, VOCAB, size=150)
+    paths = [[*trunk[:cut], *rng.integers(3, VOCAB, size=40)] for cut in (150, 90, 90, 20)]
+    tree = fold([Branch(path, [0.0] * (len(path) - 9) + [1.0] * 9) for path in paths])
+    draft_tree = DataCollatorForEagle3(0, ttt_steps=steps)([tree.to_dict()])["draft_tree"]
+    torch.manual_seed(0)
+    length = draft_tree.shape[2]
+    make = lambda heads: 2 * torch.randn(1, heads, length, 16)  # noqa: E731
+    query, keys, values = make(4), [make(2) for _ in range(steps)], [make(2) for _ in range(steps)]
+    with torch.no_grad():
+        got, want = (attend(query, keys, values, TreeContext(draft_tree)) for attend in (flex_steps, dense_steps))
+    assert (got - want).abs().max() < 1e-5 * want.abs().max()
 
 
 # ---- training ----
