@@ -16,6 +16,7 @@ tokens; the last table has the mean difference over seeds with its 95% interval 
 
 from __future__ import annotations
 
+import gc
 import gzip
 import itertools
 import json
@@ -114,12 +115,12 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--gguf", type=Path, help="GGUF file of the target; a tiny random one by default")
     parser.add_argument("--names", nargs="+", choices=contexts.FILES, default=["tool-world", "airline"])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
     parser.add_argument("--groups-per-step", type=int, default=2)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
-    parser.add_argument("--prompts", type=int, default=16, help="held-out contexts")
+    parser.add_argument("--prompts", type=int, default=12, help="held-out contexts")
     parser.add_argument("--prompt-tokens", type=int, default=6144, help="of the longest one")
-    parser.add_argument("--new-tokens", type=int, default=48, help="to generate after each context")
+    parser.add_argument("--new-tokens", type=int, default=32, help="to generate after each context")
     parser.add_argument("--draft-tokens", type=int, default=4, help="per round, and steps of the training")
     args = parser.parse_args(argv)
     if set(args.only) != set(ARMS):
@@ -149,6 +150,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             prompts = served_prompts(held_out, args.prompt_tokens)
             prompts = random.Random(seed).sample(prompts, min(args.prompts, len(prompts)))
             for arm in ARMS:
+                gc.collect()  # a trainer is in cycles
                 data = training_trees([group for group in groups if group not in held_out], arm)
                 trainer = train(target, data, seed, args)
                 logged = {key: trainer.state.log_history[0][key] for key in ("loss", "tau")}

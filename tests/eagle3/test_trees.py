@@ -237,20 +237,43 @@ def test_training_on_trees_equals_training_on_documents(tmp_path, packed_sequenc
     options = {"max_steps": 2, "packed_sequence_size": packed_sequence_size, "seq_length": 40, "learning_rate": 0.5}
     flat = train(tmp_path, documents_of(rows), per_device_train_batch_size=50, **options)
     start = weights(small_draft())
+    # of a branch that supervises nothing the first token stays
+    trees = [[b if b.weights.any() else Branch(b.input_ids[:1], [0]) for b in random_branches(i)] for i in range(6)]
+    tokens = sum(len(fold(branches)) for branches in trees if any(b.weights.any() for b in branches))
+    if packed_sequence_size:  # trees share sequences, and tokens in them
+        args = Eagle3Config(str(tmp_path), packed_sequence_size=40, use_cpu=True)
+        packed = prepare_eagle3_trees(rows, args, None, 0)
+        assert len(packed) < len(rows)
+        tokens = sum(len(row["input_ids"]) for row in packed)
+    options |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 20}
     dataset = Dataset.from_list(rows)
     for source in (rows, dataset, dataset.to_iterable_dataset()):
-        trees = train(tmp_path, source, per_device_train_batch_size=1, gradient_accumulation_steps=20, **options)
+        trees = trainer_of(tmp_path, source, draft=small_draft(), **options)
+        computed = counted_tokens(trees.target)
+        trees.train()
+        assert sum(computed) == 2 * tokens  # two epochs
         assert distance(weights(trees.model), weights(flat.model), start) < 1e-5
         for first, second in zip(trees.state.log_history[:2], flat.state.log_history[:2], strict=True):
             for name in ("loss", "tau", "accuracy/step_0", "accuracy/step_2"):
                 assert first[name] == pytest.approx(second[name], rel=1e-5), name
-    if packed_sequence_size:  # trees share sequences, and tokens in them
-        args = Eagle3Config(str(tmp_path), packed_sequence_size=40, use_cpu=True)
-        assert len(prepare_eagle3_trees(rows, args, None, 0)) < len(rows)
+
+
+def counted_tokens(target):
+    """The tokens of each forward of the target from now on, without padding."""
+    computed, original = [], target.hidden_states
+
+    def hidden_states(batch):
+        aux, last = original(batch)
+        assert aux.shape[:2] == last.shape[:2] == batch["input_ids"].shape
+        computed.append(int(batch["attention_mask"].sum()))
+        return aux, last
+
+    target.hidden_states = hidden_states
+    return computed
 
 
 def test_turns_of_a_conversation_are_a_tree(tmp_path, tiny_tokenizer):
-    rows = [{"messages": row["messages"], "tools": row["tools"]} for row in generate_dialogues(2, 1)]
+    rows = [{"messages": row["messages"], "tools": row["tools"]} for row in generate_dialogues(1, 1)]
     options = {"tokenizer": tiny_tokenizer, "target": small_target(len(tiny_tokenizer)), "draft_vocab_size": 200}
     options |= {"max_steps": 1, "seq_length": 1024, "learning_rate": 0.1, "per_device_train_batch_size": 50}
     trees = trainer_of(tmp_path, rows, **options)
