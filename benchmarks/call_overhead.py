@@ -1,5 +1,6 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Host time of the checks that a prepared model makes in each call with a tree, without gathering and masks.
+"""Host time of the checks that a prepared model makes in each call with a tree, before and after its forward, without
+gathering and masks.
 
     python -m benchmarks.call_overhead --launches 5 --output call.csv
 
@@ -23,13 +24,15 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from benchmarks.common import Row, make_parser, progress, read_csv, report
 from benchmarks.flops import shape_config
 from benchmarks.shapes import QUICK, SHAPES, build
 from hf_prefix_tree import prepare_model
-from hf_prefix_tree.modeling.batch import UNPREPARED_SENTINEL, concatenate_trees
-from hf_prefix_tree.modeling.prepare import check_call
+from hf_prefix_tree.modeling.batch import UNPREPARED_SENTINEL, concatenate_trees, gather_supervised
+from hf_prefix_tree.modeling.context import TreeContext
+from hf_prefix_tree.modeling.prepare import TREE, check_call
 
 CALLS, QUICK_CALLS, WARMUP = 200, 5, 20
 TIMES = ("median_us", "mean_us", "low_us", "high_us")
@@ -50,12 +53,17 @@ def time_checks(
     model: torch.nn.Module, batch: dict[str, torch.Tensor], is_weighted: bool, calls: int, device: torch.device
 ) -> Row:
     times = []
+    # what the checks see when the forward returns
+    context = TreeContext(batch["prefix_tree"], gather_supervised(batch["prefix_tree"], batch["labels"]))
+    output = CausalLMOutputWithPast(loss=torch.zeros((), device=device))
+    context.is_weighted, context.loss, context.masks = is_weighted, output.loss, {("causal", None): output}
     for _ in range(WARMUP + calls):
         kwargs = dict(batch)
         if device.type == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
         check_call(model, kwargs, is_weighted)
+        TREE.leave(model, context, kwargs, output)
         times.append(1e6 * (time.perf_counter() - start))
     times = times[WARMUP:]
     middle = {"median_us": statistics.median(times), "mean_us": statistics.mean(times)}

@@ -239,12 +239,9 @@ def run(
         options["reward_funcs"] = _reward_functions(arguments)
     module, name_of_trainer = ("trl", spec.stock) if is_stock else ("hf_prefix_tree", spec.trainer)
     trainer_class = getattr(importlib.import_module(module), name_of_trainer)
+    train_rows, test_rows = [*datasets, None][:2]
     trainer = trainer_class(
-        args=args,
-        train_dataset=datasets[0],
-        eval_dataset=datasets[1] if len(datasets) > 1 else None,
-        processing_class=tokenizer,
-        **options,
+        args=args, train_dataset=train_rows, eval_dataset=test_rows, processing_class=tokenizer, **options
     )
     if not (args.bf16 or torch.accelerator.is_available()):
         trainer.add_callback(_WithoutBf16)

@@ -30,6 +30,7 @@ from hf_prefix_tree.data.supervision import IGNORE_INDEX
 if TYPE_CHECKING:
     from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
+_PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_weights", "attention_mask", "token_branches")
 SUBTREE_END, DEPTH, PREDECESSOR = range(3)
 NUM_ROWS = 3
 # The columns of `tree_stats`.
@@ -182,12 +183,10 @@ def check_batch(batch: Mapping[str, Any]) -> None:
             f"depth and predecessor, got {what}. Build the batch with `DataCollatorForPrefixTree`."
         )
     shape, int64 = (size[0], size[2]), torch.int64
-    for name in ("input_ids", "position_ids", "labels", "loss_weights", "attention_mask", "token_branches"):
+    for name in _PER_TOKEN:
         value = batch.get(name)
-        if value is None:
-            continue
         is_tensor = isinstance(value, torch.Tensor)
-        if is_tensor and value.dtype is int64 and value.shape == shape:
+        if value is None or (is_tensor and value.dtype is int64 and value.shape == shape):
             continue
         if not is_tensor or value.shape != shape:
             what = str(tuple(value.shape)) if is_tensor else type(value).__name__

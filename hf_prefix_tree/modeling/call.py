@@ -153,6 +153,14 @@ def check_options(module: PreTrainedModel, kind: Kind, kwargs: dict[str, Any]) -
     refuse_options(kind.name, kwargs)
 
 
+def leave_last(module: PreTrainedModel) -> None:
+    """Makes `_leave` run after the hooks that came later, so that it sees what they do to the loss."""
+    hooks, state = module._forward_hooks, state_of(module)
+    if state.handles[1].id not in hooks:
+        raise ValueError(f"The hooks of the model were removed: call `{state.kind.undo}(model)` and prepare it again.")
+    hooks.move_to_end(state.handles[1].id)
+
+
 def refuse_other_backbone(module: PreTrainedModel) -> None:
     """Raises `ValueError` where the backbone of a prepared causal LM was replaced: the new one has no hooks."""
     if not any(_gather_hidden_states in part._forward_hooks.values() for part in module.modules()):

@@ -27,6 +27,7 @@ _REFUSED_OPTIONS = {
     "tree": {
         **dict.fromkeys(_CACHES, "a KV cache holds one path only."),
         "shift_labels": "pass unshifted `labels`.",
+        "ignore_index": "labels that do not count are -100.",
         "logits_to_keep": "pass `labels`, which select the logits.",
     },
     "diffusion": {
@@ -70,9 +71,8 @@ def refuse_options(kind: str, kwargs: dict[str, Any]) -> None:
     refused = _REFUSED_OPTIONS[kind]
     for name in () if refused.keys().isdisjoint(kwargs) else refused.keys() & kwargs.keys():
         value = kwargs[name]
-        if value is None or value is False or (isinstance(value, int) and value == 0):
-            continue
-        if name == "labels" and kwargs.get("shift_labels") is not None:  # which are used instead
+        is_off = value is None or (isinstance(value, int) and value == 0)
+        if is_off or (name == "labels" and kwargs.get("shift_labels") is not None):  # which are used instead
             continue
         raise ValueError(f"`{name}` cannot be used {WITH[kind]}: {_REFUSED_OPTIONS[kind][name]}")
     mask = kwargs.get("attention_mask")
@@ -160,13 +160,11 @@ class OverwrittenInputs:
             self.pending.append(inputs)
             if not trains or self.calls <= _TOGETHER or len(self.pending) == _TOGETHER:
                 self.settle()
-        elif not _agree_on_host(*(None if value is None else value.numpy() for value in inputs)):
+        elif not _agree_on_host(*inputs):
             raise ValueError(_OVERWRITTEN)
 
     def settle(self) -> None:
         """Compares what was kept, and waits for the result."""
-        if not self.pending:
-            return
         pending, self.pending = self.pending, []
         for _, group in itertools.groupby(pending, lambda x: (len(x[0]), x[1] is None, x[2] is None)):
             together: list[Any] = [None if x[0] is None else torch.cat(x, dim=-1) for x in zip(*group, strict=True)]
@@ -192,17 +190,17 @@ def _differ(tree: torch.Tensor, position_ids: torch.Tensor | None, mask: torch.T
     return differs.any()
 
 
-def _agree_on_host(tree: Any, position_ids: Any, mask: Any) -> bool:
-    """On arrays, in fewer and cheaper operations: the first hidden token must begin the padding, whose depth is 0."""
-    for index, depth in enumerate(tree[:, DEPTH]):
-        length = len(depth)
-        if mask is not None and not mask[index, first := mask[index].argmin()]:
-            length = first
-            if depth[length:].any():
+def _agree_on_host(tree: torch.Tensor, position_ids: torch.Tensor | None, mask: torch.Tensor | None) -> bool:
+    """In fewer and cheaper operations, of NumPy: the first hidden token must begin the padding, whose depth is 0."""
+    depths = tree.numpy()[:, DEPTH]
+    agree = None if position_ids is None else position_ids.numpy().astype(depths.dtype) == depths
+    for index, shown in enumerate(() if mask is None else mask.numpy()):
+        if not shown[first := shown.argmin()]:
+            if depths[index, first:].any():
                 return False
-        if position_ids is not None and not (position_ids[index, :length].astype(depth.dtype) == depth[:length]).all():
-            return False
-    return True
+            if agree is not None:
+                agree[index, first:] = True
+    return agree is None or bool(agree.flat[agree.argmin()])
 
 
 def refuse_counted_items(num_items_in_batch: Any, loss_weights: torch.Tensor | None = None) -> None:

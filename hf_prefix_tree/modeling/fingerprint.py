@@ -48,7 +48,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)  # of all modules
 # Training calls look at the leaves in turns, at so many modules at least: hardly any change.
 _SHARE, _TURNS = 48, 8
-_get, _nothing, _config = dict.get, repeat(None), repeat("config")
+_get, _config, _code = dict.get, repeat("config"), operator.attrgetter("forward", "__call__")
 # Functions and methods that a hook may call and still change nothing, of tensors, containers and loggers.
 _LOOKS = {
     *("abs", "all", "amax", "any", "append", "clone", "cpu", "debug", "detach", "dim", "double", "extend", "float"),
@@ -85,16 +85,15 @@ class CodeWatch:
         modules = dict(model.named_modules())
         everything = list(modules.values())
         self._all = _ModulesWatch(everything)
-        self._parents = _ModulesWatch([module for module in everything if module._modules], leaves=False)
+        parents = [module for module in everything if module._modules]
         size = max(_SHARE, -(-len(everything) // _TURNS))
         shares = [everything[start : start + size] for start in range(0, len(everything), size)]
-        self._turns = itertools.cycle([_ModulesWatch(share) for share in shares])
+        self._turns = itertools.cycle([_ModulesWatch(share, parents) for share in shares])
         self._hooks = [getattr(module, name) for module in everything for name in _HOOKS]
         self._hooks += [getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS]
-        classes: list[Any] = list(dict.fromkeys(map(type, everything)))
-        functions, methods = _functions_called(classes)
-        self._classes = [c for c in classes for _ in methods[c]]
-        self._methods = [*itertools.chain.from_iterable(methods.values())]
+        self._classes: list[Any] = list(dict.fromkeys(map(type, everything)))
+        functions, methods = _functions_called(self._classes)
+        self._helpers = [(c, name) for c in self._classes for name in methods[c][2:]]
         functions.append((vars(torch.nn.functional), "scaled_dot_product_attention"))  # of every file, ours included
         functions += [(vars(module), name) for module in everything for name in methods[type(module)][2:]]
         forwards = [(m, forward) for m in everything for forward in (vars(m).get("forward"), type(m).forward)]
@@ -112,7 +111,7 @@ class CodeWatch:
         self._owners, self._names = zip(*functions, *fields, strict=True)
         self._references, self._hook_functions = self._look(), self._look_at_hooks()
         self._remember_hooks()
-        self.embeddings = model.get_input_embeddings()
+        self._registered, self.embeddings = RemovableHandle.next_id, model.get_input_embeddings()
         self._weights, self._weight = self._find_weight()
         self.kept: list[Any] = []
         self.unknown: list[str] = []
@@ -128,45 +127,43 @@ class CodeWatch:
         """
         if self._nested != self._known_nested or self._look() != self._references:
             return False
-        if in_turns:
-            if self._parents.changed() or next(self._turns).changed():
-                return False
-        elif self._all.changed():
+        if (next(self._turns) if in_turns else self._all).changed():
             return False
-        # the counter grows with every hook that is registered, anywhere
-        if RemovableHandle.next_id != self._registered or [*map(tuple, self._hooked)] != self._hook_ids:
-            if self._look_at_hooks() != self._hook_functions:
-                return False
-            self._remember_hooks()
+        # the counter grows with every hook that is registered, anywhere, of a tensor for example
+        if RemovableHandle.next_id != self._registered or gc.get_referents(*self._hooked) != self._hooks_seen:
+            if gc.get_referents(*self._hooks) != self._hooks_seen:
+                if self._look_at_hooks() != self._hook_functions:
+                    return False
+                self._remember_hooks()
+            self._registered = RemovableHandle.next_id
         return True
 
     def _remember_hooks(self) -> None:
-        self._registered = RemovableHandle.next_id
-        self._hooked = [hooks for hooks in self._hooks if hooks]
-        self._hook_ids = [*map(tuple, self._hooked)]
+        self._hooked = [*filter(None, self._hooks)]
+        self._hooks_seen = gc.get_referents(*self._hooked)  # their ids and functions
 
     @property
     def device_type(self) -> str:
         """The device of the weights, as `model.device` finds it in more time."""
-        weight = self._weights.get(self._weight)
-        if weight is None:  # pruned or parametrized since
+        if self._weights.get(self._weight) is None:  # pruned or parametrized since
             self._weights, self._weight = self._find_weight()
-            weight = self._weights[self._weight]
-        return weight.device.type
+        return self._weights[self._weight].device.type
 
     def _find_weight(self) -> tuple[dict[str, Any], str]:
         """The first parameter of the model, as an entry of its module: `.to()` may replace the parameter."""
         tables = (module._parameters for module in self._all.modules)
         return next((table, name) for table in tables for name, weight in table.items() if weight is not None)
 
-    def _look(self) -> tuple[list[Any], ...]:
-        return (
-            [*map(_get, self._owners, self._names)],
-            [*map(getattr, self._classes, self._methods, _nothing)],
-            [*map(len, self._tables)],
-            [_switch(owner.get(name)) for owner, name in self._switches],
-            [ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION], ALL_MASK_ATTENTION_FUNCTIONS[IMPLEMENTATION]],
-        )
+    def _look(self) -> list[Any]:
+        return [
+            *map(_get, self._owners, self._names),
+            *map(_code, self._classes),
+            *[getattr(c, name, None) for c, name in self._helpers],
+            *map(len, self._tables),
+            *[_switch(owner.get(name)) for owner, name in self._switches],
+            ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION],
+            ALL_MASK_ATTENTION_FUNCTIONS[IMPLEMENTATION],
+        ]
 
     def _look_at_hooks(self) -> list[tuple[int, Any, list[Any]]]:
         """
@@ -190,7 +187,7 @@ class CodeWatch:
         parts += [(name, _switch(owner.get(name))) for owner, name in self._switches]
         ids = [*map(id, self._all.configs)]
         parts += map(ids.index, ids)  # which modules share one
-        for place, (name, value) in enumerate(zip(self._names, self._references[0], strict=True)):
+        for place, (name, value) in enumerate(zip(self._names, self._references, strict=False)):
             parts.append((name, self._ids(value, True) if place < functions else repr(value)))
         parts += [(place, self._ids(code), repr(given)) for place, code, given in self._hook_functions]
         parts += [(name, repr(config)) for name, config in getattr(model, "peft_config", {}).items()]
@@ -213,17 +210,18 @@ class _ModulesWatch:
 
     Args:
         modules (`list[torch.nn.Module]`): The modules.
-        leaves (`bool`, *optional*, defaults to `True`): Whether to look at configs, and at the children of modules
-            whose children have none.
+        parents (`list[torch.nn.Module]`, *optional*): More modules, of which only those children are looked at that
+            have children, and no configs.
     """
 
-    def __init__(self, modules: list[torch.nn.Module], leaves: bool = True) -> None:
-        self.modules, self._attributes = modules, [*map(vars, modules)]
-        self._configured = [x for x in self._attributes if leaves and "config" in x]
+    def __init__(self, modules: list[torch.nn.Module], parents: list[torch.nn.Module] | None = None) -> None:
+        self.modules = [*dict.fromkeys([*(parents or ()), *modules])]
+        self._attributes = [*map(vars, self.modules)]
+        self._configured = [x for x in map(vars, modules) if "config" in x]
         self.configs = [x["config"] for x in self._configured]
-        tables = [module._modules for module in modules if module._modules]
-        self._children = [x for x in tables if leaves or any(getattr(child, "_modules", None) for child in x.values())]
-        self._classes, self._forwards = [*map(type, modules)], self._look_at_forwards()
+        branching = [m for m in parents or () if any(getattr(x, "_modules", None) for x in m._modules.values())]
+        self._children = tuple(m._modules for m in dict.fromkeys([*branching, *modules]) if m._modules)
+        self._classes, self._forwards = [*map(type, self.modules)], self._look_at_forwards()
         self._known_children = gc.get_referents(*self._children)  # in order; faster than to compare dicts
 
     def _look_at_forwards(self) -> list[tuple[int, Any]]:

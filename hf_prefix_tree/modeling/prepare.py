@@ -234,6 +234,7 @@ def ensure_verified(model: torch.nn.Module, forward: Callable) -> None:
 
 def _is_verified(base: PreTrainedModel, state: _TreeState, in_turns: bool = False) -> bool:
     """Whether the code that the model runs now was checked on its device; see [`CodeWatch.unchanged`]."""
+    call.leave_last(base)
     if state.watch is None or not state.watch.unchanged(in_turns):
         call.refuse_other_backbone(base)
         state.watch = CodeWatch(base)
@@ -304,7 +305,7 @@ def check_call(module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: boo
             module.get_input_embeddings() if state.watch is None else state.watch.embeddings
         )
     if not state.verifying:
-        (_verify_outside_graphs if torch.compiler.is_compiling() else _verify_call)(module, state)
+        (_verify_outside_graphs if torch.compiler.is_compiling() else _verify_call)(module, state, trains)
     call_checks.refuse_other_inputs(module, kwargs, state.image_refusal)
     if kwargs.get("labels") is not None and not state.verifying and not is_weighted:
         call_checks.refuse_counted_items(kwargs.get("num_items_in_batch"), kwargs.get("loss_weights"))
@@ -325,9 +326,8 @@ def _refuse_other_losses(module: PreTrainedModel, state: _TreeState) -> None:
         raise ValueError(state.loss_refusal)
 
 
-def _verify_call(module: PreTrainedModel, state: _TreeState) -> None:
+def _verify_call(module: PreTrainedModel, state: _TreeState, trains: bool) -> None:
     """Checks the code of the model in a call, without the other ranks."""
-    trains = module.training and torch.is_grad_enabled()
     if _is_verified(module, state, in_turns=trains):
         return
     if is_materialized(module):
@@ -442,8 +442,7 @@ def _tree_aware_loss(
     if context is None or context.supervised is None:
         return default(logits, labels, *args, **kwargs)
     supervised = context.supervised
-    divisor = kwargs.get("num_items_in_batch")
-    context.loss = weighted_token_loss(logits, supervised.labels, supervised.weights, divisor)
+    context.loss = weighted_token_loss(logits, supervised.labels, supervised.weights, kwargs.get("num_items_in_batch"))
     return context.loss
 
 

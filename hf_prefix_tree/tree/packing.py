@@ -11,21 +11,21 @@ of the layout into runs of leaves duplicates 4 % more.
 **Packing** goes by size, largest tree first, except for trees that must not share a sequence. The sampler, not the
 packing, keeps the parts of a split tree in one optimizer step.
 
-Cost: O(n log n) Python steps to pack n trees, O(L log^2 L) to split one of L leaves, the rest vectorised.
+Cost: O(n log n) comparisons to pack n trees, O(L log^2 L) to split one of L leaves, and a fold of each part.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
-from heapq import heappop, heappush
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_prefix_tree.tree import layout
 from hf_prefix_tree.tree.folding import INT32_MAX, check_integer, integer_array
-from hf_prefix_tree.tree.prefix_tree import PrefixTree
+from hf_prefix_tree.tree.prefix_tree import PrefixTree, fold
 
 
 def split_tree(tree: PrefixTree, max_tokens: int) -> list[PrefixTree]:
@@ -71,17 +71,26 @@ def split_tree(tree: PrefixTree, max_tokens: int) -> list[PrefixTree]:
     path_tokens = layout.node_depths(tree.node_lengths, tree.node_parents) + tree.node_lengths
     check_integer(max_tokens, "max_tokens", path_tokens.max())  # no branch can be split
     parents = tree.node_parents.tolist()
-    first_part = np.full(len(parents), -1)
-    parts = []
-    for index, leaves in enumerate(_plan(parents, path_tokens.tolist(), max_tokens)):
-        nodes: set[int] = set()
+    first_part = np.full(len(parents), -1)  # by node: the part that supervises it
+    plan = _plan(parents, path_tokens.tolist(), max_tokens)
+    for index, leaves in enumerate(plan):
         for node in leaves:
-            while node >= 0 and node not in nodes:
-                nodes.add(node)
+            while node >= 0 and first_part[node] < 0:
+                first_part[node] = index
                 node = parents[node]
-        parts.append(np.array(sorted(nodes)))
-        first_part[parts[-1][first_part[parts[-1]] < 0]] = index
-    return [_part(tree, nodes, first_part == index) for index, nodes in enumerate(parts)]
+    branches, paths, part_of_token = tree.branches(), tree.paths(), np.repeat(first_part, tree.node_lengths)
+    parts = []
+    for index in range(len(plan)):
+        members = np.flatnonzero(first_part[tree.branch_nodes] == index)
+        part = fold([branches[b] for b in members], tree.weighting)
+        token_of_tree = np.empty(len(part), dtype=np.int64)
+        for path, b in zip(part.paths(), members, strict=True):
+            token_of_tree[path] = paths[b]
+        supervises = part_of_token[token_of_tree] == index
+        weights = np.where(supervises, tree.weights[token_of_tree], 0.0)
+        branch_count = np.where(supervises, tree.branch_count[token_of_tree], 0)
+        parts.append(replace(part, num_branches=tree.num_branches, weights=weights, branch_count=branch_count))
+    return parts
 
 
 def _plan(parents: list[int], path_tokens: list[int], max_tokens: int) -> list[list[int]]:
@@ -111,44 +120,6 @@ def _plan(parents: list[int], path_tokens: list[int], max_tokens: int) -> list[l
         if node >= 0:
             below[parents[node]].append(groups)
     return sorted(members.values(), key=min)
-
-
-def _part(tree: PrefixTree, nodes: npt.NDArray[np.int64], is_supervised: npt.NDArray[np.bool_]) -> PrefixTree:
-    """The part of these nodes, ascending. `is_supervised` marks the nodes of the tree that the part supervises."""
-    branches = np.flatnonzero(is_supervised[tree.branch_nodes])
-    new_index = np.full(len(is_supervised) + 1, -1)  # the last entry is for the parent of roots, -1
-    new_index[nodes] = np.arange(len(nodes))
-    parents = new_index[tree.node_parents[nodes]]
-    ends = new_index[tree.branch_nodes[branches]]
-
-    # A node continues its parent if the parent has no other child left and ends no branch.
-    starts_node = np.bincount(parents + 1, minlength=len(nodes) + 1) != 1  # by parent, the roots' first
-    starts_node[ends + 1] = True
-    starts_node[0] = True
-    starts_node = starts_node[parents + 1]
-    merged = np.append(np.cumsum(starts_node) - 1, -1)
-    (first,) = starts_node.nonzero()
-    lengths = np.add.reduceat(tree.node_lengths[nodes], first)
-    parents, ends = merged[parents[first]], merged[ends]
-
-    order, new_index = layout.heavy_first_order(lengths, parents, ends)
-    moved = layout.ranges(layout.node_starts(lengths)[order], lengths[order])
-    tokens = layout.ranges(tree.node_starts[nodes], tree.node_lengths[nodes])[moved]
-    supervises = np.repeat(is_supervised[nodes], tree.node_lengths[nodes])[moved]
-    runs = layout.ranges(layout.node_starts(tree.run_counts)[branches], tree.run_counts[branches])
-    return PrefixTree(
-        input_ids=tree.input_ids[tokens],
-        node_lengths=lengths[order],
-        node_parents=new_index[parents[order]],
-        weights=np.where(supervises, tree.weights[tokens], 0.0),
-        branch_count=np.where(supervises, tree.branch_count[tokens], 0),
-        num_branches=tree.num_branches,
-        weighting=tree.weighting,
-        branch_nodes=new_index[ends],
-        run_counts=tree.run_counts[branches],
-        run_lengths=tree.run_lengths[runs],
-        run_values=tree.run_values[runs],
-    )
 
 
 def pack_rows(lengths: npt.ArrayLike, max_tokens: int, apart: Sequence[int] = ()) -> list[list[int]]:
@@ -185,36 +156,22 @@ def pack_rows(lengths: npt.ArrayLike, max_tokens: int, apart: Sequence[int] = ()
     max_tokens = integer_array([max_tokens], "max_tokens", 1, INT32_MAX).item()
     sizes = integer_array(lengths, "lengths", 1)
     check_integer(max_tokens, "max_tokens", sizes.max(initial=1))  # no tree is split here
-    sequence_of = [0] * len(sizes)
-    num_sequences = 0
-    # Sequences with room for the next tree, least room first, and the rest, most room first. Trees only get smaller,
-    # so one that takes the next tree takes all later ones, until a tree is added to it.
-    takes: list[tuple[int, int]] = []
-    waits: list[tuple[int, int]] = []
-    tokens = sizes.tolist()
-    openers = set(apart)
-    for index in sorted(openers):
-        sequence_of[index] = num_sequences
-        heappush(waits, (tokens[index] - max_tokens, num_sequences))
-        num_sequences += 1
+    sequences = [[index] for index in sorted(set(apart))]
+    tokens, smallest = sizes.tolist(), int(sizes.min(initial=max_tokens))
+    rooms = sorted((max_tokens - tokens[index], number) for number, (index,) in enumerate(sequences))
+    is_packed = np.isin(np.arange(len(sizes)), apart).tolist()
     for index in np.argsort(-sizes, kind="stable").tolist():
-        if index in openers:
+        if is_packed[index]:
             continue
-        size = tokens[index]
-        while waits and -waits[0][0] >= size:
-            room, sequence = heappop(waits)
-            heappush(takes, (-room, sequence))
-        if takes:
-            room, sequence = heappop(takes)
-        else:
-            room, sequence = max_tokens, num_sequences
-            num_sequences += 1
-        sequence_of[index] = sequence
-        heappush(waits, (size - room, sequence))
-    sequences: dict[int, list[int]] = {}
-    for index, sequence in enumerate(sequence_of):
-        sequences.setdefault(sequence, []).append(index)
-    return list(sequences.values())
+        at = bisect_left(rooms, (tokens[index], 0))
+        if at == len(rooms):
+            rooms.append((max_tokens, len(sequences)))
+            sequences.append([])
+        room, number = rooms.pop(at)
+        sequences[number].append(index)
+        if room - tokens[index] >= smallest:  # full ones would only make the list longer
+            insort(rooms, (room - tokens[index], number))
+    return sorted(map(sorted, sequences))
 
 
 def next_fit(lengths: npt.ArrayLike, max_tokens: int) -> list[list[int]]:
@@ -242,26 +199,3 @@ def next_fit(lengths: npt.ArrayLike, max_tokens: int) -> list[list[int]]:
         packed[-1].append(index)
         room -= size
     return packed
-
-
-def fill(lengths: Sequence[int], packed: Sequence[Sequence[int]], max_tokens: int) -> float:
-    """
-    Share of the capacity of packed sequences that trees occupy, between 0 and 1.
-
-    Args:
-        lengths (sequence of `int`):
-            Tokens of each tree.
-        packed (sequence of sequences of `int`):
-            The result of [`pack_rows`].
-        max_tokens (`int`):
-            Tokens that a sequence holds.
-
-    Example:
-
-    ```python
-    >>> fill([3, 7, 5, 2, 1], [[0, 1], [2, 3, 4]], max_tokens=10)
-    0.9
-
-    ```
-    """
-    return sum(lengths[index] for trees in packed for index in trees) / (len(packed) * max_tokens)

@@ -523,6 +523,25 @@ def test_a_term_of_a_schedule_is_refused(wrapper, options):
         called(**batch(), **options)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_hook_that_comes_later_and_then_adds_a_term_is_refused(again):
+    model, schedule = prepared().train(), {"coefficient": 0.0}
+
+    def add_term(module, args, output):
+        if output.loss is not None:
+            output.loss = output.loss + schedule["coefficient"] * output.logits.logsumexp(-1).square().mean()
+
+    handle = model.register_forward_hook(add_term)
+    assert_exact(model)
+    if again:  # known, so that nothing is checked anew
+        handle.remove()
+        model.register_forward_hook(add_term)
+        assert_exact(model)
+    schedule["coefficient"] = 1e-2
+    with pytest.raises(ValueError, match=r"where the weighted cross-entropy of the tree is .*another term"):
+        model(**batch())
+
+
 def test_the_z_loss_of_bamba_is_refused_when_it_comes_later():
     model = prepare_model(build_model("bamba"))
     assert model(**batch()).loss > 0

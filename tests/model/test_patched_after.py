@@ -177,6 +177,31 @@ def test_what_is_patched_later_is_refused(patch, training, monkeypatch):
         assert torch.equal(model(**batch()).loss, expected)
 
 
+def test_a_hook_that_is_replaced_in_its_place_is_checked():
+    model = prepare_model(make_model("llama", dtype=torch.float32))
+    mlp = model.model.layers[0].mlp
+    handle = mlp.register_forward_hook(lambda module, args, output: None)
+    assert model(**batch()).loss > 0
+    mlp._forward_hooks[handle.id] = lambda module, args, output: output + output.roll(1, dims=1)
+    with pytest.raises(ValueError, match=WRONG):
+        model(**batch())
+
+
+def test_hooks_of_tensors_cost_no_look_at_all_hooks(monkeypatch):
+    watch, weight = CodeWatch(make_model("llama", dtype=torch.float32)), torch.ones(1, requires_grad=True)
+    monkeypatch.setattr(watch, "_look_at_hooks", lambda: pytest.fail("looked at all hooks"))
+    weight.register_hook(torch.neg)  # FSDP2 registers some in each call
+    assert watch.unchanged()
+
+
+def test_removed_hooks_are_named():
+    model = prepare_model(make_model("llama", dtype=torch.float32))
+    model._forward_hooks.clear()
+    with pytest.raises(ValueError, match=r"The hooks of the model were removed: call `unprepare_model"):
+        model(**batch())
+    assert prepare_model(unprepare_model(model))(**batch()).loss > 0
+
+
 class ShiftingNorm(LlamaRMSNorm):
     def forward(self, hidden_states):
         return super().forward(hidden_states.roll(1, dims=1))
@@ -209,10 +234,12 @@ def test_a_leaf_that_changes_is_refused(change, when, monkeypatch):
 
 
 def test_what_has_children_is_looked_at_in_each_call(monkeypatch):
+    monkeypatch.setattr(fingerprint, "_SHARE", 1)
     model = prepare_model(make_model("llama", dtype=torch.float32)).train()
     for patch in (patch_forwards, patch_class_of_instances, patch_submodule):
         watch = CodeWatch(model)
-        monkeypatch.setattr(watch, "_turns", itertools.repeat(watch._parents))  # as if it were the turn of others
+        last = [*itertools.islice(watch._turns, fingerprint._TURNS)][-1]  # that of the head, beside all parents
+        monkeypatch.setattr(watch, "_turns", itertools.repeat(last))
         assert watch.unchanged(in_turns=True)
         patch(model, monkeypatch)
         assert not watch.unchanged(in_turns=True)

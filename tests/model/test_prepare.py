@@ -198,6 +198,7 @@ def test_lora(wrapped_first):
         ({"past_key_values": object()}, "`past_key_values`"),
         ({"seq_idx": torch.zeros(1, 128)}, "`seq_idx`"),
         ({"logits_to_keep": 1}, "`logits_to_keep`"),
+        ({"ignore_index": 5}, "`ignore_index`"),
         ({"shift_labels": torch.zeros(1, 128, dtype=torch.int64)}, "`shift_labels`"),
         ({"output_attentions": True}, "`output_attentions`"),
         ({"attention_mask": torch.ones(1, 1, 128, 128)}, "`attention_mask`.*1.*128"),
