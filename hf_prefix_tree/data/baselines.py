@@ -33,6 +33,7 @@ from hf_prefix_tree.data.rows import (
 )
 from hf_prefix_tree.data.supervision import IGNORE_INDEX, read_sample
 from hf_prefix_tree.data.trees import REPORT, TREE_FEATURES, cached_map, tree_of_rows
+from hf_prefix_tree.tree.folding import check_choice
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 Row = dict[str, list[int]]
 STOCK_MAX_LENGTH = 1024  # the default of TRL's `SFTConfig`
 _SAMPLE_FEATURES = Features({name: List(Value("int64")) for name in ("input_ids", "loss_mask")})
+_GROUP_FEATURES = Features({name: List(feature) for name, feature in _SAMPLE_FEATURES.items()})
 
 
 def read_samples(
@@ -51,6 +53,7 @@ def read_samples(
     *,
     on_error: str = "raise",
     num_proc: int | None = None,
+    group_by: str | None = None,
     counts: MutableMapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
@@ -69,6 +72,9 @@ def read_samples(
             Whether a row that can't be read is an error, of `input_ids` one of the next reader, or skipped (`"skip"`).
         num_proc (`int`, *optional*):
             Processes, for a `Dataset`.
+        group_by (`str`, *optional*):
+            Column whose equal values make one row of a dataset or stream out of all their samples, in lists; those of
+            `input_ids` too are then read as by `prepare_trees`.
         counts (`MutableMapping[str, Any]`, *optional*):
             As for `prepare_trees`.
         options:
@@ -83,16 +89,19 @@ def read_samples(
     """
     check_preparation(on_error=on_error)
     columns = columns_of(rows)
-    if "input_ids" in columns or not columns:
+    if group_by is None and ("input_ids" in columns or not columns):
         return rows if on_error == "raise" else _readable(rows)
     kind = row_kind(columns, (*SAMPLE_KINDS, "tokens"))
+    if group_by is not None:
+        check_choice(group_by, "group_by", sorted(columns))
     if tokenizer is None:
         raise ValueError(f"`tokenizer` is None, but {kind} rows are text; pass the model's tokenizer.")
     is_list = not isinstance(rows, Dataset | IterableDataset)
     features = {} if is_list else dict(rows.features or {})
     read = RowOptions(kind, tokenizer, features, **options)
     settings: dict[str, Any] = {"options": read, "weighting": "branch", "on_error": on_error}
-    plan = Plan(settings, {"max_packed_tokens": None, "overflow": "split", "on_error": on_error}, num_proc=num_proc)
+    limit = {"max_packed_tokens": None, "overflow": "split", "on_error": on_error}
+    plan = Plan(settings, limit, group_by, num_proc=num_proc)
     report = Report()
     samples: Any
     if is_list:
@@ -104,7 +113,9 @@ def read_samples(
     else:
         is_stream = isinstance(rows, IterableDataset)
         folded: Any = prepare_stream(rows, columns, plan) if is_stream else prepare_dataset(rows, plan, report)
-        options = {"batched": True, "remove_columns": list(TREE_FEATURES), "features": _SAMPLE_FEATURES}
+        is_grouped = group_by is not None
+        options = {"batched": True, "remove_columns": list(TREE_FEATURES), "fn_kwargs": {"is_grouped": is_grouped}}
+        options["features"] = _GROUP_FEATURES if is_grouped else _SAMPLE_FEATURES
         samples = cached_map(folded, _unfold, **options, num_proc=num_proc, desc="Unfolding samples")
     if counts is not None:
         counts.update(report.as_dict())
@@ -138,9 +149,10 @@ def _samples(tree: Mapping[str, Any]) -> Iterator[Row]:
             yield {"input_ids": branch.input_ids[:end].tolist(), "loss_mask": mask[:end].astype(int).tolist()}
 
 
-def _unfold(batch: Mapping[str, list[Any]]) -> dict[str, list[list[int]]]:
-    samples = [sample for tree in rows_of_batch(batch) for sample in _samples(tree)]
-    return {name: [sample[name] for sample in samples] for name in _SAMPLE_FEATURES}
+def _unfold(batch: Mapping[str, list[Any]], is_grouped: bool) -> dict[str, list[Any]]:
+    groups = [list(_samples(tree)) for tree in rows_of_batch(batch)]
+    columns = {name: [[sample[name] for sample in group] for group in groups] for name in _SAMPLE_FEATURES}
+    return columns if is_grouped else {name: [*itertools.chain(*values)] for name, values in columns.items()}
 
 
 def per_branch(trees: Iterable[PrefixTree]) -> list[Row]:

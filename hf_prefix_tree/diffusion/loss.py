@@ -4,6 +4,15 @@
 Each is `sum_t w_t * nll_t / N` with N the supervised tokens of the whole optimizer step. Diffusion predicts a token at
 its own position, next-token prediction at the position before. [`objective_inputs`] lays a micro-batch out for the
 model and says which positions predict a token; [`objective_loss`] is the loss of their log-probs.
+
+Under `group_by` the `[x_t | x_0]` of all samples become one packed sequence: the tree of the clean tokens, in which
+equal prefixes are one, with each noisy block as a leaf below the clean tokens before it:
+
+    prompt [noisy a1] a1 [noisy a2] a2 ... [noisy b1] b1 [noisy b2] ...
+
+A token sees the tokens of its path, and a noisy block itself. Clean tokens merge where `"hybrid"`, which attends
+causally, has the same tokens up to there, and `"block"` the same whole blocks: a token sees the rest of its block.
+Noisy blocks and clean tokens on which no prediction depends are left out. Cost: linear in the tokens of all paths.
 """
 
 from __future__ import annotations
@@ -11,12 +20,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from hf_prefix_tree.diffusion.collator import supervised_tokens
 from hf_prefix_tree.diffusion.noise import Corrupted, window_starts
-from hf_prefix_tree.modeling.attention.masks.spans import spans
+from hf_prefix_tree.modeling.attention.masks.spans import END0, START0, spans
+from hf_prefix_tree.modeling.batch import BLOCK_SIZE
 from hf_prefix_tree.modeling.loss import weighted_mean
+from hf_prefix_tree.training.sampling import rounded_up
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
 
 if TYPE_CHECKING:
     from hf_prefix_tree.diffusion.config import DiffusionSFTConfig
@@ -177,11 +190,12 @@ def _next(targets: torch.Tensor) -> torch.Tensor:
 
 
 class ObjectiveInputs(NamedTuple):
-    """A micro-batch as the model reads it: N positions, L of x_t or 2 L of `[x_t | x_0]`."""
+    """A micro-batch for the model: N positions, L of x_t or 2 L of `[x_t | x_0]`, packed under `group_by`."""
 
     inputs: dict[str, Any]  # the arguments of a prepared model
     targets: torch.Tensor  # [B, N] int64
     is_predicted: torch.Tensor  # [B, N] bool: whether the target of a position is predicted there
+    places: torch.Tensor | None = None  # [B * N] int64: where each position was packed, -1 where nowhere
 
 
 def objective_inputs(batch: Mapping[str, torch.Tensor], noise: Corrupted, args: DiffusionSFTConfig) -> ObjectiveInputs:
@@ -191,7 +205,7 @@ def objective_inputs(batch: Mapping[str, torch.Tensor], noise: Corrupted, args: 
     Args:
         batch (`Mapping[str, torch.Tensor]`): Of [`DataCollatorForDiffusionLM`].
         noise ([`Corrupted`]): Its noise.
-        args ([`DiffusionSFTConfig`]): `objective`, `block_size` and `response_window`.
+        args ([`DiffusionSFTConfig`]): `objective`, `block_size`, `response_window` and `group_by`.
     """
     ids, attention_mask, supervised = batch["input_ids"], batch["attention_mask"], supervised_tokens(batch)
     positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
@@ -210,7 +224,52 @@ def objective_inputs(batch: Mapping[str, torch.Tensor], noise: Corrupted, args: 
         predicted = [supervised, torch.zeros_like(supervised)]
     else:
         predicted = [noise.is_masked & supervised, next_token_weights(supervised) != 0]
-    return ObjectiveInputs(inputs, torch.cat([ids, _next(ids)], dim=1), torch.cat(predicted, dim=1))
+    flat = ObjectiveInputs(inputs, torch.cat([ids, _next(ids)], dim=1), torch.cat(predicted, dim=1))
+    return flat if args.group_by is None else _on_shared_prefixes(flat, supervised, args.objective == "hybrid")
+
+
+_NOISY = 2**40  # from here on, the keys of noisy tokens, which nothing shares
+
+
+def _on_shared_prefixes(flat: ObjectiveInputs, supervised: torch.Tensor, is_causal: bool) -> ObjectiveInputs:
+    """The sequences `[x_t | x_0]` as one packed sequence, see the top of this file."""
+    ids, attended = flat.inputs["input_ids"], flat.inputs["attention_mask"]
+    length, block_starts = supervised.shape[1], flat.inputs["diffusion_layout"][:, START0, : supervised.shape[1]]
+    starts, ends = (flat.inputs["diffusion_layout"][:, entry].cpu().numpy() for entry in (START0, END0))
+    keys = (2 * ids + attended)[:, length:].cpu().numpy()
+    known: dict[bytes, int] = {}  # the key of each clean block
+    paths = []  # keys of the tokens of each path, and their positions in the batch
+    for row, columns in enumerate(map(np.flatnonzero, supervised.cpu().numpy())):
+        path, noisy = keys[row, : columns.max(initial=0)], 2 * length * row
+        positions = np.arange(len(path)) + noisy + length
+        if is_causal and len(path):
+            paths.append((path, positions))
+        elif len(path):
+            first = np.unique(starts[row, : len(path)])
+            blocks = [known.setdefault(block.tobytes(), len(known)) for block in np.split(path, first[1:])]
+            path = np.repeat(blocks, np.diff(first, append=len(path)))
+        for start in np.unique(starts[row, columns]):
+            block = np.arange(start, ends[row, start]) + noisy
+            paths.append((np.append(path[:start], block + _NOISY), np.append(positions[:start], block)))
+    paths = paths or [(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))]  # nothing is supervised
+    tree = fold(Branch(path, np.zeros(len(path))) for path, _ in paths)
+    places, source = np.full(2 * length * len(keys), -1), np.zeros(rounded_up(len(tree), BLOCK_SIZE), dtype=np.int64)
+    for (_, positions), path in zip(paths, tree.paths(), strict=True):
+        places[positions], source[path] = path, positions
+    packed, of = (torch.from_numpy(x).to(ids.device) for x in (places, source))
+    row, column = of // (2 * length), of % (2 * length)
+    is_clean = column >= length
+    # a token is seen from the start of its block on, or from itself, to the end of its subtree
+    block = of - column + length * is_clean + block_starts[row, column % length]
+    first = packed[torch.where(is_clean & is_causal, of, block)]
+    seen = torch.arange(len(of), device=of.device) < len(tree)
+    seen &= attended.flatten()[of] != 0
+    until = torch.nn.functional.pad(torch.tensor(tree.subtree_end).to(of), (0, len(of) - len(tree)))
+    none = torch.zeros_like(of)
+    layout = torch.stack([none, none + len(of), none, none, first * seen, until * seen])
+    inputs = {name: flat.inputs[name].flatten()[of][None] for name in ("input_ids", "position_ids")}
+    inputs |= {"attention_mask": seen[None].long(), "diffusion_layout": layout[None].int()}
+    return ObjectiveInputs(inputs, flat.targets, flat.is_predicted, packed)
 
 
 def objective_loss(
