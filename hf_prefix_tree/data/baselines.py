@@ -113,9 +113,9 @@ def read_samples(
     else:
         is_stream = isinstance(rows, IterableDataset)
         folded: Any = prepare_stream(rows, columns, plan) if is_stream else prepare_dataset(rows, plan, report)
-        is_grouped = group_by is not None
-        options = {"batched": True, "remove_columns": list(TREE_FEATURES), "fn_kwargs": {"is_grouped": is_grouped}}
-        options["features"] = _GROUP_FEATURES if is_grouped else _SAMPLE_FEATURES
+        schema = _SAMPLE_FEATURES if group_by is None else _GROUP_FEATURES
+        options = {"batched": True, "remove_columns": list(TREE_FEATURES), "features": schema}
+        options["fn_kwargs"] = {"is_grouped": group_by is not None}
         samples = cached_map(folded, _unfold, **options, num_proc=num_proc, desc="Unfolding samples")
     if counts is not None:
         counts.update(report.as_dict())

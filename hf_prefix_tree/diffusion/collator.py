@@ -19,7 +19,7 @@ import torch
 
 from hf_prefix_tree.data.supervision import IGNORE_INDEX, SUPERVISION, Sample, check_features, located, read_sample
 from hf_prefix_tree.training.sampling import PADDING_FEATURE, rounded_up
-from hf_prefix_tree.tree.folding import INT64_MAX, check_choice, check_integer, integer_array
+from hf_prefix_tree.tree.folding import INT64_MAX, check_choice, check_integer, check_length, integer_array
 
 SAMPLE_INDEX = "sample_index"
 COLUMNS = ("input_ids", "attention_mask", *SUPERVISION, SAMPLE_INDEX)
@@ -177,9 +177,11 @@ class DataCollatorForDiffusionLM:
 def _samples(feature: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """A feature, or the samples of one that is a group of them."""
     ids = feature.get("input_ids")
-    if ids is None or not len(ids) or np.ndim(ids[0]) == 0:
+    if not isinstance(ids, list) or not ids or np.ndim(ids[0]) == 0:
         return [feature]
     columns = {name: feature[name] for name in COLUMNS if feature.get(name) is not None}
+    for name, values in columns.items():
+        check_length(values, name, len(ids), "samples")
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 

@@ -100,12 +100,6 @@ class DiffusionSFTConfig(SFTConfig):
         )
         if self.group_by is not None and self.objective == "mdlm":
             raise ValueError(
-                f"`group_by` is {self.group_by!r} under `objective='mdlm'`: full bidirectional denoising (masked "
-                "diffusion) sees the response from the prompt, so sharing the prompt is not exact; leave it out, or "
-                "pass `objective='block'` or 'hybrid'."
-            )
-        if self.group_by is not None and self.supervise_padding:
-            raise ValueError(
-                f"`supervise_padding` is True under `group_by={self.group_by!r}`, which packs samples without padding; "
-                "pass False, or leave out `group_by`."
+                f"`group_by` is {self.group_by!r}: full bidirectional denoising (`objective='mdlm'`) sees the "
+                "response from the prompt, so sharing is not exact there; pass 'block' or 'hybrid', or no `group_by`."
             )

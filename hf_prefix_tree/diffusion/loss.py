@@ -25,7 +25,7 @@ import torch
 
 from hf_prefix_tree.diffusion.collator import supervised_tokens
 from hf_prefix_tree.diffusion.noise import Corrupted, window_starts
-from hf_prefix_tree.modeling.attention.masks.spans import END0, START0, spans
+from hf_prefix_tree.modeling.attention.masks.spans import END0, FIRST, START0, spans
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
 from hf_prefix_tree.modeling.loss import weighted_mean
 from hf_prefix_tree.training.sampling import rounded_up
@@ -233,43 +233,40 @@ _NOISY = 2**40  # from here on, the keys of noisy tokens, which nothing shares
 
 def _on_shared_prefixes(flat: ObjectiveInputs, supervised: torch.Tensor, is_causal: bool) -> ObjectiveInputs:
     """The sequences `[x_t | x_0]` as one packed sequence, see the top of this file."""
-    ids, attended = flat.inputs["input_ids"], flat.inputs["attention_mask"]
-    length, block_starts = supervised.shape[1], flat.inputs["diffusion_layout"][:, START0, : supervised.shape[1]]
-    starts, ends = (flat.inputs["diffusion_layout"][:, entry].cpu().numpy() for entry in (START0, END0))
-    keys = (2 * ids + attended)[:, length:].cpu().numpy()
-    known: dict[bytes, int] = {}  # the key of each clean block
-    paths = []  # keys of the tokens of each path, and their positions in the batch
+    names, length = ("input_ids", "attention_mask", "diffusion_layout"), supervised.shape[1]
+    ids, attended, layout = (flat.inputs[name].cpu().numpy() for name in names)  # waits for the device
+    starts, ends = layout[:, START0, :length], layout[:, END0, :length]  # of the block of each token
+    noisy, keys = 2 * length * np.arange(len(ids))[:, None], (2 * ids + attended)[:, length:]
+    # the first position that sees each one: the start of its block or, of tokens that attend causally, itself
+    seen_from = np.concatenate([starts, np.arange(length) + 0 * starts if is_causal else starts], axis=1) + noisy
+    seen_from[:, length:] += length
+    known: dict[bytes, int] = {}  # clean blocks
+    paths = []  # keys of the tokens of each path, which are equal where tokens merge, and their positions
     for row, columns in enumerate(map(np.flatnonzero, supervised.cpu().numpy())):
-        path, noisy = keys[row, : columns.max(initial=0)], 2 * length * row
-        positions = np.arange(len(path)) + noisy + length
+        path = keys[row, : columns.max(initial=0)]
+        clean = np.arange(len(path)) + noisy[row] + length
         if is_causal and len(path):
-            paths.append((path, positions))
+            paths.append((path, clean))
         elif len(path):
             first = np.unique(starts[row, : len(path)])
             blocks = [known.setdefault(block.tobytes(), len(known)) for block in np.split(path, first[1:])]
             path = np.repeat(blocks, np.diff(first, append=len(path)))
         for start in np.unique(starts[row, columns]):
-            block = np.arange(start, ends[row, start]) + noisy
-            paths.append((np.append(path[:start], block + _NOISY), np.append(positions[:start], block)))
-    paths = paths or [(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))]  # nothing is supervised
+            block = np.arange(start, ends[row, start]) + noisy[row]
+            paths.append((np.append(path[:start], block + _NOISY), np.append(clean[:start], block)))
+    paths = paths or [(np.zeros(1, dtype=np.int64),) * 2]  # nothing is supervised
     tree = fold(Branch(path, np.zeros(len(path))) for path, _ in paths)
-    places, source = np.full(2 * length * len(keys), -1), np.zeros(rounded_up(len(tree), BLOCK_SIZE), dtype=np.int64)
+    places, source = np.full(ids.size, -1), np.zeros(len(tree), dtype=np.int64)
     for (_, positions), path in zip(paths, tree.paths(), strict=True):
         places[positions], source[path] = path, positions
-    packed, of = (torch.from_numpy(x).to(ids.device) for x in (places, source))
-    row, column = of // (2 * length), of % (2 * length)
-    is_clean = column >= length
-    # a token is seen from the start of its block on, or from itself, to the end of its subtree
-    block = of - column + length * is_clean + block_starts[row, column % length]
-    first = packed[torch.where(is_clean & is_causal, of, block)]
-    seen = torch.arange(len(of), device=of.device) < len(tree)
-    seen &= attended.flatten()[of] != 0
-    until = torch.nn.functional.pad(torch.tensor(tree.subtree_end).to(of), (0, len(of) - len(tree)))
-    none = torch.zeros_like(of)
-    layout = torch.stack([none, none + len(of), none, none, first * seen, until * seen])
-    inputs = {name: flat.inputs[name].flatten()[of][None] for name in ("input_ids", "position_ids")}
-    inputs |= {"attention_mask": seen[None].long(), "diffusion_layout": layout[None].int()}
-    return ObjectiveInputs(inputs, flat.targets, flat.is_predicted, packed)
+    packed = np.zeros((6, rounded_up(len(tree), BLOCK_SIZE)), dtype=np.int32)
+    packed[END0] = packed.shape[1]  # each query sees all keys that it is seen from
+    packed[FIRST:, : len(tree)] = np.stack([places[seen_from.flat[source]], tree.subtree_end]) * attended.flat[source]
+    inputs = {"diffusion_layout": torch.from_numpy(packed[None]).to(supervised.device)}
+    of, padding = torch.from_numpy(source).to(supervised.device), (0, packed.shape[1] - len(tree))
+    for name in ("input_ids", "position_ids", "attention_mask"):
+        inputs[name] = torch.nn.functional.pad(flat.inputs[name].flatten()[of], padding)[None]
+    return flat._replace(inputs=inputs, places=torch.from_numpy(places).to(supervised.device))
 
 
 def objective_loss(

@@ -188,14 +188,10 @@ class DiffusionSFTTrainer(StepMixin, PreparationMixin, SFTTrainer):
         if self.aux_loss_enabled:
             model_inputs["output_router_logits"] = True
         where = is_predicted.flatten().nonzero().squeeze(1)
-        labels = targets.flatten()[where][None]
+        labels, packed = targets.flatten()[where][None], where if places is None else places[where]
         # TRL's fused head scores the M predictions: log-probs of shape `(1, M)`
         outputs = model(
-            **model_inputs,
-            predict_positions=where if places is None else places[where],
-            labels=labels,
-            shift_labels=labels,
-            fused_lm_head=True,
+            **model_inputs, predict_positions=packed, labels=labels, shift_labels=labels, fused_lm_head=True
         )
         log_probs = torch.zeros(targets.numel(), dtype=torch.float64, device=where.device)
         log_probs = log_probs.index_copy(0, where, outputs.log_probs[0].double()).view_as(targets)

@@ -1,6 +1,5 @@
 """Completions of one prompt on one clean copy of it: masks by their definition, packed against separate samples."""
 
-import copy
 import types
 
 import pytest
@@ -20,7 +19,6 @@ from tests.support.diffusion_runs import (
     SIZE,
     distance,
     logs_of,
-    rows_of_ids,
     small_model,
     tokenizer,
     train,
@@ -108,14 +106,9 @@ def test_every_token_sees_what_it_sees_in_its_own_sequence(objective, response_w
             assert (places[row] >= 0).nonzero().flatten().tolist() == [*needed, *(length + i for i in range(end))]
             for q in (places[row] >= 0).nonzero().flatten().tolist():
                 at = places[row, q]
-                seen = [
-                    int(places[row, k])
-                    for k in range(2 * length)
-                    if k == q
-                    or (
-                        sees(LAYOUT[objective], size, start, length, q, k) and batch["attention_mask"][row, k % length]
-                    )
-                ]
+                attended = batch["attention_mask"][row].repeat(2)
+                keys = [k for k in range(2 * length) if sees(LAYOUT[objective], size, start, length, q, k)]
+                seen = [int(places[row, k]) for k in range(2 * length) if k == q or (k in keys and attended[k])]
                 assert sorted(seen) == mask[at].nonzero().flatten().tolist()
                 assert inputs["input_ids"][0, at] == flat_ids[row, q]
                 assert inputs["position_ids"][0, at] == q % length
@@ -257,3 +250,63 @@ def test_group_by_trains_and_evaluates_as_the_samples_apart(objective, tmp_path)
     first, second = one.evaluate(), flat.evaluate()
     for name in ("eval_loss", "eval_nll_bound", "eval_perplexity"):
         assert first[name] == pytest.approx(second[name], rel=1e-5), name
+
+
+def test_an_uneven_last_step_and_padding_that_is_supervised(tmp_path):
+    """Two groups a micro-batch, and four a step, of which there are three: the empty row takes part."""
+    grouped, apart = grouped_rows()
+    options = {"objective": "block", "max_steps": 1, "supervise_padding": True}
+    one = train(tmp_path, grouped, group_by="group", per_device_train_batch_size=3, **options)
+    flat = train(tmp_path, apart, per_device_train_batch_size=12, **options)
+    assert logs_of(one)[0]["loss"] == pytest.approx(logs_of(flat)[0]["loss"], rel=1e-6)
+    batch = one.data_collator([grouped_feature := dict(one.train_dataset[0]), {"input_ids": []}])
+    assert batch["input_lengths"].tolist() == [*map(len, grouped_feature["input_ids"]), 0]
+    assert batch["sample_index"].tolist() == [*grouped_feature["sample_index"], -1]
+    with torch.no_grad():
+        both, alone = (
+            one.compute_loss(one.model, one.data_collator(x))
+            for x in ([grouped_feature, {"input_ids": []}], [grouped_feature])
+        )
+        empty = one.compute_loss(one.model, one.data_collator([{"input_ids": []}]))
+    assert both == alone and empty == 0
+
+
+def test_texts_of_one_prompt_are_a_group(tmp_path):
+    rows = [{"prompt": "a b", "completions": [" c", " a c"]}, {"prompt": "c", "completions": [" a"]}]
+    rows.append({"prompt": "a b", "completions": [" b c a", " c"]})
+    train_dataset = trainer_of(tmp_path, Dataset.from_list(rows), objective="hybrid", group_by="prompt").train_dataset
+    texts = [list(map(tokenizer().decode, group)) for group in train_dataset["input_ids"]]
+    end = tokenizer().eos_token
+    assert texts == [[f"a b{text}{end}" for text in (" c", " a c", " b c a", " c")], [f"c a{end}"]]
+    assert train_dataset["sample_index"] == [[0, 1, 2, 3], [1 << 20]]
+    flat = trainer_of(tmp_path, Dataset.from_list(rows[:1]), objective="hybrid").train_dataset
+    assert flat["input_ids"][:] == train_dataset["input_ids"][0][:2]
+    assert flat["loss_mask"][:] == train_dataset["loss_mask"][0][:2]
+    stream = Dataset.from_list(rows).to_iterable_dataset()
+    streamed = list(prepare_diffusion_rows(stream, tokenizer(), group_by="prompt"))
+    assert [len(row["input_ids"]) for row in streamed] == [2, 1, 2]  # consecutive rows only
+    cut = prepare_diffusion_rows(Dataset.from_list(rows), tokenizer(), group_by="prompt", cap=("max_length", 4))
+    assert cut["input_ids"][0][1] == train_dataset["input_ids"][0][1][:4]
+
+
+@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
+def test_a_group_is_as_long_as_its_samples(strategy, tmp_path):
+    grouped, _ = grouped_rows()
+    trainer = trainer_of(tmp_path, grouped, objective="block", group_by="group", train_sampling_strategy=strategy)
+    sampler = trainer.step_sampler(trainer.train_dataset, 1)
+    expected = [sum(map(len, ids)) for ids in trainer.train_dataset["input_ids"]]
+    assert sampler.costs.tolist() == [*expected, 0] and len(set(expected)) > 1
+
+
+def test_what_cannot_be_shared_is_refused(tmp_path):
+    grouped, _ = grouped_rows()
+    with pytest.raises(ValueError, match=r"`group_by`.*sees the response from the prompt, so sharing is not exact"):
+        DiffusionSFTConfig(str(tmp_path), group_by="group", use_cpu=True, bf16=False)
+    with pytest.raises(ValueError, match=r"`group_by` is 'groups'.*'group'"):
+        trainer_of(tmp_path, grouped, objective="block", group_by="groups")
+    with pytest.raises(ValueError, match=r"`weights`.*`loss_mask`"):
+        weighted = grouped.map(lambda row: {"weights": [1.0] * len(row["input_ids"])})
+        trainer_of(tmp_path, weighted, objective="block", group_by="group")
+    model = make_model("qwen3_moe", dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"`group_by`.*`router_aux_loss_coef=0.0`"):
+        trainer_of(tmp_path, grouped, model=model, objective="block", group_by="group", router_aux_loss_coef=0.1)

@@ -4,7 +4,7 @@
 Every mask here is: query q sees key k iff `start0 <= k < end0` or `start1 <= k < end1`, for the spans of q, and
 `first <= q < until`, for the span of k; and every token sees itself, so that no softmax is over nothing. That covers
 full attention, block-causal attention, and the `[x_t | x_0]` sequences of block diffusion, where the span of a key is
-everything or, if it is not attended, nothing; and shared prefixes, where each query's span is everything and a key's is
+everything or, if it is not attended, nothing; and shared prefixes, where each query's span is everything and a key's
 its subtree. [`spans`] builds these numbers; [`dense_mask`] is the reference, an N x N tensor; [`block_mask`] describes
 the same mask to FlexAttention, built directly from block-wise minima and maxima: O(N + (N/128)^2) time and memory, no
 N x N tensor and no wait for the device.
