@@ -159,8 +159,8 @@ def test_the_prompt_is_computed_once():
 # ---- the loss ----
 
 
-def run(model, batch, args, items, spoil=None):
-    noise = noise_of(batch, args)
+def run(model, batch, args, items, spoil=None, noise=None):
+    noise = noise_of(batch, args) if noise is None else noise
     inputs, targets, is_predicted, places = objective_inputs(batch, noise, args)
     if spoil is not None:
         spoil(inputs["diffusion_layout"])
