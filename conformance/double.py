@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+# Functions of two tensors, of which the second may be in float32: rotary frequencies times positions, and positions of
+# patches between those that were learned.
+_OF_TWO = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.nn.functional.grid_sample)
 
 
 class keep_double(TorchFunctionMode):
@@ -47,9 +49,9 @@ class keep_double(TorchFunctionMode):
             target = args[1] if func is torch.Tensor.to and len(args) > 1 else None
             if isinstance(target, torch.Tensor) and target.is_floating_point():
                 args = (tensor, target.to(torch.float64), *args[2:])
-            factor = args[1] if func in _PRODUCTS and len(args) > 1 else None
-            if isinstance(factor, torch.Tensor) and _is_low(factor.dtype):  # rotary frequencies times positions
-                args = (tensor, factor.double(), *args[2:])
+            second = args[1] if func in _OF_TWO and len(args) > 1 else None
+            if isinstance(second, torch.Tensor) and _is_low(second.dtype):
+                args = (tensor, second.double(), *args[2:])
         return func(*args, **kwargs)
 
 

@@ -238,8 +238,7 @@ def _on_shared_prefixes(flat: ObjectiveInputs, supervised: torch.Tensor, is_caus
     starts, ends = layout[:, START0, :length], layout[:, END0, :length]  # of the block of each token
     noisy, keys = 2 * length * np.arange(len(ids))[:, None], (2 * ids + attended)[:, length:]
     # the first position that sees each one: the start of its block or, of tokens that attend causally, itself
-    seen_from = np.concatenate([starts, np.arange(length) + 0 * starts if is_causal else starts], axis=1) + noisy
-    seen_from[:, length:] += length
+    seen_from = noisy + np.hstack([starts, length + (np.arange(length) + 0 * starts if is_causal else starts)])
     known: dict[bytes, int] = {}  # clean blocks
     paths = []  # keys of the tokens of each path, which are equal where tokens merge, and their positions
     for row, columns in enumerate(map(np.flatnonzero, supervised.cpu().numpy())):

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from inspect import signature
 from typing import Any
 
 import torch
@@ -117,10 +116,9 @@ def prepared_for_diffusion(model: torch.nn.Module) -> Iterator[None]:
 def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[DiffusionContext, dict[str, Any]]:
     """Layout and positions in, context of the call out."""
     check_options(module, DIFFUSION, kwargs)
-    if "decoder_input_ids" in signature(type(module).forward).parameters and "decoder_input_ids" not in kwargs:
+    if hasattr(module.config, "canvas_length") and "decoder_input_ids" not in kwargs:
         raise ValueError(
-            f"{type(module).__name__} denoises `decoder_input_ids`, and got none: train it as "
-            "`examples/diffusion_gemma.py` does, and call `unprepare_diffusion_model(model)` before `generate`."
+            f"{type(module).__name__} denoises `decoder_input_ids`, and got none: see `examples/diffusion_gemma.py`."
         )
     kwargs = dict(kwargs)
     layout, where = kwargs.pop("diffusion_layout", None), kwargs.pop("predict_positions", None)

@@ -133,8 +133,7 @@ class DiffusionSFTTrainer(StepMixin, PreparationMixin, SFTTrainer):
         checks.refuse_tensor_parallelism(self)
         if args.group_by is not None and self.aux_loss_enabled:
             raise ValueError(
-                f"`group_by` is {args.group_by!r}, but a router's auxiliary loss would count a shared token once for "
-                "all its samples; pass `router_aux_loss_coef=0.0`, or leave out `group_by`."
+                f"`group_by` is {args.group_by!r}: a router counts shared tokens once; set `router_aux_loss_coef=0.0`."
             )
         if data_collator is None:
             on_gpu = args.device.type == "cuda" and args.attn_backend != "sdpa"

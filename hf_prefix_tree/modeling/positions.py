@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
+from hf_prefix_tree.data.images import first_equal
 from hf_prefix_tree.modeling.batch import DEPTH, PREDECESSOR, SUBTREE_END
 from hf_prefix_tree.modeling.context import active_tree
 
@@ -48,8 +49,9 @@ def place_by_depth(model: PreTrainedModel) -> list[Any]:
             tempered.note_tree(module, (), {})
             handles.append(module.register_forward_pre_hook(tempered.note_tree, with_kwargs=True))
             handles.append(module.register_forward_hook(_forget_tree, always_call=True))
-        handles += [_AlibiByDepth(module, name) for name in _ALIBI_METHODS if hasattr(module, name)]
-    return handles
+        handles += [_Replaced(module, name, _pick_by_depth) for name in _ALIBI_METHODS if hasattr(module, name)]
+    part = image_model(model)
+    return handles if part is None else [*handles, _Replaced(part, "get_image_features", _see_once)]
 
 
 def with_names(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -132,18 +134,12 @@ def _temper_by_depth(
     return output * (by_depth.double() / by_index.double())[..., None].to(output.dtype)
 
 
-class _AlibiByDepth:
-    """
-    Makes a model's method that builds ALiBi's biases give each key that of its depth.
+class _Replaced:
+    """A method of a module that a function replaces, which gets the method as its first argument."""
 
-    A softmax does not change when all its scores move by the same number, so a bias that grows with the depth of the
-    key is the bias that falls with the distance. The method itself makes the biases of a straight line, from which the
-    depths pick theirs.
-    """
-
-    def __init__(self, module: torch.nn.Module, name: str) -> None:
+    def __init__(self, module: torch.nn.Module, name: str, function: Callable) -> None:
         self.module, self.name = module, name
-        setattr(module, name, functools.partial(_pick_by_depth, getattr(module, name)))
+        setattr(module, name, functools.partial(function, getattr(module, name)))
 
     def remove(self) -> None:
         """Gives the model its method back."""
@@ -151,6 +147,9 @@ class _AlibiByDepth:
 
 
 def _pick_by_depth(build: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
+    # Makes a method that builds ALiBi's biases give each key that of its depth. A softmax does not change when all its
+    # scores move by the same number, so a bias that grows with the depth of the key is the bias that falls with the
+    # distance. The method itself makes the biases of a straight line, from which the depths pick theirs.
     line = build(*args, **kwargs)
     context = active_tree()
     if context is None:
@@ -186,6 +185,25 @@ def image_model(model: PreTrainedModel) -> Any | None:
         if method is not None and needed <= set(inspect.signature(method).parameters):
             return part
     return None
+
+
+def image_tokens(model: PreTrainedModel, image_grid_thw: torch.Tensor) -> list[int]:
+    """The number of tokens of each image of a model of [`image_model`]."""
+    merge = getattr(model.config.vision_config, "spatial_merge_size", 1)
+    return (image_grid_thw.prod(dim=1) // merge**2).tolist()
+
+
+def _see_once(see: Callable, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor, **kwargs: Any) -> Any:
+    # The vision tower runs once for images of a packed sequence that are equal, wherever they stand.
+    if active_tree() is None:
+        return see(pixel_values, image_grid_thw, **kwargs)
+    images = pixel_values.split(image_grid_thw.prod(dim=1).tolist())
+    kept, where = np.unique(first_equal(images, image_grid_thw), return_inverse=True)
+    output = see(torch.cat([images[i] for i in kept]), image_grid_thw[kept], **kwargs)
+    output.pooler_output = [output.pooler_output[i] for i in where]
+    if getattr(output, "deepstack_features", None) is not None:
+        output.deepstack_features = [[layer[i] for i in where] for layer in output.deepstack_features]
+    return output
 
 
 def place_images(
@@ -256,8 +274,7 @@ def _check_images(
     grids: torch.Tensor,
 ) -> None:
     """Every image has as many tokens as it needs, one after another on one path."""
-    merge = getattr(model.config.vision_config, "spatial_merge_size", 1)
-    tokens = (grids.prod(dim=1) // merge**2).tolist()
+    tokens = image_tokens(model, grids)
     runs = list(zip(*np.nonzero(starts), strict=True))
     if len(runs) != len(tokens) or is_image.sum() != sum(tokens):
         raise ValueError(

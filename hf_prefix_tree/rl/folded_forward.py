@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,12 +16,14 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from transformers import PreTrainedModel, TrainingArguments
 
+from hf_prefix_tree.data.images import mark_images
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
 from hf_prefix_tree.modeling.batch import WEIGHTED_BY_CALLER
 from hf_prefix_tree.modeling.checks import base_causal_lm, rope_limit
+from hf_prefix_tree.modeling.positions import IMAGE_INPUTS
 from hf_prefix_tree.modeling.prepare import ensure_verified, install_tree_hooks, is_prepared
 from hf_prefix_tree.rl.config import MIN_REUSE, FoldingOptions
-from hf_prefix_tree.rl.folded_rows import FoldedRows, fold_rows, row_multiple
+from hf_prefix_tree.rl.folded_rows import FoldedRows, fold_rows, images_of_rows, row_multiple
 from hf_prefix_tree.training.checks import refuse_engines
 from hf_prefix_tree.training.options import refuse_options
 from hf_prefix_tree.training.step import CheckpointMixin
@@ -31,8 +33,8 @@ logger = logging.getLogger(__name__)
 _STATE = "_hf_prefix_tree_folded"
 # Arguments that a folded call serves. A call with any other one is not folded.
 _SERVED = {"input_ids", "attention_mask", "labels", "shift_labels", "fused_lm_head", "num_items_in_batch"}
-_SERVED |= {"use_cache", "output_router_logits", "return_dict"}
-_NOT_FOR_TREES = ("shift_labels", "num_items_in_batch")  # they describe the padded rows
+_SERVED |= {"use_cache", "output_router_logits", "return_dict", *IMAGE_INPUTS}
+_NOT_FOR_TREES = ("shift_labels", "num_items_in_batch", *IMAGE_INPUTS)  # they describe the padded rows
 
 
 def fold_shared_prefixes(
@@ -44,14 +46,16 @@ def fold_shared_prefixes(
     Afterwards `model(input_ids=..., attention_mask=..., labels=..., fused_lm_head=True)` returns the same output, of
     the same shapes and dtypes, with each token that several rows share computed once. `shift_labels` work as well.
     Rows may be padded on the left, on the right or both; shared prefixes are found by comparing tokens, at every
-    depth. Calls without `fused_lm_head=True` (generation, logits) are not touched. Calling this function again only
-    changes the options.
+    depth. Image tokens are equal where the images are equal by their pixels; the vision tower sees each image once.
+    Calls without `fused_lm_head=True` (generation, logits) are not touched. Calling this function again only changes
+    the options.
 
     A call falls back to the unfolded forward, with one logged warning per reason, when: fewer than `min_reuse` tokens
-    share each computed one; it has other arguments (`pixel_values`, `position_ids`, `past_key_values`, ...); the
-    attention mask has holes; a label is not the row's own token or is predicted from padding; rows are padded on the
-    left and positions are absolute (GPT-2); the rows are longer than dynamic rotary frequencies allow; or NEFTune
-    adds noise to each row. A call that `torch.compile` traces as a whole falls back without a warning.
+    share each computed one; it has other arguments (`position_ids`, `past_key_values`, ...), or images of a model
+    without multimodal rotary positions; the attention mask has holes; a label is not the row's own token or is
+    predicted from padding; rows are padded on the left and positions are absolute (GPT-2); the rows are longer than
+    dynamic rotary frequencies allow; or NEFTune adds noise to each row. A call that `torch.compile` traces as a whole
+    falls back without a warning.
 
     The output's `loss` is recomputed from the unfolded log-probs, and a MoE's `aux_loss` counts a token once for each
     row, so both equal those of the padded rows.
@@ -125,16 +129,27 @@ def _without_autocast(base: PreTrainedModel) -> Iterator[None]:
             base.forward = wrapped
 
 
-def can_fold(model: torch.nn.Module, attention_mask: torch.Tensor) -> bool:
+def ids_to_fold(
+    model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, inputs: Mapping[str, Any]
+) -> torch.Tensor | None:
     """
-    Whether padded rows of a model of [`fold_shared_prefixes`] are folded, if they share enough.
+    The ids by which padded rows of a model of [`fold_shared_prefixes`] are folded, if they share enough: image tokens
+    are equal only where the images are. `None` where the rows are not folded, whatever they share.
 
     Args:
         model (`torch.nn.Module`): The model that was passed to [`fold_shared_prefixes`].
-        attention_mask (`torch.Tensor` of shape `(B, L)`): 0 = padding.
+        input_ids, attention_mask (`torch.Tensor` of shape `(B, L)`, int64): Padded rows.
+        inputs (mapping): The images, as for [`~hf_prefix_tree.rl.folded_rows.images_of_rows`].
     """
     base = base_causal_lm(extract_model_from_parallel(model, keep_torch_compile=False))
-    return getattr(base, _STATE).why_not(base, (attention_mask != 0).cpu().numpy()) is None
+    ids, is_token = input_ids.cpu().numpy(), (attention_mask != 0).cpu().numpy()
+    images = images_of_rows(base, ids, is_token, inputs)
+    if isinstance(images, str) or getattr(base, _STATE).why_not(base, is_token) is not None:
+        return None
+    if not images.patches:
+        return input_ids
+    marked = mark_images([row[mask] for row, mask in zip(ids, is_token, strict=True)], images)
+    return input_ids.masked_scatter(attention_mask != 0, torch.from_numpy(np.concatenate(marked)).to(input_ids.device))
 
 
 class _FoldedCalls:
@@ -203,7 +218,7 @@ class _FoldedCalls:
         """The folded call, or why the call is not folded: a kind of reason, and after a colon the case."""
         unserved = [name for name, x in kwargs.items() if name not in _SERVED and x is not None and x is not False]
         if args or unserved:
-            return f"the model gets other inputs than padded text: {unserved or 'positional arguments'}"
+            return f"the model gets other inputs than padded rows: {unserved or 'positional arguments'}"
         input_ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
         shifted = kwargs.get("shift_labels")
         labels = kwargs.get("labels") if shifted is None else shifted
@@ -232,7 +247,10 @@ class _FoldedCalls:
         reason = self.why_not(module, is_token)
         if reason is not None:
             return reason
-        rows = fold_rows(ids, is_token, is_wanted, row_multiple(input_ids.device))
+        images = images_of_rows(module, ids, is_token, kwargs)
+        if isinstance(images, str):
+            return images
+        rows = fold_rows(ids, is_token, is_wanted, row_multiple(input_ids.device), images)
         if rows.reuse < self.min_reuse:
             return (
                 f"too few tokens are shared: {rows.tokens.numel()} tokens of rows for a packed sequence of "

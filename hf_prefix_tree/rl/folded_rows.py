@@ -6,18 +6,23 @@ A padded row is a row of TRL's tensors: one sequence, with padding on either sid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers import PreTrainedModel
 
+from hf_prefix_tree.data.images import NO_IMAGES, Images, image_starts, mark_images, unmark_images
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE, concatenate_trees
+from hf_prefix_tree.modeling.call import state_of
+from hf_prefix_tree.modeling.positions import IMAGE_INPUTS, image_model, image_tokens
 from hf_prefix_tree.tree.folding import common_prefixes, sorted_order
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
 
+_INPUTS = ("input_ids", "attention_mask", "labels", "prefix_tree", "token_branches")
 TOO_MANY = 2**40  # tokens of parts that exceed the budget; the sum over many ranks still fits int64
 
 
@@ -28,8 +33,8 @@ class FoldedRows:
 
     Args:
         batch (`dict[str, torch.Tensor]`): The inputs of the model: `input_ids`, `attention_mask`, `labels`,
-            `token_branches` (`[1, N]`) and `prefix_tree` (`[1, 3, N]`). A token is labelled where any row wants its
-            log-prob, so that the head projects it once.
+            `token_branches` (`[1, N]`) and `prefix_tree` (`[1, 3, N]`), and its images, if any. A token is labelled
+            where any row wants its log-prob, so that the head projects it once.
         where (`torch.Tensor` of shape `(T,)`, int64): For each of the T wanted tokens of the rows, in row-major
             order, its index among the M labelled tokens of the tree, which is the order of the model's results.
         tokens (`torch.Tensor` of shape `(R,)`, int64): For each of the R tokens of the rows without padding, in
@@ -56,6 +61,7 @@ def fold_rows(
     is_token: npt.NDArray[np.bool_],
     is_wanted: npt.NDArray[np.bool_],
     pad_to_multiple_of: int,
+    images: Images = NO_IMAGES,
 ) -> FoldedRows:
     """
     Folds the rows of a batch.
@@ -66,6 +72,8 @@ def fold_rows(
         is_wanted (`np.ndarray` of shape `(B, L)`, bool): The tokens whose log-prob is wanted. Never padding, never
             the first token of a row, which nothing predicts.
         pad_to_multiple_of (`int`): The packed sequence is padded to a multiple of it.
+        images ([`~hf_prefix_tree.data.images.Images`], *optional*): Those of the rows. Their tokens merge only where
+            the images are equal, too.
 
     Returns:
         [`FoldedRows`]
@@ -83,17 +91,49 @@ def fold_rows(
     ```
     """
     filled = np.flatnonzero(is_token.any(axis=1)).tolist()
-    tree = fold(
-        [Branch(input_ids[row, is_token[row]], is_wanted[row, is_token[row]]) for row in filled], weighting="branch"
-    )
+    marked = mark_images([input_ids[row, is_token[row]] for row in filled], images)
+    wanted = [is_wanted[row, is_token[row]] for row in filled]
+    tree = fold([Branch(*branch) for branch in zip(marked, wanted, strict=True)], weighting="branch")
+    tree, inputs = unmark_images(tree, images)
     batch = concatenate_trees([tree], pad_token_id=0, pad_to_multiple_of=pad_to_multiple_of)
     rank = np.cumsum(tree.weights > 0) - 1  # index among the labelled tokens
     tokens = np.concatenate(tree.paths())
     return FoldedRows(
-        {name: batch[name] for name in ("input_ids", "attention_mask", "labels", "prefix_tree", "token_branches")},
+        inputs | {name: batch[name] for name in _INPUTS},
         torch.from_numpy(rank[tokens[is_wanted[is_token]]]),
         torch.from_numpy(tokens),
     )
+
+
+def images_of_rows(
+    model: PreTrainedModel,
+    input_ids: npt.NDArray[np.int64],
+    is_token: npt.NDArray[np.bool_],
+    inputs: Mapping[str, torch.Tensor | None],
+) -> Images | str:
+    """
+    The images of padded rows, or why they cannot be folded.
+
+    Args:
+        model (`PreTrainedModel`): A prepared causal LM.
+        input_ids, is_token (`np.ndarray` of shape `(B, L)`): As for [`fold_rows`].
+        inputs (mapping): `pixel_values` and `image_grid_thw` of all rows, one after another, and `mm_token_type_ids`
+            of shape `(B, L)`; keys may be missing.
+    """
+    pixels, grids, types = (inputs.get(name) for name in IMAGE_INPUTS)
+    if (pixels is None or not len(pixels)) and (types is None or not types.any()):
+        return NO_IMAGES
+    if pixels is None or grids is None or types is None:
+        return f"images come without one of {list(IMAGE_INPUTS)}"
+    refusal = "no multimodal rotary positions" if image_model(model) is None else state_of(model).image_refusal
+    if refusal is not None:
+        return f"the model's images cannot be placed in a tree: {refusal}"
+    grids, is_image = grids.cpu(), (input_ids == model.config.image_token_id) & is_token
+    run = np.cumsum(image_starts(is_image)).reshape(is_image.shape)
+    expected = image_tokens(model, grids)
+    if np.bincount(run[is_image]).tolist()[1:] != expected or (is_image != (types.cpu().numpy() * is_token)).any():
+        return f"image tokens are not those of the images: {is_image.sum()} for images of {expected} tokens"
+    return Images(model.config.image_token_id, pixels.split(grids.prod(dim=1).tolist()), grids)
 
 
 @dataclass(frozen=True)

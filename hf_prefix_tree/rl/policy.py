@@ -16,8 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from trl import RLOOTrainer
+from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from hf_prefix_tree.modeling.attention.implementations import (
     default_implementation,
@@ -25,15 +28,14 @@ from hf_prefix_tree.modeling.attention.implementations import (
     set_implementations,
 )
 from hf_prefix_tree.modeling.checks import base_causal_lm
-from hf_prefix_tree.rl.folded_forward import FoldedForwardMixin, can_fold
-from hf_prefix_tree.rl.folded_rows import SortedRows, row_multiple, select_rows
+from hf_prefix_tree.rl.folded_forward import FoldedForwardMixin, ids_to_fold
+from hf_prefix_tree.rl.folded_rows import TOO_MANY, SortedRows, row_multiple, select_rows
 from hf_prefix_tree.rl.rollouts import ROLLOUTS, PaddedRows, Rollout, RolloutRowsMixin
 
 logger = logging.getLogger(__name__)
 
 Scored = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # log-probs, entropies, auxiliary loss
 REGROUPED = "regrouped"  # key of a micro-batch that is not TRL's own
-_MULTIMODAL = {"pixel_values", "token_type_ids", "mm_token_type_ids"}  # calls with them are not folded
 
 
 @dataclass
@@ -133,39 +135,53 @@ class TreePolicyMixin(FoldedForwardMixin):
 
     def _regroup(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The same completions, each group in as few micro-batches as fit; micro-batches left empty are `{}`."""
-        if not self._regroups or len(batches) == 1 or _MULTIMODAL & batches[0].keys():
+        if not self._regroups or len(batches) == 1 or self._keep_parts(batches[0], len(batches)):
             return batches
-        whole = select_rows(batches, range(sum(len(batch["prompt_ids"]) for batch in batches)))
-        input_ids = torch.cat([whole["prompt_ids"], whole["completion_ids"]], dim=1)
-        attention_mask = torch.cat([whole["prompt_mask"], whole["completion_mask"]], dim=1)
+        count = sum(len(batch["prompt_ids"]) for batch in batches)
+        whole = select_rows([split_pixel_values_by_grid(batch) for batch in batches], range(count))
+        names = ("prompt_ids", "completion_ids"), ("prompt_mask", "completion_mask")
+        input_ids, attention_mask = (torch.cat([whole[name] for name in pair], dim=1) for pair in names)
+        rows = {**whole, "input_ids": input_ids, "attention_mask": attention_mask}
         with self.scoring(whole.get(ROLLOUTS)):
-            parts = self._parts(self.model, input_ids, attention_mask, whole["completion_ids"].shape[1], len(batches))
+            parts = self._parts(self.model, rows, whole["completion_ids"].shape[1], len(batches))
         window = Window(batches, parts)
         regrouped = []
         for index, part in enumerate(parts):
             scale = len(part) * len(batches) / len(input_ids) if self._loss_is_a_mean() else 1.0
-            regrouped.append({**select_rows([whole], part), REGROUPED: Regrouped(window, index, scale)})
+            batch = unsplit_pixel_values_by_grid(select_rows([whole], part))
+            regrouped.append({**batch, REGROUPED: Regrouped(window, index, scale)})
         # Ranks reduce their gradients in the backward that ends a step, so the empty micro-batches come first.
         return [{} for _ in range(len(batches) - len(parts))] + regrouped
 
-    def _parts(
-        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, max_parts: int
-    ) -> list[list[int]]:
+    def _parts(self, model: Any, rows: dict[str, Any], logits_to_keep: int, max_parts: int) -> list[list[int]]:
         """
         The completions of each forward: the number of forwards, equal on all ranks, with the fewest tokens in total.
+        `rows` hold the padded `input_ids` and their `attention_mask`, and for images a list of those of each row.
         """
-        sizes = None
+        input_ids, attention_mask, sizes = rows["input_ids"], rows["attention_mask"], None
         if self._rollouts is not None:
             padded = PaddedRows.of(self._rollouts, input_ids, attention_mask, logits_to_keep)
             input_ids, attention_mask, sizes = padded.input_ids, padded.attention_mask, padded.sizes
-        rows = SortedRows.of(input_ids, attention_mask, sizes)
+        ids = ids_to_fold(model, input_ids, attention_mask, unsplit_pixel_values_by_grid(rows))
+        in_order = SortedRows.of(input_ids if ids is None else ids, attention_mask, sizes)
+        budget = max(-(-len(in_order.lengths) // max_parts) * in_order.width, self.max_row_tokens)
+        min_reuse = math.inf if ids is None else self.min_reuse
+        totals = in_order.totals(max_parts, budget, min_reuse, row_multiple(input_ids.device))
+        return in_order.parts(self._number_of_parts(totals))
+
+    def _number_of_parts(self, totals: npt.NDArray[np.int64]) -> int:
+        """The number, equal on all ranks, for which the tokens of 1, 2, ... parts are the fewest on all of them."""
         if self.is_deepspeed_enabled:
-            return rows.parts(max_parts)  # its engine counts the backwards
-        budget = max(-(-len(rows.lengths) // max_parts) * rows.width, self.max_row_tokens)
-        min_reuse = self.min_reuse if can_fold(model, attention_mask) else math.inf
-        totals = rows.totals(max_parts, budget, min_reuse, row_multiple(input_ids.device))
+            return len(totals)  # its engine counts the backwards
         all_totals = self.accelerator.gather(torch.from_numpy(totals).to(self.accelerator.device)[None])
-        return rows.parts(int(all_totals.sum(dim=0).argmin()) + 1)
+        return int(all_totals.sum(dim=0).argmin()) + 1
+
+    def _keep_parts(self, inputs: dict[str, Any], max_parts: int) -> bool:
+        """Whether rows stay in TRL's order: their images are not folded. Other ranks may have other rows, and wait."""
+        keeps = "token_type_ids" in inputs or ("pixel_values" in inputs and "image_grid_thw" not in inputs)
+        if keeps:
+            self._number_of_parts(np.array([TOO_MANY] * (max_parts - 1) + [0]))
+        return keeps
 
     # ---- the loss ----
 
@@ -217,18 +233,22 @@ class TreePolicyMixin(FoldedForwardMixin):
         if self._known is not None:
             return self._known
         compute = super()._get_per_token_logps_and_entropies
-        is_plain = all(value is None or value is False for value in kwargs.values())
-        if batch_size is None or batch_size >= len(input_ids) or not is_plain:
+        inputs = {name: value for name, value in kwargs.items() if value is not None and value is not False}
+        max_parts = -(-len(input_ids) // (batch_size or len(input_ids)))
+        has_flags = any(value is True for value in inputs.values())
+        if max_parts == 1 or has_flags or self._keep_parts(inputs, max_parts):
             scored = compute(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
             if self._regrouped is not None:
                 self._regrouped.window.scored[self._regrouped.part] = scored[0].detach(), scored[1].detach()
             return scored
         # TRL computes the old and the reference log-probs of a generation in chunks of `batch_size` rows
-        parts = self._parts(model, input_ids, attention_mask, logits_to_keep, -(-len(input_ids) // batch_size))
+        rows = split_pixel_values_by_grid({"input_ids": input_ids, "attention_mask": attention_mask, **inputs})
+        parts = self._parts(model, rows, logits_to_keep, max_parts)
         rollouts, log_probs = self._rollouts, []
         for part in parts:
+            batch = unsplit_pixel_values_by_grid(select_rows([rows], part))
             with self.scoring(None if rollouts is None else [rollouts[index] for index in part]):
-                log_probs.append(compute(model, input_ids[part], attention_mask[part], logits_to_keep)[0])
+                log_probs.append(compute(model, logits_to_keep=logits_to_keep, **batch)[0])
         return _in_row_order(log_probs, parts), None, None
 
 
@@ -247,8 +267,8 @@ class TreeGRPOTrainer(TreePolicyMixin, RolloutRowsMixin):
     with more tokens than TRL's micro-batch of `per_device_train_batch_size` padded rows. So a group may be larger than
     a micro-batch, and some of the `gradient_accumulation_steps` may have nothing left to compute. TRL's own
     micro-batches are kept where the loss depends on a micro-batch as a whole: `loss_type="bnpo"`, an entropy bonus,
-    `top_entropy_quantile` below 1, a router's auxiliary loss, and images. Their number is kept under DeepSpeed, and
-    where rows cannot be folded (absolute positions, `torch_compile=True`).
+    `top_entropy_quantile` below 1, a router's auxiliary loss, and images that cannot be folded. Their number is kept
+    under DeepSpeed, and where rows cannot be folded (absolute positions, `torch_compile=True`).
 
     `rollout_func` may return, for each rollout, a list of rows where TRL's returns one: a row is one (prompt,
     completion) sequence. With `rollout_rows="as_sampled"`, rollouts with tools are several rows as well. `docs/rl.md`

@@ -25,8 +25,8 @@ class TreeDPOTrainer(TreePreferenceMixin, DPOTrainer):
 
     Policy and reference log-probs are computed on trees, precomputed ones included. Only rows of one micro-batch share
     prefixes: put pairs of one prompt next to each other (`train_sampling_strategy="sequential"`) and raise
-    `per_device_train_batch_size`, so that they share the prompt. Batches with images, and those that share too little,
-    run as in TRL, which is logged once.
+    `per_device_train_batch_size`, so that they share the prompt, images included. Batches whose images a tree cannot
+    place, and those that share too little, run as in TRL, which is logged once.
 
     Args:
         model (`str`, `PreTrainedModel` or `PeftModel`):

@@ -10,7 +10,6 @@ TRL marks `rollout_func` and `environment_factory` as experimental; no other fil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -30,7 +29,7 @@ ROLLOUTS = "rollouts"  # key of a micro-batch: its rollouts, a list of rows each
 class Row(NamedTuple):
     """A row as the forward needs it: its completion is the next `length` tokens of the rollout's."""
 
-    prompt_ids: Sequence[int]
+    prompt_ids: torch.Tensor  # of lists, PyTorch would take longer than some forwards
     length: int
 
 
@@ -63,7 +62,7 @@ def join_rows(output: dict[str, Any], pad_token_id: int) -> tuple[dict[str, Any]
     >>> rows = {"prompt_ids": [[[5], [5, 8]]], "completion_ids": [[[6, 7], [9]]], "logprobs": None}
     >>> output, rollouts = join_rows(rows, pad_token_id=0)
     >>> output["completion_ids"], output["env_mask"], rollouts[0][1]
-    ([[6, 7, 9]], [[1, 1, 1]], Row(prompt_ids=[5, 8], length=1))
+    ([[6, 7, 9]], [[1, 1, 1]], Row(prompt_ids=tensor([5, 8]), length=1))
 
     ```
     """
@@ -93,7 +92,8 @@ def join_rows(output: dict[str, Any], pad_token_id: int) -> tuple[dict[str, Any]
         if not any(lengths):
             lengths[-1] = 1
             entry |= {"completion_ids": [[pad_token_id]], "env_mask": [[0]], "logprobs": [[0.0]]}
-        rollouts.append([Row(*row) for row in zip(entry["prompt_ids"], lengths, strict=True)])
+        prompts = [torch.from_numpy(np.array(ids)) for ids in entry["prompt_ids"]]
+        rollouts.append([Row(*row) for row in zip(prompts, lengths, strict=True)])
         for name, values in joined.items():
             values.append(list(chain.from_iterable(entry[name])))
     return {**output, **joined}, rollouts
@@ -133,8 +133,7 @@ class PaddedRows:
         rows = [row for several in with_tokens for row in several]
         is_completion = _starts([row.length for row in rows], max(row.length for row in rows), device)
         is_joined = _starts([sum(row.length for row in several) for several in rollouts], logits_to_keep, device)
-        prompts = [torch.tensor(row.prompt_ids) for row in rows]
-        ids = pad_sequence(prompts, batch_first=True, padding_side="left").to(device)
+        ids = pad_sequence([row.prompt_ids for row in rows], batch_first=True, padding_side="left").to(device)
         mask = _starts([len(row.prompt_ids) for row in rows], ids.shape[1], device).flip(1)
         completions = [
             joined.new_zeros(is_completion.shape).masked_scatter(is_completion, joined[:, -logits_to_keep:][is_joined])
@@ -263,7 +262,7 @@ class RolloutRowsMixin(GRPOTrainer):
         finally:
             self.rollout_func = rollout_func
         if self._rollouts is not None:
-            prompt_ids = [rows[0].prompt_ids for rows in self._rollouts]  # TRL has counted those of all rows
+            prompt_ids = [rows[0].prompt_ids.tolist() for rows in self._rollouts]  # TRL has counted those of all rows
         return prompt_ids, *generated
 
     # ---- turns as they were sampled ----

@@ -5,13 +5,15 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from conformance.double import keep_double
-from examples.diffusion_gemma import feed_canvases, tiny_model
 from hf_prefix_tree.diffusion.collator import supervised_tokens
 from hf_prefix_tree.diffusion.model import prepare_diffusion_model, unprepare_diffusion_model
 from hf_prefix_tree.diffusion.noise import corrupt, noise_seeds, window_starts
 from tests.diffusion.test_shared_prefixes import options_of, run
 from tests.support.diffusion_runs import SIZE, collated, logs_of, rows_of_ids, trainer_of
+from tests.support.engine_runs import needs_transformers
 from tests.support.models import VOCAB, gradients
+
+pytestmark = needs_transformers("5.24", "DiffusionGemma with a `cache`")
 
 
 def draw(count=4):
@@ -30,12 +32,20 @@ def noise_of(batch):
 
 
 def model_of(dtype=torch.float64):
+    from examples.diffusion_gemma import tiny_model  # not before it is known that Transformers has it
+
     model = tiny_model(VOCAB, canvas_length=SIZE).to(dtype)
     model.config.text_config._experts_implementation = "eager"  # grouped matmuls reject float64 on CPU
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4.0)  # errors hide behind small weights
     return model
+
+
+def fed(model):
+    from examples.diffusion_gemma import feed_canvases
+
+    feed_canvases(model)
 
 
 def own_loss(model, batch, noise):
@@ -58,7 +68,7 @@ def losses(spoil=None):
     for is_one in (True, False):
         model = model_of()
         if is_one:
-            feed_canvases(prepare_diffusion_model(model))
+            fed(prepare_diffusion_model(model))
             if spoil is not None:
                 spoil(model)
         with keep_double():
@@ -94,7 +104,7 @@ def test_it_trains_and_generates(tmp_path):
     batch = collated(rows)
     with torch.no_grad():
         expected = own_loss(model, batch, noise_of(batch))
-    feed_canvases(model)
+    fed(model)
     trainer = trainer_of(tmp_path, rows, model=model, learning_rate=0.003, **options)
     trainer.train()
     logged = [entry["loss"] for entry in logs_of(trainer)]
@@ -117,6 +127,6 @@ def test_a_call_without_canvases_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"`decoder_input_ids`.*`examples/diffusion_gemma.py`"):
         model(input_ids=torch.tensor([[5, 6, 7]]))
     trainer = trainer_of(tmp_path, draw(), objective="hybrid", corruption="random", model=model)
-    feed_canvases(model)
+    fed(model)
     with pytest.raises(ValueError, match="`objective='block'`"):
         trainer.train()

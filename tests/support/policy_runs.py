@@ -144,6 +144,8 @@ def build(
     eval_rows: int = 0,
     trainer_class: Any = None,
     reward_funcs: Any = reward,
+    train_dataset: Any = None,
+    processing_class: Any = None,
     **options: Any,
 ) -> Any:
     """A trainer of a tiny model, which is saved as well, because TRL loads the reference model from a folder."""
@@ -176,9 +178,9 @@ def build(
         model=model,
         reward_funcs=reward_funcs,
         args=config_class(str(folder / kind), **{**defaults, **options}),
-        train_dataset=prompts(num_prompts, prompt_lengths),
+        train_dataset=train_dataset or prompts(num_prompts, prompt_lengths),
         eval_dataset=prompts(eval_rows, prompt_lengths, seed=1) if eval_rows else None,
-        processing_class=splitting_tokenizer(),
+        processing_class=processing_class or splitting_tokenizer(),
         peft_config=peft_config,
         **extra,
     )

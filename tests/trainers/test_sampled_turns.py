@@ -2,165 +2,86 @@
 
 from __future__ import annotations
 
-import copy
-import json
-import re
+import math
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
-from datasets import Dataset
-from transformers import Qwen3ForCausalLM
 from trl import GRPOTrainer
-from trl.chat_template_utils import qwen3_chat_template, qwen3_template
+from trl.chat_template_utils import qwen3_chat_template
 
-from conformance.double import keep_double
-from examples.demo.tokenizer import train_tokenizer
 from hf_prefix_tree import TreeGRPOConfig, TreeGRPOTrainer
-from tests.support.models import CONFIGS
-from tests.support.policy_runs import CountedTokens, build, rollouts
-from tests.support.rollout_loss import DoubleHead, GivenRollout, GivenRow
-from tests.support.rollout_runs import OPTIONS, RATE, Recorded, differences
+from tests.support.policy_runs import build, rollouts
+from tests.support.ranks import run_ranks
+from tests.support.rollout_runs import differences
+from tests.support.sampled_runs import (
+    STRIPPING,
+    World,
+    compare_in_rank,
+    largest_gradient,
+    lost_share,
+    reply,
+    served_rollouts,
+    train_on_replies,
+    trainer_of,
+)
 
-# The reasoning of all earlier turns is stripped, so that no turn continues the one before it.
-STRIPPING = """
-{%- for message in messages -%}
-<|im_start|>{{ message.role }}
-{{ message.content }}
-{%- for call in message.tool_calls or [] %}
-<tool_call>
-{{ call.function | tojson }}
-</tool_call>
-{%- endfor -%}
-<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt -%}<|im_start|>assistant
-{% endif -%}
-""".strip()
+TEMPLATES = pytest.mark.parametrize("template", [qwen3_chat_template, STRIPPING], ids=["qwen3", "stripping"])
 
 
-def lookup(key: str) -> str:
-    """
-    Looks a value up.
-
-    Args:
-        key: The key of the value.
-
-    Returns:
-        The value.
-    """
-    return f"value of {key}"
-
-
-def call(key, separators):
-    said = json.dumps({"name": "lookup", "arguments": {"key": key}}, separators=separators)
-    return f"<think>\nI look up {key}.\n</think>\n\n<tool_call>\n{said}\n</tool_call><|im_end|>"
-
-
-def reply(text):
-    """The policy: what it says after a context. It calls twice; on odd tasks once more, with spaces of its own."""
-    task = int(re.search(r"task (\d)", text).group(1))
-    calls = text.count("value of")
-    if calls < 2 + task % 2:
-        return call(f"k{calls}", (", ", ": ") if calls < 2 else (",", ":"))
-    return f"<think>\nThat is all.\n</think>\n\nIt is {task}.<|im_end|>"
-
-
-def messages_of(task):
-    """With an earlier turn, whose reasoning Qwen3's template strips and that of TRL keeps."""
-    return [
-        {"role": "user", "content": "Be brief."},
-        {"role": "assistant", "content": "Yes.", "reasoning_content": "I am asked to be brief."},
-        {"role": "user", "content": f"Do task {task}."},
-    ]
-
-
-def serve(tokenizer, task):
-    """The contexts and replies of a rollout, as a serving loop has them: no code of TRL's trainer."""
-    messages, turns = messages_of(task), []
-    while True:
-        context = tokenizer.apply_chat_template(
-            messages, tools=[lookup], add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        ids = tokenizer(reply(tokenizer.decode(context)))["input_ids"]
-        turns.append(GivenRow(context, ids, [1] * len(ids), [0.0] * len(ids)))
-        reasoning, _, rest = tokenizer.decode(ids).removesuffix("<|im_end|>").partition("</think>")
-        made = re.search(r"<tool_call>\n(.*)\n</tool_call>", rest)
-        if not made:
-            return turns
-        function = json.loads(made.group(1))
-        reasoning = reasoning.removeprefix("<think>").strip()
-        calls = [{"type": "function", "function": function}]
-        messages.append({"role": "assistant", "content": "", "reasoning_content": reasoning, "tool_calls": calls})
-        messages.append({"role": "tool", "name": "lookup", "content": lookup(**function["arguments"])})
-
-
-def trainer_of(folder, template, trainer_class=TreeGRPOTrainer, dtype=torch.float32, **options):
-    tokenizer = train_tokenizer(
-        [reply(f"task {task}" + "value of" * n) for task in range(2) for n in range(4)]
-        + [qwen3_chat_template, STRIPPING],  # whose words are those of the contexts
-        vocab_size=600,
-    )
-    tokenizer.chat_template, tokenizer.response_template = template, qwen3_template
-    tokenizer.padding_side = "left"
-    config = copy.deepcopy(CONFIGS["qwen3"])
-    config.vocab_size, config.eos_token_id, config.pad_token_id = len(tokenizer), tokenizer.eos_token_id, 0
-    config.max_position_embeddings = 4096
-    torch.manual_seed(0)
-    defaults = {**OPTIONS, "max_completion_length": 1024, "max_steps": 2, "num_iterations": 2, "bf16": False}
-    defaults |= {"per_device_train_batch_size": 4, "use_cpu": True, "report_to": "none", "save_strategy": "no"}
-    defaults |= {"learning_rate": RATE, "gradient_checkpointing": False, "logging_steps": 1, "loss_type": "grpo"}
-    return trainer_class(
-        model=Qwen3ForCausalLM(config).to(dtype),
-        reward_funcs=lambda completions, **kwargs: [float(index % 3) for index in range(len(completions))],
-        args=TreeGRPOConfig(str(folder), rollout_rows="as_sampled", **{**defaults, **options}),
-        train_dataset=Dataset.from_list([{"prompt": messages_of(task)} for task in range(2)]),
-        processing_class=tokenizer,
-        tools=[lookup],
-    )
-
-
-@pytest.mark.parametrize("template", [qwen3_chat_template, STRIPPING], ids=["qwen3", "stripping"])
+@TEMPLATES
 def test_turns_are_trained_as_a_serving_loop_samples_them(tmp_path, template):
-    contexts = []
-
-    def sample(self, prompt_ids, *args, **kwargs):
-        contexts.extend(prompt_ids)
-        texts = [reply(self.processing_class.decode(ids)) for ids in prompt_ids]
-        ids = self.processing_class(texts)["input_ids"]
-        return ids, [[0.0] * len(each) for each in ids]
-
-    patches = (
-        mock.patch("trl.trainer.utils._ChunkedLogProbFunction", DoubleHead),
-        mock.patch.object(GRPOTrainer, "_generate_single_turn", sample),
-        keep_double(),
-    )
-    with patches[0], patches[1], patches[2]:
-        trainer = trainer_of(tmp_path, template, Recorded, torch.float64)
-        trainer.model.double()
-        tokens = CountedTokens(trainer.model)
-        trainer.train()
-    tasks = [int(re.search(r"task (\d)", prompt[-1]["content"]).group(1)) for prompt in trainer._logs["prompt"]]
-    assert sorted(tasks) == [0, 0, 1, 1]
-    served = [GivenRollout(serve(trainer.processing_class, task), 0.0) for task in tasks]
+    trainer = train_on_replies(tmp_path, template)
+    served = served_rollouts(trainer)
     expected = sorted(turn.prompt for rollout in served for turn in rollout.rows)
-    assert sorted(contexts) == expected and len(expected) == 2 * 3 + 2 * 4
-
-    # the definition, with a row per turn: how turns share rows changes nothing
-    for rollout, advantage in zip(served, trainer._logs["advantages"], strict=True):
-        rollout.advantages = [advantage] * len(rollout.rows)
+    assert sorted(trainer.contexts) == expected and len(expected) == 2 * 3 + 2 * 4
     assert len({advantage for rollout in served for advantage in rollout.advantages}) > 1
-    assert max(differences(trainer, served, 4)) < 1e-10
+    assert max(differences(trainer, served, 4)) < 1e-10 and largest_gradient(trainer) > 1e-3
     served[0].rows[1].mask[-1] = 0
     assert min(differences(trainer, served, 4)[1::2]) > 1e-4
 
     entry = trainer.state.log_history[0]
+    assert entry["rollouts/drift"] == pytest.approx(lost_share(served))
     if template is STRIPPING:
         assert entry["rollouts/rows"] == 3.5 and entry["rollouts/drift"] == 1
     else:  # reasoning stays until the next user message; only the odd calls are rendered in another way
         assert entry["rollouts/rows"] == 1.5 and 0 < entry["rollouts/drift"] < 0.5
     assert entry["tools/call_frequency"] == 2.5
-    assert max(tokens.trained) < 0.5 * sum(len(turn.prompt + turn.completion) for r in served for turn in r.rows)
+    sampled = sum(len(turn.prompt + turn.completion) for rollout in served for turn in rollout.rows)
+    assert max(trainer.tokens.trained) < 0.5 * sampled
+
+
+@pytest.mark.parametrize(
+    ("template", "num_rows"),
+    [
+        pytest.param(qwen3_chat_template, 1.5, id="qwen3"),
+        pytest.param(STRIPPING, 3.5, id="stripping", marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_with_different_numbers_of_rows(tmp_path, template, num_rows):
+    run_ranks(compare_in_rank, tmp_path, template, timeout=600)
+    ranks = [torch.load(tmp_path / f"results{rank}.pt") for rank in range(2)]
+    for rank in ranks:
+        assert max(rank["errors"]) < 1e-10 and rank["gradient"] > 1e-3 and min(rank["broken"][1::2]) > 1e-4
+    assert sorted(rank["turns"] for rank in ranks) == [2 * 3, 2 * 4]
+    logged = ranks[0]["logged"]
+    assert logged["rollouts/rows"] == num_rows and logged["rollouts/drift"] == pytest.approx(ranks[0]["lost"])
+
+
+@pytest.mark.slow
+@TEMPLATES
+def test_twenty_steps_of_an_environment_are_the_same_without_folding(tmp_path, template):
+    """Ten generations, replayed: the replies do not depend on the weights."""
+    options = {"world": World, "max_steps": 20, "learning_rate": 0.5, "loss_type": "cispo", "epsilon_high": 2.0}
+    runs = [train_on_replies(tmp_path, template, min_reuse=reuse, **options) for reuse in (0.0, math.inf)]
+    folded, unfolded = (run.losses[:20] for run in runs)
+    assert len(runs[0].gradients) == 20 and largest_gradient(runs[0]) > 1e-3
+    assert runs[1].contexts == runs[0].contexts
+    assert unfolded == pytest.approx(folded, abs=1e-10) and np.ptp(folded) > 1e-3
+    assert max(runs[0].tokens.trained) < 0.6 * min(runs[1].tokens.trained)
+    name = "tools/failure_frequency"
+    assert [[e[name] for e in run.state.log_history if name in e] for run in runs] == [[0] * 10] * 2
 
 
 def test_the_policy_samples_and_turns_that_are_cut(tmp_path):

@@ -128,15 +128,24 @@ def test_mixed_precision_with_a_reference_model(tmp_path):
     assert sum(tree.tokens.forward) < 0.6 * sum(stock.tokens.forward)
 
 
-def test_multimodal_rows_keep_their_micro_batches(tmp_path):
-    """Their calls are not folded, so gathered rows would be as many padded ones in a forward."""
+def test_images_that_cannot_be_folded_keep_their_micro_batches(tmp_path, monkeypatch):
+    """
+    Gathered rows would be as many padded ones in a forward. Another rank, with text, waits for the same collective,
+    and keeps as many micro-batches.
+    """
     trainer = build(tmp_path, "grpo", "tree")
+    gathered = []
+    monkeypatch.setattr(trainer.accelerator, "gather", lambda totals: gathered.append(totals) or totals)
     ones = torch.ones(2, 5, dtype=torch.int64)
     plain = {"prompt_ids": ones, "prompt_mask": ones, "completion_ids": ones, "completion_mask": ones}
     assert [len(batch) > 0 for batch in trainer._regroup([plain, plain])] == [False, True]
-    for name in ("pixel_values", "token_type_ids", "mm_token_type_ids"):
+    for name in ("pixel_values", "token_type_ids"):
         batches = [{**plain, name: ones}] * 2
         assert trainer._regroup(batches) is batches
+    assert [totals.shape for totals in gathered] == [(1, 2)] * 3
+    assert [int((gathered[0] + totals).argmin()) for totals in gathered] == [0, 1, 1]
+    lone = [{**plain, "mm_token_type_ids": ones}] * 2  # of images that are missing
+    assert all(len(batch) > 0 for batch in trainer._regroup(lone))
 
 
 def test_compiling_the_whole_model_is_said_to_fold_nothing(tmp_path, caplog):

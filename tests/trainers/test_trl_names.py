@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 
 import pytest
+import torch
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from hf_prefix_tree.rl.policy import MEANS_OVER_COMPLETIONS, SUMS
 
@@ -73,6 +75,24 @@ def test_the_model_is_called_with_what_is_folded(trainer):
     generation = source(trainer._generate_and_score_completions)
     assert "batch_size = self.args.per_device_train_batch_size if mode" in generation
     assert generation.count("self._get_per_token_logps_and_entropies(") == 3
+
+
+@TRAINERS
+def test_images_are_told_apart_by_these_inputs(trainer):
+    """Images in patches have a grid; all others have `pixel_values` without one, or types of tokens."""
+    names = list(inspect.signature(inspect.unwrap(trainer._get_per_token_logps_and_entropies)).parameters)
+    assert set(names[8:]) == {
+        *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
+        *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+    }
+    grids = torch.tensor([[1, 2, 2], [1, 2, 4]])
+    batch = {"pixel_values": torch.arange(12.0)[:, None], "image_grid_thw": grids, "num_images": [0, 1, 1]}
+    split = split_pixel_values_by_grid(batch)
+    assert [len(pixels) for pixels in split["pixel_values"]] == [0, 4, 8]
+    whole = unsplit_pixel_values_by_grid(split)
+    assert all(torch.equal(whole[name], batch[name]) for name in ("pixel_values", "image_grid_thw"))
+    text = source(trainer._compute_loss)
+    assert all(f'{name}=inputs.get("{name}")' in text for name in names[8:])
 
 
 def test_grpo_losses():

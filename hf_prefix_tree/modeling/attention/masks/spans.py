@@ -12,7 +12,7 @@ N x N tensor and no wait for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,9 +95,9 @@ def spans(
             block_end = torch.where(index < causal_before.int()[:, None], index + 1, block_end)
         return torch.stack([none, block_end, none, none, none, length * attended], dim=1)
     clean_end = block_end if layout == "block_diffusion" else index + 1
-    seen = [none, 2 * length * attended]
-    noisy = torch.stack([block_start, block_end, none + length, length + block_start, *seen], dim=1)
-    clean = torch.stack([none, none, none + length, length + clean_end, *seen], dim=1)
+    until = 2 * length * attended
+    noisy = torch.stack([block_start, block_end, none + length, length + block_start, none, until], dim=1)
+    clean = torch.stack([none, none, none + length, length + clean_end, none, until], dim=1)
     return torch.cat([noisy, clean], dim=2)
 
 
@@ -146,9 +146,9 @@ def block_mask(spans: Tensor) -> BlockMask:
     for start, end in ((START0, END0), (START1, END1)):
         visible |= (low[:, start, :, None] <= last) & (high[:, end, :, None] > first)
         full |= (high[:, start, :, None] <= block_first) & (low[:, end, :, None] > block_last)
-    query_first, query_last = block_first.mT, block_last.mT
-    visible &= (low[:, FIRST, None] <= query_last) & (high[:, UNTIL, None] > query_first)
-    full &= (high[:, FIRST, None] <= query_first) & (low[:, UNTIL, None] > query_last)
+    # the same with queries and keys exchanged
+    visible &= (low[:, FIRST, None] <= block_last.mT) & (high[:, UNTIL, None] > block_first.mT)
+    full &= (high[:, FIRST, None] <= block_first.mT) & (low[:, UNTIL, None] > block_last.mT)
     diagonal = torch.eye(num_blocks, dtype=torch.bool, device=spans.device)
     partial = (visible | diagonal) & ~full
     # Clones, not views: the compiler would also specialise on the tensor that they are views of.
@@ -162,9 +162,7 @@ def block_mask(spans: Tensor) -> BlockMask:
     )
 
 
-def _mask_mod(
-    start0: Tensor, end0: Tensor, start1: Tensor, end1: Tensor, first: Tensor, until: Tensor
-) -> Callable[..., Tensor]:
+def _mask_mod(start0: Tensor, end0: Tensor, start1: Tensor, end1: Tensor, first: Tensor, until: Tensor) -> Any:
     # One code object for every layout, that reads tensors and never Python numbers: it is compiled once.
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         in0 = (k >= start0[b, q]) & (k < end0[b, q])
