@@ -129,7 +129,7 @@ def test_the_head_at_predicted_positions_gives_the_same_loss_and_gradients(objec
     noise = Corrupted(torch.full_like(case["targets"], 11), case["is_masked"], case["p"])
     batch = {"input_ids": case["targets"], "loss_mask": case["loss_mask"], "input_lengths": torch.ones(4)}
     batch["attention_mask"] = torch.ones_like(case["targets"])
-    inputs, targets, is_predicted = objective_inputs(batch, noise, args)
+    inputs, targets, is_predicted, _ = objective_inputs(batch, noise, args)
     assert inputs["input_ids"].shape == targets.shape == (4, 9 if objective == "mdlm" else 18)
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn((*targets.shape, 5), generator=generator, dtype=torch.float64, requires_grad=True)
