@@ -26,6 +26,7 @@ from tests.support.diffusion_runs import (
     weights,
 )
 from tests.support.models import CONFIGS, gradients, make_model
+from tests.support.ranks import run_ranks
 
 LAYOUT = {"block": "block_diffusion", "hybrid": "hybrid"}
 
@@ -269,6 +270,24 @@ def test_an_uneven_last_step_and_padding_that_is_supervised(tmp_path):
         )
         empty = one.compute_loss(one.model, one.data_collator([{"input_ids": []}]))
     assert both == alone and empty == 0
+
+
+def train_groups(folder):
+    """What one of two gloo processes does."""
+    trainer = train(folder, grouped_rows()[0], objective="block", group_by="group", **TWO_STEPS)
+    if trainer.accelerator.is_main_process:
+        torch.save(weights(trainer.accelerator.unwrap_model(trainer.model)), f"{folder}/groups.pt")
+
+
+TWO_STEPS = {"max_steps": -1, "num_train_epochs": 2}
+
+
+def test_two_processes_equal_one(tmp_path):
+    """Three groups: of the second round, one process reads an empty row."""
+    run_ranks(train_groups, tmp_path)
+    options = {**TWO_STEPS, "gradient_accumulation_steps": 2}
+    one = train(tmp_path, grouped_rows()[0], objective="block", group_by="group", **options)
+    assert distance(torch.load(tmp_path / "groups.pt"), weights(one.model), weights(small_model())) < 1e-5
 
 
 def test_texts_of_one_prompt_are_a_group(tmp_path):
