@@ -33,7 +33,7 @@ from hf_prefix_tree.data.rows import (
 )
 from hf_prefix_tree.data.supervision import IGNORE_INDEX, located, read_sample
 from hf_prefix_tree.data.trees import FOLDING, REPORT, TREE_FEATURES, Plan, cached_map, tree_of_rows
-from hf_prefix_tree.tree.folding import common_prefix
+from hf_prefix_tree.tree.folding import check_choice, common_prefix
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 Row = dict[str, list[int]]
 STOCK_MAX_LENGTH = 1024  # the default of TRL's `SFTConfig`
 _SAMPLE_FEATURES = Features({name: List(Value("int64")) for name in ("input_ids", "loss_mask")})
+_GROUP_FEATURES = Features({name: List(feature) for name, feature in _SAMPLE_FEATURES.items()})
 
 
 def read_samples(
@@ -52,6 +53,7 @@ def read_samples(
     *,
     on_error: str = "raise",
     num_proc: int | None = None,
+    group_by: str | None = None,
     counts: MutableMapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
@@ -70,6 +72,9 @@ def read_samples(
             Whether a row that can't be read is an error, of `input_ids` one of the next reader, or skipped (`"skip"`).
         num_proc (`int`, *optional*):
             Processes, for a `Dataset`.
+        group_by (`str`, *optional*):
+            Column whose equal values make one row of a dataset or stream out of all their samples, in lists; those of
+            `input_ids` too are then read as by `prepare_trees`.
         counts (`MutableMapping[str, Any]`, *optional*):
             As for `prepare_trees`.
         options:
@@ -84,20 +89,30 @@ def read_samples(
     """
     check_preparation(on_error=on_error, num_proc=num_proc)
     columns = columns_of(rows)
-    if "input_ids" in columns or not columns:
+    if group_by is None and ("input_ids" in columns or not columns):
         return rows if on_error == "raise" else _readable(rows)
     kinds = (*SAMPLE_KINDS, "tokens")
-    folded, report = read_branches(rows, tokenizer, kinds, on_error=on_error, num_proc=num_proc, **options)
+    reading = {"on_error": on_error, "group_by": group_by, "num_proc": num_proc}
+    folded, report = read_branches(rows, tokenizer, kinds, **reading, **options)
     if counts is not None:
         counts.update(report.as_dict())
     if isinstance(folded, list):
         return [sample for tree in folded for sample in _samples(tree)]
-    options = {"batched": True, "remove_columns": list(TREE_FEATURES), "features": _SAMPLE_FEATURES}
+    schema = _SAMPLE_FEATURES if group_by is None else _GROUP_FEATURES
+    options = {"batched": True, "remove_columns": list(TREE_FEATURES), "features": schema}
+    options["fn_kwargs"] = {"is_grouped": group_by is not None}
     return cached_map(folded, _unfold, **options, num_proc=num_proc, desc="Unfolding samples")
 
 
 def read_branches(
-    rows: Any, tokenizer: Any, kinds: Sequence[str], *, on_error: str, num_proc: int | None, **options: Any
+    rows: Any,
+    tokenizer: Any,
+    kinds: Sequence[str],
+    *,
+    on_error: str,
+    num_proc: int | None,
+    group_by: str | None = None,
+    **options: Any,
 ) -> tuple[Any, Report]:
     """
     The tree of each row: as by `prepare_trees`, with further options of how a row is read, also for a list of rows.
@@ -107,20 +122,23 @@ def read_branches(
             Rows of one of the `kinds`.
         kinds (sequence of `str`):
             Keys of `ROW_KINDS`.
-        tokenizer, on_error, num_proc, options:
+        tokenizer, on_error, num_proc, group_by, options:
             As for [`read_samples`].
 
     Returns:
         `tuple`: rows that are trees, in the form of `rows`, without those that supervise nothing; and their counts,
         which are logged.
     """
-    kind = row_kind(columns_of(rows), kinds)
+    columns = columns_of(rows)
+    kind = row_kind(columns, kinds)
+    if group_by is not None:
+        check_choice(group_by, "group_by", sorted(columns))
     if tokenizer is None and kind in TEXT_KINDS:
         raise ValueError(f"`tokenizer` is None, but {kind} rows are text; pass the model's tokenizer.")
     is_list = not isinstance(rows, Dataset | IterableDataset)
     features = {} if is_list else dict(rows.features or {})
     read = RowOptions(kind, tokenizer, features, **options)
-    plan = Plan(read, "branch", on_error, num_proc=num_proc)
+    plan = Plan(read, "branch", on_error, group_by=group_by, num_proc=num_proc)
     report, folded = Report(), rows
     if is_list:
         folded = [tree_of_rows([item], **plan.some(FOLDING)) for item in enumerate(rows)]
@@ -129,7 +147,7 @@ def read_branches(
         report.log()
         folded = [tree for tree in folded if tree["num_branches"]]
     elif isinstance(rows, IterableDataset):
-        folded = prepare_stream(rows, columns_of(rows), plan)
+        folded = prepare_stream(rows, columns, plan)
     else:
         folded = prepare_dataset(rows, plan, report)
     return folded, report
@@ -162,9 +180,10 @@ def _samples(tree: Mapping[str, Any]) -> Iterator[Row]:
             yield {"input_ids": branch.input_ids[:end].tolist(), "loss_mask": mask[:end].astype(int).tolist()}
 
 
-def _unfold(batch: Mapping[str, list[Any]]) -> dict[str, list[list[int]]]:
-    samples = [sample for tree in rows_of_batch(batch) for sample in _samples(tree)]
-    return {name: [sample[name] for sample in samples] for name in _SAMPLE_FEATURES}
+def _unfold(batch: Mapping[str, list[Any]], is_grouped: bool) -> dict[str, list[Any]]:
+    groups = [list(_samples(tree)) for tree in rows_of_batch(batch)]
+    columns = {name: [[sample[name] for sample in group] for group in groups] for name in _SAMPLE_FEATURES}
+    return columns if is_grouped else {name: [*itertools.chain(*values)] for name, values in columns.items()}
 
 
 def per_branch(trees: Iterable[PrefixTree]) -> list[Row]:

@@ -17,11 +17,12 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from hf_prefix_tree.data.supervision import IGNORE_INDEX, Sample, check_features, located, read_sample
+from hf_prefix_tree.data.supervision import IGNORE_INDEX, SUPERVISION, Sample, check_features, located, read_sample
 from hf_prefix_tree.training.sampling import PADDING_FEATURE, rounded_up
-from hf_prefix_tree.tree.folding import INT64_MAX, check_choice, check_integer, integer_array
+from hf_prefix_tree.tree.folding import INT64_MAX, check_choice, check_integer, check_length, integer_array
 
 SAMPLE_INDEX = "sample_index"
+COLUMNS = ("input_ids", "attention_mask", *SUPERVISION, SAMPLE_INDEX)
 _FORMATS = ("pt", "np")
 
 
@@ -34,7 +35,8 @@ class DataCollatorForDiffusionLM:
     `assistant_masks` (both: supervised where both are 1, as in TRL), and `labels` (unshifted, -100 where not
     supervised). Several of them must agree. `attention_mask` is optional, all ones by default; tokens at the end that
     it has zeros for are padding, and taken off. Lists, arrays and tensors are accepted, other columns are ignored,
-    features are never changed. With a `Trainer` of your own set `remove_unused_columns=False`, or the masks don't
+    features are never changed. A feature whose columns are lists of such values is a group of samples, each of which
+    becomes a sequence of the batch. With a `Trainer` of your own set `remove_unused_columns=False`, or the masks don't
     arrive here.
 
     A sample of `raw` tokens is cut to `max_seq_len`, then filled up to whole blocks with EOS that is supervised. The
@@ -124,6 +126,7 @@ class DataCollatorForDiffusionLM:
         return_tensors = return_tensors or self.return_tensors
         check_choice(return_tensors, "return_tensors", _FORMATS)
         check_features(features)
+        features = [sample for feature in features for sample in _samples(feature)]
         samples, ends = [], []  # an end is where the last block ends, also where that is beyond the cap
         block = self.block_size or 1
         for index, feature in enumerate(features):
@@ -169,6 +172,17 @@ class DataCollatorForDiffusionLM:
                 "one sample per turn, or pass `response_window=False`."
             )
         return int(starts[0]) if len(starts) else len(sample.input_ids)
+
+
+def _samples(feature: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A feature, or the samples of one that is a group of them."""
+    ids = feature.get("input_ids")
+    if not isinstance(ids, list) or not ids or np.ndim(ids[0]) == 0:
+        return [feature]
+    columns = {name: feature[name] for name in COLUMNS if feature.get(name) is not None}
+    for name, values in columns.items():
+        check_length(values, name, len(ids), "samples")
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def supervised_tokens(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -50,6 +50,11 @@ class DiffusionSFTConfig(SFTConfig):
         eval_noise_draws (`int`, *optional*, defaults to `4`):
             How often evaluation draws noise for each sample. More draws make the NLL bound less noisy and cost as much
             more.
+        group_by (`str`, *optional*):
+            For `"block"` and `"hybrid"`: column whose equal values make one group out of several dataset rows, as in
+            [`TreeSFTConfig`]. Batch sizes then count groups, and all samples of a micro-batch are one packed sequence
+            that computes clean tokens which start alike once: of completions of one prompt, the prompt. The loss is
+            that of the separate samples.
         chat_template_kwargs (`dict` or JSON `str`, *optional*):
             Further variables for the chat template. Those of a dataset row take precedence.
         on_error (`str`, *optional*, defaults to `"raise"`):
@@ -78,6 +83,7 @@ class DiffusionSFTConfig(SFTConfig):
     noise_eps: float = option_field(0.001, "Lowest probability of a token to be masked.")
     alpha: float = option_field(1.0, "For 'hybrid': weight of the diffusion loss.")
     eval_noise_draws: int = option_field(4, "Draws of noise per sample in evaluation.")
+    group_by: str | None = option_field(None, "Column whose equal values share the tokens that they start with.")
     chat_template_kwargs: dict[str, Any] | str | None = option_field(
         None, "Further variables for the chat template, as a JSON object."
     )
@@ -92,3 +98,8 @@ class DiffusionSFTConfig(SFTConfig):
             at_least={"block_size": 1, "eval_noise_draws": 1, "mask_token_id": 0, "max_length": 1},
             above_zero={"noise_eps": 1, "half_life": math.inf, "alpha": math.inf},
         )
+        if self.group_by is not None and self.objective == "mdlm":
+            raise ValueError(
+                f"`group_by` is {self.group_by!r}: full bidirectional denoising (`objective='mdlm'`) sees the "
+                "response from the prompt, so sharing is not exact there; pass 'block' or 'hybrid', or no `group_by`."
+            )

@@ -16,15 +16,13 @@ from datasets import IterableDataset
 from hf_prefix_tree.data.baselines import read_samples
 from hf_prefix_tree.data.counts import TRUNCATION, truncation_of, without_unsupervised
 from hf_prefix_tree.data.rows import columns_of
-from hf_prefix_tree.data.supervision import SUPERVISION, read_sample
+from hf_prefix_tree.data.supervision import read_sample
 from hf_prefix_tree.data.trees import cached_map
 from hf_prefix_tree.diffusion.collator import SAMPLE_INDEX
 from hf_prefix_tree.tree.folding import check_not_empty
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-COLUMNS = ("input_ids", "attention_mask", *SUPERVISION, SAMPLE_INDEX)
 
 
 def prepare_diffusion_rows(
@@ -34,6 +32,7 @@ def prepare_diffusion_rows(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     on_error: str = "raise",
     num_proc: int | None = None,
+    group_by: str | None = None,
     cap: tuple[str, int | None] = ("max_length", None),
     counts: MutableMapping[str, Any] | None = None,
 ) -> Any:
@@ -52,6 +51,9 @@ def prepare_diffusion_rows(
             Whether a dataset row that can't be read is an error, or skipped (`"skip"`).
         num_proc (`int`, *optional*):
             Processes that render.
+        group_by (`str`, *optional*):
+            Column whose equal values make one dataset row of all their samples, of a stream those of consecutive rows:
+            `input_ids` and `loss_mask` are then lists of lists. Tokens after the last supervised one are left out.
         cap (`tuple[str, int]`, *optional*):
             The argument to which the collator truncates samples, and its value. Those of which it would leave nothing
             supervised are left out here.
@@ -66,10 +68,15 @@ def prepare_diffusion_rows(
     """
     columns = columns_of(dataset)
     options: dict[str, Any] = {"on_error": on_error, "chat_template_kwargs": dict(chat_template_kwargs or {})}
-    dataset = read_samples(dataset, tokenizer, num_proc=num_proc, counts=counts, **options)
+    options |= {"num_proc": num_proc, "counts": counts}
+    if "input_ids" in columns or group_by is None:
+        dataset = read_samples(dataset, tokenizer, **options)
     check_not_empty(dataset, "dataset")
     if "input_ids" in columns:  # early, before the model is trained
         read_sample(next(iter(dataset)), "row 0")
+    if group_by is not None:
+        dataset = read_samples(dataset, tokenizer, group_by=group_by, max_length=cap[1], **options)
+        return cached_map(dataset, _with_indices, with_indices=True, num_proc=num_proc, desc="Numbering samples")
     if "input_ids" not in columns or SAMPLE_INDEX not in columns:
         if isinstance(dataset, IterableDataset):
             dataset = dataset.map(lambda row, index: {SAMPLE_INDEX: index}, with_indices=True)
@@ -81,6 +88,10 @@ def prepare_diffusion_rows(
     options = {"with_indices": True, "num_proc": num_proc, "desc": "Truncating samples"}
     dataset = cached_map(dataset, _with_truncation, fn_kwargs={"length": length}, **options)
     return without_unsupervised(dataset, (name, length))
+
+
+def _with_indices(row: Mapping[str, Any], index: int) -> dict[str, list[int]]:
+    return {SAMPLE_INDEX: [(index << 20) + sample for sample in range(len(row["input_ids"]))]}
 
 
 def _with_truncation(row: Mapping[str, Any], index: int, length: int) -> dict[str, int]:

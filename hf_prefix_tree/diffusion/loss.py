@@ -4,6 +4,15 @@
 Each is `sum_t w_t * nll_t / N` with N the supervised tokens of the whole optimizer step. Diffusion predicts a token at
 its own position, next-token prediction at the position before. [`objective_inputs`] lays a micro-batch out for the
 model and says which positions predict a token; [`objective_loss`] is the loss of their log-probs.
+
+Under `group_by` the `[x_t | x_0]` of all samples become one packed sequence: the tree of the clean tokens, in which
+equal prefixes are one, with each noisy block as a leaf below the clean tokens before it:
+
+    prompt [noisy a1] a1 [noisy a2] a2 ... [noisy b1] b1 [noisy b2] ...
+
+A token sees the tokens of its path, and a noisy block itself. Clean tokens merge where `"hybrid"`, which attends
+causally, has the same tokens up to there, and `"block"` the same whole blocks: a token sees the rest of its block.
+Noisy blocks and clean tokens on which no prediction depends are left out. Cost: linear in the tokens of all paths.
 """
 
 from __future__ import annotations
@@ -11,12 +20,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from hf_prefix_tree.diffusion.collator import supervised_tokens
 from hf_prefix_tree.diffusion.noise import Corrupted, window_starts
-from hf_prefix_tree.modeling.attention.masks.spans import spans
+from hf_prefix_tree.modeling.attention.masks.spans import END0, FIRST, START0, spans
+from hf_prefix_tree.modeling.batch import BLOCK_SIZE
 from hf_prefix_tree.modeling.loss import weighted_mean
+from hf_prefix_tree.training.sampling import rounded_up
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
 
 if TYPE_CHECKING:
     from hf_prefix_tree.diffusion.config import DiffusionSFTConfig
@@ -177,11 +190,12 @@ def _next(targets: torch.Tensor) -> torch.Tensor:
 
 
 class ObjectiveInputs(NamedTuple):
-    """A micro-batch as the model reads it: N positions, L of x_t or 2 L of `[x_t | x_0]`."""
+    """A micro-batch for the model: N positions, L of x_t or 2 L of `[x_t | x_0]`, packed under `group_by`."""
 
     inputs: dict[str, Any]  # the arguments of a prepared model
     targets: torch.Tensor  # [B, N] int64
     is_predicted: torch.Tensor  # [B, N] bool: whether the target of a position is predicted there
+    places: torch.Tensor | None = None  # [B * N] int64: where each position was packed, -1 where nowhere
 
 
 def objective_inputs(batch: Mapping[str, torch.Tensor], noise: Corrupted, args: DiffusionSFTConfig) -> ObjectiveInputs:
@@ -191,7 +205,7 @@ def objective_inputs(batch: Mapping[str, torch.Tensor], noise: Corrupted, args: 
     Args:
         batch (`Mapping[str, torch.Tensor]`): Of [`DataCollatorForDiffusionLM`].
         noise ([`Corrupted`]): Its noise.
-        args ([`DiffusionSFTConfig`]): `objective`, `block_size` and `response_window`.
+        args ([`DiffusionSFTConfig`]): `objective`, `block_size`, `response_window` and `group_by`.
     """
     ids, attention_mask, supervised = batch["input_ids"], batch["attention_mask"], supervised_tokens(batch)
     positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
@@ -210,7 +224,48 @@ def objective_inputs(batch: Mapping[str, torch.Tensor], noise: Corrupted, args: 
         predicted = [supervised, torch.zeros_like(supervised)]
     else:
         predicted = [noise.is_masked & supervised, next_token_weights(supervised) != 0]
-    return ObjectiveInputs(inputs, torch.cat([ids, _next(ids)], dim=1), torch.cat(predicted, dim=1))
+    flat = ObjectiveInputs(inputs, torch.cat([ids, _next(ids)], dim=1), torch.cat(predicted, dim=1))
+    return flat if args.group_by is None else _on_shared_prefixes(flat, supervised, args.objective == "hybrid")
+
+
+_NOISY = 2**40  # from here on, the keys of noisy tokens, which nothing shares
+
+
+def _on_shared_prefixes(flat: ObjectiveInputs, supervised: torch.Tensor, is_causal: bool) -> ObjectiveInputs:
+    """The sequences `[x_t | x_0]` as one packed sequence, see the top of this file."""
+    names, length = ("input_ids", "attention_mask", "diffusion_layout"), supervised.shape[1]
+    ids, attended, layout = (flat.inputs[name].cpu().numpy() for name in names)  # waits for the device
+    starts, ends = layout[:, START0, :length], layout[:, END0, :length]  # of the block of each token
+    noisy, keys = 2 * length * np.arange(len(ids))[:, None], (2 * ids + attended)[:, length:]
+    # the first position that sees each one: the start of its block or, of tokens that attend causally, itself
+    seen_from = noisy + np.hstack([starts, length + (np.arange(length) + 0 * starts if is_causal else starts)])
+    known: dict[bytes, int] = {}  # clean blocks
+    paths = []  # keys of the tokens of each path, which are equal where tokens merge, and their positions
+    for row, columns in enumerate(map(np.flatnonzero, supervised.cpu().numpy())):
+        path = keys[row, : columns.max(initial=0)]
+        clean = np.arange(len(path)) + noisy[row] + length
+        if is_causal and len(path):
+            paths.append((path, clean))
+        elif len(path):
+            first = np.unique(starts[row, : len(path)])
+            blocks = [known.setdefault(block.tobytes(), len(known)) for block in np.split(path, first[1:])]
+            path = np.repeat(blocks, np.diff(first, append=len(path)))
+        for start in np.unique(starts[row, columns]):
+            block = np.arange(start, ends[row, start]) + noisy[row]
+            paths.append((np.append(path[:start], block + _NOISY), np.append(clean[:start], block)))
+    paths = paths or [(np.zeros(1, dtype=np.int64),) * 2]  # nothing is supervised
+    tree = fold(Branch(path, np.zeros(len(path))) for path, _ in paths)
+    places, source = np.full(ids.size, -1), np.zeros(len(tree), dtype=np.int64)
+    for (_, positions), path in zip(paths, tree.paths(), strict=True):
+        places[positions], source[path] = path, positions
+    packed = np.zeros((6, rounded_up(len(tree), BLOCK_SIZE)), dtype=np.int32)
+    packed[END0] = packed.shape[1]  # each query sees all keys that it is seen from
+    packed[FIRST:, : len(tree)] = np.stack([places[seen_from.flat[source]], tree.subtree_end]) * attended.flat[source]
+    inputs = {"diffusion_layout": torch.from_numpy(packed[None]).to(supervised.device)}
+    of, padding = torch.from_numpy(source).to(supervised.device), (0, packed.shape[1] - len(tree))
+    for name in ("input_ids", "position_ids", "attention_mask"):
+        inputs[name] = torch.nn.functional.pad(flat.inputs[name].flatten()[of], padding)[None]
+    return flat._replace(inputs=inputs, places=torch.from_numpy(places).to(supervised.device))
 
 
 def objective_loss(

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_prefix_tree.modeling.attention.implementations import DIFFUSION_IMPLEMENTATION
-from hf_prefix_tree.modeling.attention.masks.spans import ATTENDED
+from hf_prefix_tree.modeling.attention.masks.spans import FIRST, UNTIL
 from hf_prefix_tree.modeling.call import Kind, State, check_options, prepare, state_of, unprepare
 from hf_prefix_tree.modeling.checks import base_causal_lm
 from hf_prefix_tree.modeling.context import DiffusionContext
@@ -116,12 +116,16 @@ def prepared_for_diffusion(model: torch.nn.Module) -> Iterator[None]:
 def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[DiffusionContext, dict[str, Any]]:
     """Layout and positions in, context of the call out."""
     check_options(module, DIFFUSION, kwargs)
+    if hasattr(module.config, "canvas_length") and "decoder_input_ids" not in kwargs:
+        raise ValueError(
+            f"{type(module).__name__} denoises `decoder_input_ids`, and got none: see `examples/diffusion_gemma.py`."
+        )
     kwargs = dict(kwargs)
     layout, where = kwargs.pop("diffusion_layout", None), kwargs.pop("predict_positions", None)
     longest = None
     if layout is not None:
         ids = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
-        if layout.shape != (ids.shape[0], 5, ids.shape[1]):
+        if layout.shape != (ids.shape[0], 6, ids.shape[1]):
             raise ValueError(
                 f"`diffusion_layout` has the shape {tuple(layout.shape)} for {tuple(ids.shape[:2])} tokens: make it "
                 "with `spans(attention_mask, ...)` of the same batch."
@@ -134,7 +138,7 @@ def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[DiffusionCo
         has_windows = any(getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size"))
         longest = int(kwargs["position_ids"].max()) + 1 if has_windows else None
         if kwargs.get("attention_mask") is None:
-            kwargs["attention_mask"] = layout[:, ATTENDED].long()
+            kwargs["attention_mask"] = (layout[:, FIRST] < layout[:, UNTIL]).long()
     return DiffusionContext(state_of(module).attn_backend, where, layout, longest), kwargs
 
 

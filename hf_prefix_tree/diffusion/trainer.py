@@ -10,9 +10,9 @@ import torch
 from transformers import default_data_collator
 from trl import SFTTrainer
 
-from hf_prefix_tree.diffusion.collator import SAMPLE_INDEX, DataCollatorForDiffusionLM, supervised_tokens
+from hf_prefix_tree.diffusion.collator import COLUMNS, SAMPLE_INDEX, DataCollatorForDiffusionLM, supervised_tokens
 from hf_prefix_tree.diffusion.config import DiffusionSFTConfig
-from hf_prefix_tree.diffusion.data import COLUMNS, prepare_diffusion_rows
+from hf_prefix_tree.diffusion.data import prepare_diffusion_rows
 from hf_prefix_tree.diffusion.loss import mdlm_loss, objective_inputs, objective_loss
 from hf_prefix_tree.diffusion.model import prepare_diffusion_model
 from hf_prefix_tree.diffusion.noise import Corrupted, corrupt, noise_seeds, window_starts
@@ -131,6 +131,10 @@ class DiffusionSFTTrainer(StepMixin, PreparationMixin, SFTTrainer):
         )
         checks.check_texts(self)
         checks.refuse_tensor_parallelism(self)
+        if args.group_by is not None and self.aux_loss_enabled:
+            raise ValueError(
+                f"`group_by` is {args.group_by!r}: a router counts shared tokens once; set `router_aux_loss_coef=0.0`."
+            )
         if data_collator is None:
             on_gpu = args.device.type == "cuda" and args.attn_backend != "sdpa"
             self.data_collator = DataCollatorForDiffusionLM(
@@ -165,6 +169,7 @@ class DiffusionSFTTrainer(StepMixin, PreparationMixin, SFTTrainer):
             chat_template_kwargs=args.chat_template_kwargs,
             on_error=args.on_error,
             num_proc=args.dataset_num_proc,
+            group_by=args.group_by,
             cap=self._cap,
         )
 
@@ -177,15 +182,15 @@ class DiffusionSFTTrainer(StepMixin, PreparationMixin, SFTTrainer):
         self, model: torch.nn.Module, inputs: dict[str, Any], items: torch.Tensor, return_outputs: bool
     ) -> LossTerms:
         noise = self._noise(inputs)
-        model_inputs, targets, is_predicted = objective_inputs(inputs, noise, self.args)
+        model_inputs, targets, is_predicted, places = objective_inputs(inputs, noise, self.args)
         model_inputs, is_empty = without_empty_mask(model_inputs)
         if self.aux_loss_enabled:
             model_inputs["output_router_logits"] = True
         where = is_predicted.flatten().nonzero().squeeze(1)
-        labels = targets.flatten()[where][None]
+        labels, packed = targets.flatten()[where][None], where if places is None else places[where]
         # TRL's fused head scores the M predictions: log-probs of shape `(1, M)`
         outputs = model(
-            **model_inputs, predict_positions=where, labels=labels, shift_labels=labels, fused_lm_head=True
+            **model_inputs, predict_positions=packed, labels=labels, shift_labels=labels, fused_lm_head=True
         )
         log_probs = torch.zeros(targets.numel(), dtype=torch.float64, device=where.device)
         log_probs = log_probs.index_copy(0, where, outputs.log_probs[0].double()).view_as(targets)

@@ -56,7 +56,7 @@ class DiffusionContext(CallContext):
     Args:
         attn_backend (`str`): `"flex"`, `"sdpa"` (dense) or `"auto"`.
         predict_positions (`torch.Tensor` of shape `(M,)`, int64, *optional*): As in [`CallContext`].
-        layout (`torch.Tensor` of shape `(B, 5, N)`, int32, *optional*):
+        layout (`torch.Tensor` of shape `(B, 6, N)`, int32, *optional*):
             Which keys each query sees, see [`~hf_prefix_tree.modeling.attention.masks.spans.spans`]. `None` is full
             attention, whose padding the mask function gets from Transformers.
         longest (`int`, *optional*): Tokens of the longest sequence, from its positions.

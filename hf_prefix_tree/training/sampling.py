@@ -404,7 +404,8 @@ def length_sampler(trainer: Trainer, dataset: Any, batch_size: int, ranks: int) 
     if is_stream(dataset) or args.train_sampling_strategy not in BY_LENGTH or args.dataloader_drop_last:
         return None
     rows = dataset["input_ids"] if hasattr(dataset, "column_names") else (row["input_ids"] for row in dataset)
-    lengths = np.array([len(ids) for ids in rows], dtype=np.float64)
+    # of a group of samples, those of all of them
+    lengths = np.array([sum(map(len, ids)) if np.ndim(ids[:1]) > 1 else len(ids) for ids in rows], dtype=np.float64)
     return step_sampler(trainer, [[row] for row in range(len(lengths))], lengths, batch_size, ranks)
 
 

@@ -267,7 +267,7 @@ def test_wrong_calls_are_refused():
         ({"diffusion_layout": layout}, "`diffusion_layout`.*`position_ids`"),
         (
             {"diffusion_layout": layout[:, :, :3], "position_ids": positions},
-            "\\(1, 5, 3\\).*\\(1, 4\\)",
+            "\\(1, 6, 3\\).*\\(1, 4\\)",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -125,11 +125,13 @@ def test_low_precision_logits_are_scored_in_float32(dtype: torch.dtype):
 def test_the_head_at_predicted_positions_gives_the_same_loss_and_gradients(objective: str, response_window: bool):
     """As the trainer does: hidden states of predicted positions, the head on those alone, then their log-probs."""
     case = random_case()
-    args = SimpleNamespace(objective=objective, block_size=4, response_window=response_window, alpha=0.3)
+    args = SimpleNamespace(
+        objective=objective, block_size=4, response_window=response_window, alpha=0.3, group_by=None
+    )
     noise = Corrupted(torch.full_like(case["targets"], 11), case["is_masked"], case["p"])
     batch = {"input_ids": case["targets"], "loss_mask": case["loss_mask"], "input_lengths": torch.ones(4)}
     batch["attention_mask"] = torch.ones_like(case["targets"])
-    inputs, targets, is_predicted = objective_inputs(batch, noise, args)
+    inputs, targets, is_predicted, _ = objective_inputs(batch, noise, args)
     assert inputs["input_ids"].shape == targets.shape == (4, 9 if objective == "mdlm" else 18)
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn((*targets.shape, 5), generator=generator, dtype=torch.float64, requires_grad=True)

@@ -1,16 +1,18 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""The masks of diffusion language models: at most two spans of keys that each query sees.
+"""The masks of diffusion language models: at most two spans of keys that each query sees, and one of queries per key.
 
-Every mask here is: query q sees key k iff `start0 <= k < end0` or `start1 <= k < end1`, for the spans of q, and k is
-attended; and every token sees itself, so that no softmax is over nothing. That covers full attention, block-causal
-attention, and the `[x_t | x_0]` sequences of block diffusion. [`spans`] builds these numbers; [`dense_mask`] is the
-reference, an N x N tensor; [`block_mask`] describes the same mask to FlexAttention, built directly from block-wise
-minima and maxima: O(N + (N/128)^2) time and memory, no N x N tensor and no wait for the device.
+Every mask here is: query q sees key k iff `start0 <= k < end0` or `start1 <= k < end1`, for the spans of q, and
+`first <= q < until`, for the span of k; and every token sees itself, so that no softmax is over nothing. That covers
+full attention, block-causal attention, and the `[x_t | x_0]` sequences of block diffusion, where the span of a key is
+everything or, if it is not attended, nothing; and shared prefixes, where each query's span is everything and a key's
+its subtree. [`spans`] builds these numbers; [`dense_mask`] is the reference, an N x N tensor; [`block_mask`] describes
+the same mask to FlexAttention, built directly from block-wise minima and maxima: O(N + (N/128)^2) time and memory, no
+N x N tensor and no wait for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from hf_prefix_tree.modeling.batch import BLOCK_SIZE
 from hf_prefix_tree.tree.folding import check_choice
 
 LAYOUTS = ("full", "block_causal", "block_diffusion", "hybrid")
-START0, END0, START1, END1, ATTENDED = range(5)
+START0, END0, START1, END1, FIRST, UNTIL = range(6)
 
 
 def spans(
@@ -55,8 +57,8 @@ def spans(
             For `"block_causal"`: tokens before this index see the tokens up to themselves only.
 
     Returns:
-        `torch.Tensor` of shape `(B, 5, N)`, int32: start and end of the first span, start and end of the second, and 1
-        where the token is attended; N is L, or 2 L for `[x_t | x_0]`.
+        `torch.Tensor` of shape `(B, 6, N)`, int32: start and end of the first span of keys, of the second, and of the
+        queries that see the token: 0 and N, or twice 0 where it is not attended; N is L, or 2 L for `[x_t | x_0]`.
 
     Raises:
         `ValueError`: If `layout` is unknown.
@@ -83,7 +85,7 @@ def spans(
     index = torch.arange(length, device=attended.device, dtype=torch.int32).expand(batch_size, -1)
     none = torch.zeros_like(index)
     if layout == "full":
-        return torch.stack([none, none + length, none, none, attended], dim=1)
+        return torch.stack([none, none + length, none, none, none, length * attended], dim=1)
     assert block_size is not None  # the other layouts have blocks
     start = none[:, :1] if window_start is None else window_start.int()[:, None]
     block_start = torch.where(index < start, 0, start + (index - start) // block_size * block_size)
@@ -91,10 +93,11 @@ def spans(
     if layout == "block_causal":
         if causal_before is not None:
             block_end = torch.where(index < causal_before.int()[:, None], index + 1, block_end)
-        return torch.stack([none, block_end, none, none, attended], dim=1)
+        return torch.stack([none, block_end, none, none, none, length * attended], dim=1)
     clean_end = block_end if layout == "block_diffusion" else index + 1
-    noisy = torch.stack([block_start, block_end, none + length, length + block_start, attended], dim=1)
-    clean = torch.stack([none, none, none + length, length + clean_end, attended], dim=1)
+    until = 2 * length * attended
+    noisy = torch.stack([block_start, block_end, none + length, length + block_start, none, until], dim=1)
+    clean = torch.stack([none, none, none + length, length + clean_end, none, until], dim=1)
     return torch.cat([noisy, clean], dim=2)
 
 
@@ -103,7 +106,7 @@ def dense_mask(spans: Tensor) -> Tensor:
     The mask as one boolean per pair of tokens.
 
     Args:
-        spans (`torch.Tensor` of shape `(B, 5, N)`, int32): See [`spans`].
+        spans (`torch.Tensor` of shape `(B, 6, N)`, int32): See [`spans`].
 
     Returns:
         `torch.Tensor` of shape `(B, 1, N, N)`, bool: `True` where the query (third axis) sees the key (fourth).
@@ -111,7 +114,7 @@ def dense_mask(spans: Tensor) -> Tensor:
     index = torch.arange(spans.shape[2], device=spans.device, dtype=spans.dtype)
     start0, end0, start1, end1 = (spans[:, entry, :, None] for entry in (START0, END0, START1, END1))
     inside = ((index >= start0) & (index < end0)) | ((index >= start1) & (index < end1))
-    seen = inside & (spans[:, ATTENDED, None, :] != 0)
+    seen = inside & (index[:, None] >= spans[:, FIRST, None]) & (index[:, None] < spans[:, UNTIL, None])
     return (seen | (index[:, None] == index[None, :]))[:, None]
 
 
@@ -119,20 +122,20 @@ def block_mask(spans: Tensor) -> BlockMask:
     """
     The mask as FlexAttention's [`~torch.nn.attention.flex_attention.BlockMask`].
 
-    A block of keys is visible to a block of queries iff a span meets its attended keys: as the spans of neighbouring
-    queries overlap or follow one another, the smallest start and the largest end tell. It is full iff all of its keys
-    are attended and one span holds it for every query: the largest start and the smallest end tell. Where the attended
-    tokens of a sequence, or a span across 128 queries, have gaps, a hidden block may be called partial, which costs
-    time only; the same holds for a full one that two spans hold together.
+    A block of keys is visible to a block of queries iff a span meets its attended keys, and a key's span the queries:
+    as the spans of neighbours overlap or follow one another, the smallest start and the largest end tell. It is full
+    iff one span holds it for every query, and every key's span holds the queries: the largest start and the smallest
+    end tell. Where the attended tokens of a sequence, or a span across 128 tokens, have gaps, a hidden block may be
+    called partial, which costs time only; the same holds for a full one that two spans hold together.
 
     Args:
-        spans (`torch.Tensor` of shape `(B, 5, N)`, int32): See [`spans`]; N a multiple of 128.
+        spans (`torch.Tensor` of shape `(B, 6, N)`, int32): See [`spans`]; N a multiple of 128.
     """
     batch_size, _, length = spans.shape
     assert length % BLOCK_SIZE == 0  # `why_not_flex` refuses others
     num_blocks = length // BLOCK_SIZE
-    low, high = spans.view(batch_size, 5, num_blocks, BLOCK_SIZE).aminmax(dim=-1)  # [B, 5, blocks]
-    attended = spans[:, ATTENDED].view(batch_size, num_blocks, BLOCK_SIZE) != 0
+    low, high = spans.view(batch_size, 6, num_blocks, BLOCK_SIZE).aminmax(dim=-1)  # [B, 6, blocks]
+    attended = (spans[:, FIRST] < spans[:, UNTIL]).view(batch_size, num_blocks, BLOCK_SIZE)
     index = torch.arange(length, device=spans.device, dtype=spans.dtype).view(num_blocks, BLOCK_SIZE)
     # first and last attended key of each block; without one, they are such that no span meets them
     first = torch.where(attended, index, length).amin(dim=-1)[:, None, :]
@@ -143,11 +146,13 @@ def block_mask(spans: Tensor) -> BlockMask:
     for start, end in ((START0, END0), (START1, END1)):
         visible |= (low[:, start, :, None] <= last) & (high[:, end, :, None] > first)
         full |= (high[:, start, :, None] <= block_first) & (low[:, end, :, None] > block_last)
-    full &= attended.all(dim=-1)[:, None, :]
+    # the same with queries and keys exchanged
+    visible &= (low[:, FIRST, None] <= block_last.mT) & (high[:, UNTIL, None] > block_first.mT)
+    full &= (high[:, FIRST, None] <= block_first.mT) & (low[:, UNTIL, None] > block_last.mT)
     diagonal = torch.eye(num_blocks, dtype=torch.bool, device=spans.device)
     partial = (visible | diagonal) & ~full
     # Clones, not views: the compiler would also specialise on the tensor that they are views of.
-    entries = tuple(spans[:, entry].clone() for entry in range(5))
+    entries = tuple(spans[:, entry].clone() for entry in range(6))
     return BlockMask.from_kv_blocks(
         *listed_blocks(partial),
         *listed_blocks(full),
@@ -157,11 +162,11 @@ def block_mask(spans: Tensor) -> BlockMask:
     )
 
 
-def _mask_mod(start0: Tensor, end0: Tensor, start1: Tensor, end1: Tensor, attended: Tensor) -> Callable[..., Tensor]:
+def _mask_mod(start0: Tensor, end0: Tensor, start1: Tensor, end1: Tensor, first: Tensor, until: Tensor) -> Any:
     # One code object for every layout, that reads tensors and never Python numbers: it is compiled once.
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         in0 = (k >= start0[b, q]) & (k < end0[b, q])
         in1 = (k >= start1[b, q]) & (k < end1[b, q])
-        return ((in0 | in1) & (attended[b, k] != 0)) | (k == q)
+        return ((in0 | in1) & (q >= first[b, k]) & (q < until[b, k])) | (k == q)
 
     return visible
