@@ -58,7 +58,7 @@ from transformers import AutoModelForCausalLM, PrinterCallback
 import examples.demo
 from hf_prefix_tree import TreeGRPOConfig, TreeGRPOTrainer
 
-sys.path.append(str(Path(examples.demo.__file__).parents[1]))  # scripts import each other as they do when they run
+sys.path.insert(0, str(Path(examples.demo.__file__).parents[1]))  # scripts import each other as they do when they run
 import agent_grpo
 
 # %% [markdown]

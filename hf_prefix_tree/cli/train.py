@@ -237,12 +237,9 @@ def run(
         options["reward_funcs"] = _reward_functions(arguments)
     module, name_of_trainer = ("trl", spec.stock) if is_stock else ("hf_prefix_tree", spec.trainer)
     trainer_class = getattr(importlib.import_module(module), name_of_trainer)
+    train_rows, test_rows = [*datasets, None][:2]
     trainer = trainer_class(
-        args=args,
-        train_dataset=datasets[0],
-        eval_dataset=datasets[1] if len(datasets) > 1 else None,
-        processing_class=tokenizer,
-        **options,
+        args=args, train_dataset=train_rows, eval_dataset=test_rows, processing_class=tokenizer, **options
     )
     if not (args.bf16 or torch.accelerator.is_available()):
         trainer.add_callback(_WithoutBf16)
@@ -342,14 +339,10 @@ def _print_preparation(
 
 def _documents(rows: Dataset, tokenizer: Any, args: Any) -> Dataset:
     """The packed or padded documents that `Eagle3Trainer` makes of the rows."""
+    reading = {name: getattr(args, name) for name in ("supervise_reasoning", "reasoning_end", "on_error")}
     return prepare_eagle3_rows(
         rows,
-        {
-            "tokenizer": tokenizer,
-            "supervise_reasoning": args.supervise_reasoning,
-            "reasoning_end": args.reasoning_end,
-            "on_error": args.on_error,
-        },
+        {"tokenizer": tokenizer, **reading},
         seq_length=args.seq_length,
         packed_sequence_size=args.packed_sequence_size,
         strategy=args.packing_strategy,

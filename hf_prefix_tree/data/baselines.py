@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
@@ -20,7 +19,7 @@ import numpy.typing as npt
 from datasets import Dataset, Features, IterableDataset, List, Value
 
 from hf_prefix_tree.data.counts import Report
-from hf_prefix_tree.data.prepare import Plan, check_preparation, prepare_dataset, prepare_stream, prepare_trees
+from hf_prefix_tree.data.prepare import check_preparation, prepare_dataset, prepare_stream, prepare_trees
 from hf_prefix_tree.data.rows import (
     MESSAGE_KINDS,
     SAMPLE_KINDS,
@@ -31,8 +30,9 @@ from hf_prefix_tree.data.rows import (
     rows_of_batch,
     whole_conversations,
 )
-from hf_prefix_tree.data.supervision import IGNORE_INDEX, read_sample
-from hf_prefix_tree.data.trees import REPORT, TREE_FEATURES, cached_map, tree_of_rows
+from hf_prefix_tree.data.supervision import IGNORE_INDEX, located, read_sample
+from hf_prefix_tree.data.trees import FOLDING, REPORT, TREE_FEATURES, Plan, cached_map, tree_of_rows
+from hf_prefix_tree.tree.folding import common_prefix
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def read_samples(
         `ValueError`: If the rows are of no kind that becomes samples, or one can't be read, unless `on_error` is
             `"skip"`; its index is named.
     """
-    check_preparation(on_error=on_error)
+    check_preparation(on_error=on_error, num_proc=num_proc)
     columns = columns_of(rows)
     if "input_ids" in columns or not columns:
         return rows if on_error == "raise" else _readable(rows)
@@ -91,12 +91,11 @@ def read_samples(
     is_list = not isinstance(rows, Dataset | IterableDataset)
     features = {} if is_list else dict(rows.features or {})
     read = RowOptions(kind, tokenizer, features, **options)
-    settings: dict[str, Any] = {"options": read, "weighting": "branch", "on_error": on_error}
-    plan = Plan(settings, {"max_packed_tokens": None, "overflow": "split", "on_error": on_error}, num_proc=num_proc)
+    plan = Plan(read, "branch", on_error, num_proc=num_proc)
     report = Report()
     samples: Any
     if is_list:
-        trees = [tree_of_rows([item], **plan.settings) for item in enumerate(rows)]
+        trees = [tree_of_rows([item], **plan.some(FOLDING)) for item in enumerate(rows)]
         for tree in trees:
             report.add(tree[REPORT])
         report.log()
@@ -278,7 +277,7 @@ def merged_turns(branches: Iterable[Branch]) -> list[list[Branch]]:
         if not branch.weights.any():  # such a branch would end the sample before it
             continue
         last = samples[-1][-1].input_ids if samples else None
-        if last is not None and len(last) <= prompt_length(branch) and starts_with(branch.input_ids, last):
+        if last is not None and common_prefix(branch.input_ids[: prompt_length(branch)], last) == len(last):
             samples[-1].append(branch)
         else:
             samples.append([branch])
@@ -301,21 +300,15 @@ def difference(rows: Iterable[Mapping[str, Any]], reading: RowOptions, stock: Da
     """
     every = [row_branches(row, reading, Counter()) for row in rows]
     branches = [branch for of_row in every for branch in of_row if branch.weights.any()]
-    # Of sorted bytes, the first sequence that is not below a context starts with it, if any does.
-    ordered = [*sorted(np.array(ids, dtype=">i4").tobytes() for ids in stock["input_ids"]), b""]
-    contexts = [branch.input_ids[: prompt_length(branch)].astype(">i4").tobytes() for branch in branches]
-    starts = sum(ordered[bisect_left(ordered, ids, hi=len(stock))].startswith(ids) for ids in contexts)
+    sequences = [np.array(ids, dtype=np.int64).tobytes() for ids in stock["input_ids"]]
+    contexts = [branch.input_ids[: prompt_length(branch)].tobytes() for branch in branches]
+    starts = sum(any(ids.startswith(context) for ids in sequences) for context in contexts)
     return (
         f"of the first {len(every)} dataset rows, trees train on "
         f"{sum(int(np.count_nonzero(branch.weights)) for branch in branches)} tokens of {len(branches)} branches, TRL "
         f"on {sum(label != IGNORE_INDEX for labels in stock['labels'] for label in labels[1:])} tokens of "
         f"{len(stock)} sequences, which start with {starts} of the {len(branches)} contexts of the branches"
     )
-
-
-def starts_with(input_ids: npt.NDArray[np.int64], prefix: npt.NDArray[np.int64]) -> bool:
-    """Whether the tokens begin with `prefix`."""
-    return len(prefix) <= len(input_ids) and bool((input_ids[: len(prefix)] == prefix).all())
 
 
 @dataclass(frozen=True)
@@ -367,44 +360,38 @@ def sequences_of_rows(
         at_best ([`RowOptions`], *optional*):
             The same with the chat template for training. `None` if TRL has none: all tokens are trained on.
     """
-    by_way: dict[str, list[tuple[list[int], int, int, int]]] = {}
+    limits = {"stock_defaults": STOCK_MAX_LENGTH, "stock_best": reading.max_length}
+    lengths, missing, truncated = defaultdict[str, list[int]](list), Counter[str](), Counter[str]()
+    supervised = 0
     for index, given in rows.items():
         branches = [branch for branch in given if branch.weights.any()]
         turns = [branch.input_ids for branch in branches]
         contexts = [branch.input_ids[: prompt_length(branch)] for branch in branches]
-        supervised = sum(int(np.count_nonzero(branch.weights)) for branch in branches)
+        supervised += sum(int(np.count_nonzero(branch.weights)) for branch in branches)
         stock = best = turns
         row, is_completed = dataset[index], reading.kind in ("completions", "completion", "preference")
         is_text = is_completed and any(isinstance(row.get(name), str) for name in ("prompt", "chosen"))
         if reading.kind in MESSAGE_KINDS and not is_text:
-            try:
+            with located(f"row {index}, rendered at once as TRL does"):
                 stock = best = whole_conversations(row, reading)
                 if at_best is not None and at_best is not reading:
                     best = whole_conversations(row, at_best)
-            except ValueError as error:
-                raise ValueError(f"row {index}, rendered at once as TRL does: {error}") from error
-        for name, sequences, limit in (
-            ("stock_defaults", stock, STOCK_MAX_LENGTH),
-            ("stock_best", best, reading.max_length),
-            ("flat_steps", [sample[-1].input_ids for sample in merged_turns(branches)], None),
-            ("per_turn", turns, None),
-        ):
-            kept = [ids[:limit] for ids in sequences]
-            is_whole = name == "stock_defaults" or (name == "stock_best" and at_best is None)
-            by_way.setdefault(name, []).append(
-                (
-                    list(map(len, kept)),
-                    sum(map(len, kept)) if is_whole else supervised,
-                    sum(len(after) < len(before) for after, before in zip(kept, sequences, strict=True)),
-                    sum(not any(starts_with(ids, context) for ids in kept) for context in contexts),
-                )
+        flat = [sample[-1].input_ids for sample in merged_turns(branches)]
+        ways = {"stock_defaults": stock, "stock_best": best, "flat_steps": flat, "per_turn": turns}
+        for name, sequences in ways.items():
+            kept = [ids[: limits.get(name)] for ids in sequences]
+            lengths[name] += map(len, kept)
+            truncated[name] += sum(len(after) < len(before) for after, before in zip(kept, sequences, strict=True))
+            missing[name] += sum(
+                not any(common_prefix(ids, context) == len(context) for ids in kept) for context in contexts
             )
-    ways = {}
-    for name, of_rows in by_way.items():
-        lengths, trained, truncated, missing = zip(*of_rows, strict=True)
-        every = [length for row in lengths for length in row]
-        ways[name] = Sequences.of(every, sum(trained), truncated=sum(truncated), missing=sum(missing))
-    return ways
+    whole = ("stock_defaults", "stock_best") if at_best is None else ("stock_defaults",)
+    return {
+        name: Sequences.of(
+            of_way, sum(of_way) if name in whole else supervised, truncated=truncated[name], missing=missing[name]
+        )
+        for name, of_way in lengths.items()
+    }
 
 
 def _row(branch: Branch) -> Row:

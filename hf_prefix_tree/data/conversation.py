@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product, takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hf_prefix_tree.data.dialect import ASK, THOUGHT, USER, beside, lost_part
+from hf_prefix_tree.data.dialect import ASK, THOUGHT, USER, Ids, beside, lost_part
 from hf_prefix_tree.data.messages import Message, TurnError, split_reasoning
 from hf_prefix_tree.data.template import ChatTemplate
 
-if TYPE_CHECKING:
-    from hf_prefix_tree.data.dialect import Ids
-
+_MARK = "Zq7xMark"  # stands for a message's text where the template's own text around it is looked for
 _EMPTY_BLOCK = re.compile(r"\s*<think>\s*</think>")  # says that the model did not think
 _BLOCK = re.compile(r"think|thought", re.IGNORECASE)
 # What a header is made of: tags, white space, words.
@@ -83,11 +81,29 @@ class Conversation:
         return self.template.render(messages, self.tools, self.variables | variables, add_generation_prompt=True)
 
     def count_left_out(
-        self, text: str, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any
+        self, text: str, render: Callable[[Sequence[Message]], str], messages: Sequence[Message]
     ) -> None:
-        """Counts the messages that are not in their rendering."""
-        options = (self.tools, self.variables | variables, add_generation_prompt)
-        self.counts["unrendered_messages"] = self.template.count_left_out(text, messages, *options)
+        """
+        Counts the messages whose content is left out of `text`, the rendering of them all.
+
+        Templates change what they print, so that content which isn't found proves little. A mark in its place tells
+        which messages to look at: one is left out for certain if the rendering is the same when it is empty. The
+        content of assistant messages is not looked at: a template may drop it from the history only.
+        """
+
+        def rendered(changed: Sequence[Message]) -> str | None:
+            try:
+                return render(changed)
+            except ValueError:  # needs what was changed, so the template reads it
+                return None
+
+        others = {i: f"{_MARK}{i}." for i, message in enumerate(messages) if message["role"] != "assistant"}
+        marked = [_with_text(message, others[i]) if i in others else message for i, message in enumerate(messages)]
+        shown = rendered(marked) or ""
+        for i, mark in others.items():
+            empty = _with_text(messages[i], "")
+            if mark not in shown and empty != messages[i]:
+                self.counts["unrendered_messages"] += rendered([*messages[:i], empty, *messages[i + 1 :]]) == text
 
     def check_whole(self, text: str, turn: int, message: Message) -> bool:
         """
@@ -168,7 +184,7 @@ class Conversation:
         self.shown[turn] = {key: value for key, value in message.items() if (key, value) != ("reasoning_content", "")}
         self.counts["unrendered_reasoning"] += not reasons
         if turn == self.turns[-1]:
-            self.count_left_out(prompt, self.shown[:turn], add_generation_prompt=True, **switch)
+            self.count_left_out(prompt, lambda messages: self.prompt(messages, **switch), self.shown[:turn])
         return prompt, output
 
     def _after(self, prompt: str, text: str, turn: int, message: Message, switch: dict[str, bool]) -> str:
@@ -265,3 +281,15 @@ def _after_header(asked: str, answered: str) -> tuple[str, str]:
     pairs = zip(*map(_ATOM.findall, tails), strict=False)
     shared = sum(len(one) for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return tails[0][shared:], tails[1][shared:]
+
+
+def _with_text(message: Message, text: str) -> Message:
+    """The message with this text in place of its own; the same where it has none."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return {**message, "content": text} if content.strip() else message
+    parts = [
+        {**part, "text": text} if isinstance(part, dict) and str(part.get("text") or "").strip() else part
+        for part in content
+    ]
+    return {**message, "content": parts}

@@ -6,12 +6,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import transformers
 from datasets import Dataset, IterableDataset, List, Value
@@ -76,9 +76,10 @@ def read_counts(trees: Dataset, name: str) -> dict[str, Any]:
     return columns | {"errors": rows.field("errors").to_pylist()}
 
 
-def counts_at(columns: Mapping[str, Any], indices: Sequence[int]) -> dict[str, Any]:
+def counts_at(columns: Mapping[str, Any], indices: npt.NDArray[np.int64]) -> dict[str, Any]:
     """The counts of some of the trees, as columns."""
-    return {name: [values[index] for index in indices] for name, values in columns.items()}
+    errors = [columns["errors"][index] for index in indices]
+    return {name: values[indices] for name, values in columns.items() if name != "errors"} | {"errors": errors}
 
 
 def described(counts: Mapping[str, int]) -> list[str]:
@@ -90,25 +91,21 @@ class Report:
     """The sum of the counts of many trees, and the counts of selection and packing (`further`)."""
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
+        self._counts = dict.fromkeys((*COUNTS, "trees", "max_branches", *SIZES), 0)
         self._errors: list[str] = []
-        self._stats = TreeStats(**NO_SIZES)
-        self._trees = 0
-        self._max_branches = 0
         self.further: dict[str, Any] = {}
 
     def add(self, counts: Mapping[str, Any]) -> None:
         """Add what one tree's rows counted, a value of `FEATURES`, or the columns of several."""
         columns = {name: np.atleast_1d(counts[name]) for name in (*COUNTS, *SIZES)}
-        if not columns["rows"].size:
-            return
-        self._counts.update({name: int(columns[name].sum()) for name in COUNTS})
+        columns |= {"trees": columns["branches"] > 0, "max_branches": columns["branches"]}
+        for name, values in columns.items():
+            if name in (*MAXIMA, "max_branches"):
+                self._counts[name] = max(self._counts[name], int(values.max(initial=0)))
+            else:
+                self._counts[name] += int(values.sum())
         for errors in counts["errors"]:
             self._errors += [errors] if isinstance(errors, str) else errors
-        sizes = {name: int(columns[name].max() if name in MAXIMA else columns[name].sum()) for name in SIZES}
-        self._stats += TreeStats(**sizes)
-        self._trees += int((columns["branches"] > 0).sum())
-        self._max_branches = max(self._max_branches, int(columns["branches"].max()))
 
     def losses(self) -> str:
         """The losses, with the first few errors; empty if there are none."""
@@ -117,26 +114,19 @@ class Report:
 
     def sizes(self) -> str:
         """The trees in one line. There is at least one."""
-        stats = self._stats
+        counts, stats = self._counts, TreeStats(**{name: self._counts[name] for name in SIZES})
         return (
-            f"K {stats.branches / self._trees:.2f} on average and {self._max_branches} at most, {stats.tree_tokens} "
-            f"tokens, longest path {stats.longest_path}, token ratio {stats.token_ratio:.2f}, pair ratio "
-            f"{stats.pair_ratio:.2f}"
+            f"K {stats.branches / counts['trees']:.2f} on average and {counts['max_branches']} at most, "
+            f"{stats.tree_tokens} tokens, longest path {stats.longest_path}, token ratio {stats.token_ratio:.2f}, "
+            f"pair ratio {stats.pair_ratio:.2f}"
         )
 
     def as_dict(self) -> dict[str, Any]:
         """Everything that was counted, by name. `prepare_trees` documents the names."""
-        return {
-            **{name: self._counts[name] for name in COUNTS},
-            "trees": self._trees,
-            "max_branches": self._max_branches,
-            **dataclasses.asdict(self._stats),
-            "errors": list(self._errors),
-            **self.further,
-        }
+        return {**self._counts, "errors": list(self._errors), **self.further}
 
     def __str__(self) -> str:
-        return f"{self._counts['rows']} rows: {self._stats.branches} branches"
+        return f"{self._counts['rows']} rows: {self._counts['branches']} branches"
 
     def log(self) -> None:
         """Log the sum: a warning if something was lost."""
@@ -229,12 +219,10 @@ class _Keeps:
     def __call__(self, truncation: int) -> bool:
         if truncation != WHOLE and not self.has_warned:
             self.has_warned = True
-            name, value = self.cap
             logger.warning(
                 "A sample of a stream is truncated to `%s=%d`, and so are all longer ones, uncounted; those left with "
                 "no supervised token are left out. Raise `%s`, or shorten the samples.",
-                name,
-                value,
-                name,
+                *self.cap,
+                self.cap[0],
             )
         return truncation != UNSUPERVISED

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_prefix_tree.data.messages import REASONING_KEYS, Message, TurnError, split_reasoning
+from hf_prefix_tree.tree.folding import common_prefix
 
 if TYPE_CHECKING:
     from hf_prefix_tree.data.template import SegmentTokenizer
 
-    Ids = npt.NDArray[np.int64]
+Ids = npt.NDArray[np.int64]
 
 # What a probe says, asks, thinks and calls: words that no template has.
 USER, TEXT, THOUGHT, _NAME, _KEY, _VALUE = (
@@ -162,26 +164,21 @@ class Dialect:
 
     def _find_call_form(self) -> tuple[type | None, bool]:
         """The type of arguments, `None` if objects and strings are alike, and whether a call without text has none."""
-        best: dict[type, tuple[str, bool]] = {}
-        for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
-            for without_content in (False, True):
-                message = _call_message(arguments)
-                if without_content:
-                    del message["content"]
-                text = self._try(message, tools=True).rpartition(USER)[2]
-                whole = (
-                    _NAME in text and _VALUE in text and (arguments in text if isinstance(arguments, str) else True)
-                )
-                # The shorter one has no "None" for a content, and no header for an empty text.
-                if whole and str(_ARGUMENTS) not in text:
-                    best.setdefault(type(arguments), (text, without_content))
-                    if len(text) < len(best[type(arguments)][0]):
-                        best[type(arguments)] = (text, without_content)
-        as_object, as_string = best.get(dict), best.get(str)
-        if as_object is None:
-            return (str, as_string[1]) if as_string else (None, False)
-        alike = as_string and _squeezed(json.dumps(_ARGUMENTS)) in _squeezed(as_object[0])
-        return None if alike else dict, as_object[1]
+        rendered: dict[type, list[tuple[int, bool, str]]] = {dict: [], str: []}
+        for arguments, without_content in product((_ARGUMENTS, json.dumps(_ARGUMENTS)), (False, True)):
+            message = _call_message(arguments)
+            if without_content:
+                del message["content"]
+            text = self._try(message, tools=True).rpartition(USER)[2]
+            parts = (_NAME, _VALUE, *([arguments] if isinstance(arguments, str) else []))
+            if all(part in text for part in parts) and str(_ARGUMENTS) not in text:
+                rendered[type(arguments)].append((len(text), without_content, text))
+        if not rendered[dict]:
+            return (str, min(rendered[str])[1]) if rendered[str] else (None, False)
+        # The shorter one has no "None" for a content, and no header for an empty text.
+        _, without_content, text = min(rendered[dict])
+        alike = rendered[str] and _squeezed(json.dumps(_ARGUMENTS)) in _squeezed(text)
+        return None if alike else dict, without_content
 
     def _find_end(self, eos: int | None) -> tuple[int | None, int | None, Ids, Ids]:
         """
@@ -262,14 +259,10 @@ def lost_part(text: str, message: Message) -> str | None:
     Templates trim and indent, so white space does not count; nor does how a value of an argument is quoted.
     """
     reasoning, visible = split_reasoning(message)
-    squeezed: list[str] = []
+    squeezed = _squeezed(text)
 
     def has(part: str) -> bool:
-        if part.strip() in text:
-            return True
-        if not squeezed:
-            squeezed.append(_squeezed(text))
-        return _squeezed(part) in squeezed[0]
+        return _squeezed(part) in squeezed
 
     def has_value(value: Any) -> bool:
         if isinstance(value, dict):
@@ -277,14 +270,8 @@ def lost_part(text: str, message: Message) -> str | None:
         if isinstance(value, list):
             return all(map(has_value, value))
         if isinstance(value, str):
-            forms = [
-                value,
-                value.replace("\n", "\\n"),
-                json.dumps(value)[1:-1],
-                json.dumps(value, ensure_ascii=False)[1:-1],
-                repr(value)[1:-1],
-            ]
-            return any(map(has, forms))
+            escaped = (json.dumps(value, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False))
+            return any(map(has, (value, value.replace("\n", "\\n"), repr(value)[1:-1], *escaped)))
         return has(json.dumps(value)) or has(str(value))
 
     texts = [message["content"], visible["content"]]
@@ -297,8 +284,7 @@ def lost_part(text: str, message: Message) -> str | None:
             map(has_value, (function["arguments"], _parsed(function["arguments"])))
         ):
             return "calls"
-    rest = beside(text, message)
-    return None if reasoning.strip() in rest or _squeezed(reasoning) in _squeezed(rest) else "reasoning"
+    return None if _squeezed(reasoning) in _squeezed(beside(text, message)) else "reasoning"
 
 
 def beside(text: str, message: Message) -> str:
@@ -324,11 +310,3 @@ def _squeezed(text: str) -> str:
 def _call_message(arguments: Any) -> Message:
     call = {"type": "function", "id": "call00000", "function": {"name": _NAME, "arguments": arguments}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
-def common_prefix(first: Ids, second: Ids) -> int:
-    """Number of tokens that two texts share at their start."""
-    length = min(len(first), len(second))
-    differs = first[:length] != second[:length]
-    at = int(differs.argmax()) if length else 0
-    return at if length and differs[at] else length

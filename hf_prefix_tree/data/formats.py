@@ -15,13 +15,13 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count, takewhile
+from itertools import count, groupby, takewhile
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 from datasets import Dataset
 
-from hf_prefix_tree.data.messages import Message, normalize_messages, split_reasoning, split_thought
+from hf_prefix_tree.data.messages import Message, normalize_messages, parsed_json, split_reasoning, split_thought
 from hf_prefix_tree.tree.prefix_tree import Branch
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def openai_conversation(
 
     ```
     """
-    messages = _parsed(messages, "messages")
+    messages = parsed_json(messages, "messages")
     if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
         return messages, num_prompt_messages
     prompt = _converted(messages[:num_prompt_messages], 0, counts)
@@ -89,7 +89,7 @@ def openai_tools(tools: Any, counts: Counter[str]) -> Any:
     Raises:
         `ValueError`: If a string is no JSON.
     """
-    tools = _parsed(tools, "tools") if not isinstance(tools, str) or tools.strip() else None
+    tools = parsed_json(tools, "tools") if not isinstance(tools, str) or tools.strip() else None
     return [_openai_tool(tool, f"tools[{i}]", counts) for i, tool in enumerate(tools)] if _is_list(tools) else tools
 
 
@@ -203,7 +203,6 @@ def switched_off(
 
 def _reasoning_length(ids: Any, turn: Mapping[str, Any], switches: tuple[bool, bool], options: RowOptions) -> int:
     """Tokens of a turn up to the `reasoning_end` of its reasoning; 0 if there is none."""
-    assert options.tokenizer is not None
     decode, mark = options.tokenizer.decode, options.reasoning_end
     reasoning, visible = split_reasoning(normalize_messages([turn])[0])
     if ends := decode(ids).count(mark):  # those of the answer are not of an end of reasoning
@@ -272,7 +271,7 @@ def _calls_of_role(content: Any, where: str) -> tuple[str, list[Message]]:
     thought = ""
     if isinstance(content, str):
         thought, content = ("", content) if content.lstrip().startswith(("{", "[")) else split_thought(content)
-        content = _parsed(content, f"{where}.content", " in the format with calls as roles")
+        content = parsed_json(content, f"{where}.content", " in the format with calls as roles")
     return thought, [
         _call(call, where, "the format with calls as roles") for call in (content if _is_list(content) else [content])
     ]
@@ -304,7 +303,7 @@ def _of_hermes(message: Mapping[str, Any], where: str, counts: Counter[str]) -> 
 def _hermes_object(text: str, where: str) -> Any:
     """JSON, or Python's notation of the same, which the data of Hermes has too."""
     try:
-        return _parsed(text, f"{where}.content", " in the Hermes format")
+        return parsed_json(text, f"{where}.content", " in the Hermes format")
     except ValueError as error:
         try:
             return ast.literal_eval(text)
@@ -349,23 +348,20 @@ def _of_blocks(message: Mapping[str, Any], where: str) -> Iterator[Message]:
             ],
         }
         return
-    texts: list[Any] = []
-    for block in blocks:
-        if _type(block) == "text":
-            texts.append(block)
+    for is_text, group in groupby(blocks, key=lambda block: _type(block) == "text"):
+        if is_text:
+            yield {**message, "content": _text_of(list(group))}
             continue
-        if texts:
-            yield {**message, "content": _text_of(texts)}
-            texts = []
-        content = block.get("content") or ""
-        if _is_list(content):
-            if kinds := [_type(part) for part in content if _type(part) != "text"]:
-                raise ValueError(f"`{where}` has a tool_result with {kinds[0]!r} in the Anthropic format; pass text.")
-            content = _text_of(content)
-        result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
-        yield {**result, "is_error": True} if block.get("is_error") else result
-    if texts:
-        yield {**message, "content": _text_of(texts)}
+        for block in group:
+            content = block.get("content") or ""
+            if _is_list(content):
+                if kinds := [_type(part) for part in content if _type(part) != "text"]:
+                    raise ValueError(
+                        f"`{where}` has a tool_result with {kinds[0]!r} in the Anthropic format; pass text."
+                    )
+                content = _text_of(content)
+            result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
+            yield {**result, "is_error": True} if block.get("is_error") else result
 
 
 def _text_of(blocks: Sequence[Mapping[str, Any]]) -> Any:
@@ -375,7 +371,7 @@ def _text_of(blocks: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _openai_tool(tool: Any, name: str, counts: Counter[str]) -> Any:
-    tool = _parsed(tool, name)
+    tool = parsed_json(tool, name)
     if not isinstance(tool, Mapping) or not isinstance(tool.get("name"), str) or tool.get("function"):
         return tool
     counts["bare_tools"] = 1
@@ -391,15 +387,3 @@ def _type(block: Any) -> Any:
 
 def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-def _parsed(value: Any, name: str, of_format: str = "") -> Any:
-    """The object of a JSON string; other values as they are."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"`{name}` is no JSON{of_format} ({error}), got {value[:80]!r}; pass the object itself."
-        ) from None

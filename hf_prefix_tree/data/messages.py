@@ -47,8 +47,7 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]] | str) -> list[Mess
     Raises:
         `ValueError`: If there is no message, a message has no role, or something in it is not plain data.
     """
-    if isinstance(messages, str):
-        messages = _parse_json(messages, "messages")
+    messages = parsed_json(messages, "messages")
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise ValueError(f"`messages` is a {type(messages).__name__}; pass a list of dicts with `role` and `content`.")
     if not messages:
@@ -67,10 +66,9 @@ def normalize_tools(tools: Tools | None) -> list[Any] | None:
     Raises:
         `ValueError`: If it is not a list of tools, or not JSON.
     """
-    if isinstance(tools, str):
-        tools = _parse_json(tools, "tools") if tools.strip() else None
-    if tools is None:
+    if tools is None or (isinstance(tools, str) and not tools.strip()):
         return None
+    tools = parsed_json(tools, "tools")
     if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence):
         raise ValueError(f"`tools` is a {type(tools).__name__}; pass a list of tool schemas, or a JSON string of one.")
     return [_normalize_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)] or None
@@ -159,7 +157,7 @@ def _normalize_message(message: Any, name: str) -> Message:
     if plain["role"] == "function":
         plain["role"] = "tool"
     if isinstance(calls, str):
-        calls = _parse_json(calls, f"{name}.tool_calls") if calls.strip() else []
+        calls = parsed_json(calls.strip() or "[]", f"{name}.tool_calls")
     if not isinstance(calls, list) or not all(isinstance(call, (dict, str)) for call in calls):
         raise ValueError(f"`{name}.tool_calls` is {str(calls)[:80]!r}; pass a list of dicts with a `function`.")
     if calls:
@@ -168,8 +166,7 @@ def _normalize_message(message: Any, name: str) -> Message:
 
 
 def _normalize_call(call: Any, name: str) -> Message:
-    if isinstance(call, str):
-        call = _parse_json(call, name)
+    call = parsed_json(call, name)
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"`{name}` is {str(call)[:80]!r}; pass a dict whose `function` has `name` and `arguments`.")
@@ -196,8 +193,7 @@ def _thoughts(parts: Any) -> str:
 
 
 def _normalize_tool(tool: Any, name: str) -> Any:
-    if isinstance(tool, str):
-        tool = _parse_json(tool, name)
+    tool = parsed_json(tool, name)
     if callable(tool):
         from transformers.utils import get_json_schema
 
@@ -209,11 +205,16 @@ def _normalize_tool(tool: Any, name: str) -> Any:
     return plain_data(tool, name)
 
 
-def _parse_json(text: str, name: str) -> Any:
+def parsed_json(value: Any, name: str, of_format: str = "") -> Any:
+    """The object of a JSON string; other values as they are. A `ValueError` names `name` for a string that is none."""
+    if not isinstance(value, str):
+        return value
     try:
-        return json.loads(text)
+        return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"`{name}` is no JSON ({error}), got {text[:80]!r}; pass the object itself.") from None
+        raise ValueError(
+            f"`{name}` is no JSON{of_format} ({error}), got {value[:80]!r}; pass the object itself."
+        ) from None
 
 
 def check_text(text: Any, name: str) -> str:

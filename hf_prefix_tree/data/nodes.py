@@ -13,16 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_prefix_tree.data.messages import check_text
-from hf_prefix_tree.tree.folding import (
-    as_list,
-    check_length,
-    check_mapping,
-    check_not_empty,
-    integer_array,
-    parent_array,
-    weight_array,
-)
-from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree
+from hf_prefix_tree.tree import folding
+from hf_prefix_tree.tree.prefix_tree import Branch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,11 +73,12 @@ def as_branch(branch: object, index: int) -> Branch:
 def _prompt_and_completions(
     prompt_ids: npt.ArrayLike, completions: Sequence[npt.ArrayLike]
 ) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
-    prompt = integer_array(prompt_ids, "prompt_ids")
-    ids = [integer_array(item, f"completions[{i}]") for i, item in enumerate(as_list(completions, "completions"))]
-    check_not_empty(ids, "completions")
+    prompt = folding.integer_array(prompt_ids, "prompt_ids")
+    items = folding.as_list(completions, "completions")
+    ids = [folding.integer_array(item, f"completions[{i}]") for i, item in enumerate(items)]
+    folding.check_not_empty(ids, "completions")
     for i, completion in enumerate(ids):
-        check_not_empty(completion, f"completions[{i}]")
+        folding.check_not_empty(completion, f"completions[{i}]")
     return prompt, ids
 
 
@@ -111,22 +104,20 @@ def text_tree_branches(
     Raises:
         `ValueError`: If a text is no string, the lengths differ, or the parents are no tree.
     """
-    parents = parent_array(parents).tolist()
+    parents = folding.parent_array(parents).tolist()
     for index, text in enumerate(texts):
         check_text(text, f"texts[{index}]")
-    of_node = np.ones(len(texts)) if weights is None else weight_array(weights, "weights")
-    check_length(parents, "parents", len(texts), "`texts`")
-    check_length(of_node, "weights", len(texts), "`texts`")
-    ids = [
-        tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-        for text in texts
-    ]
+    of_node = np.ones(len(texts)) if weights is None else folding.weight_array(weights, "weights")
+    folding.check_length(parents, "parents", len(texts), "`texts`")
+    folding.check_length(of_node, "weights", len(texts), "`texts`")
+    folding.check_not_empty(parents, "parents")
+    ids = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     before = _ids_before_a_text(tokenizer)
     for index, parent in enumerate(parents):
         if parent == -1:
             ids[index] = before + ids[index]
     per_token = [np.full(len(x), weight) for x, weight in zip(ids, of_node, strict=True)]
-    return PrefixTree.from_nodes(parents, ids, per_token).branches()
+    return folding.branches_of_nodes(parents, ids, per_token)
 
 
 def search_tree_branches(prompt: Any, steps: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> list[Branch]:
@@ -178,7 +169,7 @@ def search_tree_branches(prompt: Any, steps: Sequence[Any], tokenizer: PreTraine
 
 
 def _check_step(step: Any, index: int) -> None:
-    check_mapping(step, f"nodes[{index}]")
+    folding.check_mapping(step, f"nodes[{index}]")
     for name, of in (("step", int), ("text", str), ("kept", bool)):
         if type(step.get(name)) is not of:
             raise ValueError(f"`nodes[{index}].{name}` is {step.get(name)!r}; pass a {of.__name__}.")
@@ -190,21 +181,15 @@ def _check_step(step: Any, index: int) -> None:
 def _extended(number: int, texts: Mapping[str, bool], before: Mapping[str, bool]) -> dict[str, tuple[int, str]]:
     """The text of the step before that each one extends: a kept one if there is, of those the longest."""
     extended: dict[str, tuple[int, str]] = {}
-    # In this order, the texts that one extends are open when it comes: those that it follows and begins with.
-    opened: list[tuple[str, str]] = []  # a text of the step before, and the best one so far
-    for text, is_new in sorted([*((text, False) for text in before), *((text, True) for text in texts)]):
-        while opened and not text.startswith(opened[-1][0]):
-            opened.pop()
-        if not is_new:
-            best = opened[-1][1] if opened else text
-            opened.append((text, best if before[best] and not before[text] else text))
-        elif opened:
-            extended[text] = number - 1, opened[-1][1]
-        else:
+    lengths = sorted({len(text) for text in before}, reverse=True)
+    for text in texts:
+        starts = [text[:length] for length in lengths if text[:length] in before]  # the longest first
+        if not starts:
             raise ValueError(
                 f"`nodes` has the text {text[-60:]!r} of step {number}, which extends no text of step {number - 1}; "
                 "add that step, or number the steps from 0."
             )
+        extended[text] = number - 1, max(starts, key=before.__getitem__)
     return extended
 
 

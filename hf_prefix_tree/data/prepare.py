@@ -7,21 +7,21 @@ The steps are fold, select, pack. `datasets` runs and caches them.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from datasets import Dataset, IterableDataset
 
 from hf_prefix_tree.data.counts import Report, read_counts
 from hf_prefix_tree.data.messages import Tools
 from hf_prefix_tree.data.packed import check_weightings, log_packing, pack_dataset, pack_stream
 from hf_prefix_tree.data.rows import MESSAGE_KINDS, TEXT_KINDS, RowOptions, columns_of, group_key, row_kind
-from hf_prefix_tree.data.selection import METRICS, SCORES, order_units, select_trees
+from hf_prefix_tree.data.selection import METRICS, RATIOS, SCORES, order_units, select_trees
 from hf_prefix_tree.data.trees import (
     COUNTED_FEATURES,
+    FOLDING,
     REPORT,
     TREE_FEATURES,
+    Plan,
     cached_map,
     drop_oversized_trees,
     skipped_row,
@@ -30,28 +30,10 @@ from hf_prefix_tree.data.trees import (
     trees_of_stream,
 )
 from hf_prefix_tree.data.turns import REASONING_MODES
-from hf_prefix_tree.tree.folding import WEIGHTINGS, check_choice, check_integer, check_not_empty
+from hf_prefix_tree.tree.folding import INT64_MAX, WEIGHTINGS, check_choice, check_integer, check_not_empty
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The checked options of `prepare_trees`: `settings` are those of `tree_of_rows`, `limit` of `drop_oversized`."""
-
-    settings: dict[str, Any]
-    limit: dict[str, Any] = field(default_factory=dict)
-    group_by: str | None = None
-    pack_trees: bool = True
-    selection_metric: str | None = None
-    selection_num_proc: int | None = None
-    max_examples: int | None = None
-    num_proc: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.num_proc is not None:
-            check_integer(self.num_proc, "num_proc", 1)
 
 
 def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
@@ -63,14 +45,17 @@ def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
             try:
                 members.setdefault(group_key(group, plan.group_by), []).append(index)
             except ValueError as error:
-                report.add(skipped_row(index, error, plan.settings["on_error"]))
+                report.add(skipped_row(index, error, plan.on_error))
         units = list(members.values())
         if not units:
             raise ValueError(f"no tree is left of {report} ({report.losses()}); pass another `group_by`.")
 
-    def prepare(chosen: list[int] | None, num_proc: int | None = plan.num_proc) -> tuple[Dataset, dict[str, Any]]:
+    processes = (plan.selection_num_proc if plan.selection_metric in RATIOS else None) or plan.num_proc
+    everything = range(len(dataset) if units is None else len(units))
+
+    def prepare(chosen: Sequence[int]) -> tuple[Dataset, dict[str, Any]]:
         rows = units
-        if chosen is not None:
+        if chosen != everything:
             rows = [units[unit] if units is not None else [unit] for unit in chosen]
         # The first row stands for its unit; the rest of a group is read when the unit is folded.
         trees = cached_map(
@@ -79,50 +64,25 @@ def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
             with_indices=True,
             remove_columns=dataset.column_names,
             features=COUNTED_FEATURES,
-            fn_kwargs=plan.settings | {"source": None if units is None else dataset, "units": rows},
-            num_proc=num_proc if num_proc is None or rows is None else min(num_proc, len(rows)),
+            fn_kwargs=plan.some(FOLDING) | {"source": None if units is None else dataset, "units": rows},
+            num_proc=processes,
             writer_batch_size=100,
             desc="Folding trees",
         )
         counts = read_counts(trees, REPORT)
-        drop_oversized_trees(counts, lambda index: index if rows is None else rows[index][-1], **plan.limit)
+        drop_oversized_trees(counts, lambda index: index if rows is None else rows[index][-1], plan)
         return trees, counts
 
-    if plan.max_examples is None:
-        trees, counts = prepare(None)
-        report.add(counts)
-        sources = np.flatnonzero(counts["branches"])
-        if len(sources) < len(trees):
-            trees = trees.select(sources)
-        report.further["sources"] = sources
-        lengths = counts["tree_tokens"][sources]
-    else:
-        candidates = list(range(len(dataset) if units is None else len(units)))
-        ratio = None
-        if plan.selection_metric in SCORES:
-            assert plan.selection_metric is not None
-            candidates = order_units(
-                dataset,
-                units,
-                plan.selection_metric,
-                plan.settings["options"],
-                plan.settings["on_error"],
-                plan.selection_num_proc,
-                report,
-            )
-        elif plan.selection_metric is not None:
-            ratio = plan.selection_metric
-        processes = (plan.selection_num_proc if ratio else None) or plan.num_proc
-        trees = select_trees(lambda chosen: prepare(chosen, processes), candidates, plan.max_examples, ratio, report)
-        lengths = read_counts(trees, REPORT)["tree_tokens"]
+    candidates = order_units(dataset, units, plan, report) if plan.selection_metric in SCORES else everything
+    trees, lengths = select_trees(prepare, candidates, plan, report)
     report.log()
     if not len(trees):
         raise ValueError(f"no tree is left of {report} ({report.losses()}); change the rows, or what drops them.")
     trees = trees.remove_columns(REPORT)
-    if (max_tokens := plan.limit["max_packed_tokens"]) is not None:
-        if plan.limit["overflow"] == "stream":  # larger trees stay whole, each in a row of its own
-            lengths = np.minimum(lengths, max_tokens)
-        trees, packing = pack_dataset(trees, lengths.tolist(), max_tokens, plan.pack_trees, plan.num_proc)
+    if (max_tokens := plan.max_packed_tokens) is not None:
+        if plan.overflow == "stream":  # larger trees stay whole, each in a row of its own
+            lengths = lengths.clip(max=max_tokens)
+        trees, packing = pack_dataset(trees, lengths, max_tokens, plan.pack_trees, plan.num_proc)
         report.further |= packing
         log_packing(packing, max_tokens)
     return trees
@@ -138,18 +98,15 @@ def prepare_stream(dataset: IterableDataset, columns: list[str], plan: Plan) -> 
             batch_size=64,
             remove_columns=columns,
             features=TREE_FEATURES,
-            fn_kwargs={"settings": plan.settings, "limit": plan.limit},
+            fn_kwargs={"plan": plan},
         )
     else:
-        trees = IterableDataset.from_generator(
-            trees_of_stream,
-            features=TREE_FEATURES,
-            gen_kwargs={"dataset": dataset, "group_by": plan.group_by, "settings": plan.settings, "limit": plan.limit},
-        )
+        arguments = {"dataset": dataset, "group_by": plan.group_by, "plan": plan}
+        trees = IterableDataset.from_generator(trees_of_stream, features=TREE_FEATURES, gen_kwargs=arguments)
     if plan.max_examples is not None:
         trees = trees.take(plan.max_examples)
-    if (max_tokens := plan.limit["max_packed_tokens"]) is not None:
-        trees = pack_stream(trees, max_tokens, plan.pack_trees, plan.limit["overflow"] != "stream")
+    if plan.max_packed_tokens is not None:
+        trees = pack_stream(trees, plan.max_packed_tokens, plan.pack_trees, plan.overflow != "stream")
     return trees
 
 
@@ -162,24 +119,14 @@ PREPARATION_CHOICES: dict[str, tuple[str, ...]] = {
     "selection_metric": METRICS,
     "on_error": ("raise", "skip"),
 }
-_LIMITS = {"max_length": 2, "max_packed_tokens": 2, "selection_num_proc": 1, "max_examples": 1}
+# Those that take an integer or `None`, and the least one.
+_LIMITS = {"max_length": 2, "max_packed_tokens": 2, "selection_num_proc": 1, "max_examples": 1, "num_proc": 1}
+CHECKED_OPTIONS = (*PREPARATION_CHOICES, *_LIMITS)
 
 
-def check_preparation(
-    *,
-    reasoning: str = "per_turn",
-    weighting: str = "tree",
-    max_length: int | None = None,
-    overlong: str = "truncate",
-    max_packed_tokens: int | None = None,
-    overflow: str = "split",
-    selection_metric: str | None = None,
-    selection_num_proc: int | None = None,
-    max_examples: int | None = None,
-    on_error: str = "raise",
-) -> None:
+def check_preparation(**options: Any) -> None:
     """
-    Check the options of [`prepare_trees`] that can be checked without a dataset.
+    Check those of the `CHECKED_OPTIONS` of [`prepare_trees`] that are given.
 
     Raises:
         `ValueError`: If an option is unknown or out of range, or two of them contradict each other.
@@ -193,21 +140,23 @@ def check_preparation(
 
     ```
     """
-    options = locals()
     for name, known in PREPARATION_CHOICES.items():
-        if name != "selection_metric" or selection_metric is not None:
+        if name in options and not (name == "selection_metric" and options[name] is None):
             check_choice(options[name], name, known)
+    given = {name: value for name, value in options.items() if value is not None}
     for name, least in _LIMITS.items():
-        if (value := options[name]) is not None:
-            check_integer(value, name, least)
-    holds_branches = max_length is not None and max_packed_tokens is not None and overflow != "stream"
-    if holds_branches and max_length > max_packed_tokens:  # type: ignore[operator]
+        if name in given:
+            check_integer(given[name], name, least)
+    max_length, max_packed_tokens = given.get("max_length", 0), given.get("max_packed_tokens", INT64_MAX)
+    if max_length > max_packed_tokens and given.get("overflow") != "stream":
         raise ValueError(
             f"`max_length` is {max_length}, above `max_packed_tokens`, which is {max_packed_tokens}: a packed "
             "sequence holds whole branches; lower the first or raise the second."
         )
-    if selection_metric is not None and max_examples is None:
-        raise ValueError(f"`selection_metric` is {selection_metric!r}, but `max_examples` is None; pass how many.")
+    if "selection_metric" in given and "max_examples" not in given:
+        raise ValueError(
+            f"`selection_metric` is {given['selection_metric']!r}, but `max_examples` is None; pass how many."
+        )
 
 
 def prepare_trees(
@@ -340,18 +289,8 @@ def prepare_trees(
         `ValueError`: If an option is unknown or doesn't fit, the columns fit no kind of rows, a row can't be read (its
             index is named), or no tree is left.
     """
-    check_preparation(
-        reasoning=reasoning,
-        weighting=weighting,
-        max_length=max_length,
-        overlong=overlong,
-        max_packed_tokens=max_packed_tokens,
-        overflow=overflow,
-        selection_metric=selection_metric,
-        selection_num_proc=selection_num_proc,
-        max_examples=max_examples,
-        on_error=on_error,
-    )
+    given = dict(locals())
+    check_preparation(**{name: given[name] for name in CHECKED_OPTIONS})
     if not isinstance(dataset, Dataset | IterableDataset):
         raise ValueError(f"`dataset` is a {type(dataset).__name__}; pass one split, a Dataset or an IterableDataset.")
     if isinstance(dataset, Dataset) and dataset.format["type"] is not None:
@@ -361,15 +300,10 @@ def prepare_trees(
         dataset, columns = renamed(dataset, columns, column_names)
     kind = row_kind(columns)
     if kind in ("tree", "packed"):
-        for option, given, default in (
-            ("group_by", group_by, None),
-            ("max_length", max_length, None),
-            ("overlong", overlong, "truncate"),
-            ("reasoning", reasoning, "per_turn"),
-        ):
-            if given != default:
+        for name, default in _OF_THE_FOLD.items():
+            if given[name] != default:
                 raise ValueError(
-                    f"`{option}` is {given!r}, but `dataset` holds trees already; pass it where they are folded."
+                    f"`{name}` is {given[name]!r}, but `dataset` holds trees already; pass it where they are folded."
                 )
         nothing_asked = max_packed_tokens is max_examples is counts is None
         if kind == "packed":
@@ -391,35 +325,23 @@ def prepare_trees(
             "'pair_ratio'."
         )
     options = RowOptions(
-        kind=kind,
-        tokenizer=tokenizer if kind in TEXT_KINDS else None,
-        features=dict(dataset.features or {}),
-        reasoning=reasoning,
-        tools=tools,
+        kind,
+        tokenizer if kind in TEXT_KINDS else None,
+        dict(dataset.features or {}),
         group_column=group_by or "group",
         chat_template_kwargs=dict(chat_template_kwargs or {}),
-        empty_thinking_in_prompt=empty_thinking_in_prompt,
-        stop_token_ids=stop_token_ids,
-        max_length=max_length,
-        overlong=overlong,
+        **{name: given[name] for name in _OF_ROWS},
     )
-    plan = Plan(
-        settings={"options": options, "weighting": weighting, "on_error": on_error},
-        limit={"max_packed_tokens": max_packed_tokens, "overflow": overflow, "on_error": on_error},
-        group_by=group_by,
-        pack_trees=pack_trees,
-        selection_metric=selection_metric,
-        selection_num_proc=selection_num_proc,
-        max_examples=max_examples,
-        num_proc=num_proc,
-    )
+    plan = Plan(options, **{name: given[name] for name in Plan.__dataclass_fields__ if name != "options"})
     if isinstance(dataset, IterableDataset):
-        for name, given in (("num_proc", num_proc), ("selection_num_proc", selection_num_proc)):
-            if given is not None:
-                raise ValueError(f"`{name}` is {given}, but a stream is read in one process; leave it out.")
-        if selection_metric is not None or counts is not None:
-            name = "counts" if selection_metric is None else "selection_metric"
-            raise ValueError(f"`{name}` needs all rows, but `dataset` is a stream; pass a Dataset, or leave it out.")
+        for name in ("num_proc", "selection_num_proc"):
+            if given[name] is not None:
+                raise ValueError(f"`{name}` is {given[name]}, but a stream is read in one process; leave it out.")
+        for name in ("selection_metric", "counts"):
+            if given[name] is not None:
+                raise ValueError(
+                    f"`{name}` needs all rows, but `dataset` is a stream; pass a Dataset, or leave it out."
+                )
         return prepare_stream(dataset, columns, plan)
     check_not_empty(dataset, "dataset")
     report = Report()
@@ -427,6 +349,11 @@ def prepare_trees(
     if counts is not None:
         counts.update(report.as_dict())
     return trees
+
+
+# Options of `prepare_trees` that change nothing about trees that are folded already, with their defaults.
+_OF_THE_FOLD = {"group_by": None, "max_length": None, "overlong": "truncate", "reasoning": "per_turn"}
+_OF_ROWS = ("reasoning", "tools", "empty_thinking_in_prompt", "stop_token_ids", "max_length", "overlong")
 
 
 def renamed(

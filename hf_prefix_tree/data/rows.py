@@ -13,48 +13,35 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from hf_prefix_tree.data import formats
 from hf_prefix_tree.data.counts import code_state
-from hf_prefix_tree.data.dialect import common_prefix
-from hf_prefix_tree.data.formats import (
-    FORMATS,
-    TOOL_COLUMNS,
-    alpaca_conversations,
-    openai_conversation,
-    openai_tools,
-    preference_completions,
-    switched_off,
-    training_switches,
-)
-from hf_prefix_tree.data.messages import check_text, normalize_messages, normalize_tools, plain_data
+from hf_prefix_tree.data.messages import normalize_messages, normalize_tools, plain_data
 from hf_prefix_tree.data.nodes import as_branch, rollout_branches, search_tree_branches, text_tree_branches
 from hf_prefix_tree.data.supervision import read_sample
 from hf_prefix_tree.data.template import chat_template_of
 from hf_prefix_tree.data.turns import conversation_branches
-from hf_prefix_tree.tree.folding import check_mapping, check_not_empty, integer_array
+from hf_prefix_tree.tree.folding import branches_of_nodes, check_mapping, check_not_empty, common_prefix, integer_array
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-_TREE_COLUMNS = tuple(field.name for field in dataclasses.fields(PrefixTree))
+TREE_COLUMNS = tuple(field.name for field in dataclasses.fields(PrefixTree))
 PACKED_COLUMNS = ("trees", "tree_ids", "num_parts")
 
 
 @dataclass(frozen=True)
 class RowOptions:
     """
-    How rows become branches, see `prepare_trees`. `features` is the dataset's schema, if it has one, `code` the state
-    of the code that reads the rows: a cached result is known by all of this. Without `supervise_reasoning`, turns are
-    supervised from where `reasoning_end` ends in them.
+    How rows become branches, see `prepare_trees`. The `TEXT_KINDS` need the `tokenizer`. `features` is the dataset's
+    schema, if it has one, `code` the state of the code that reads the rows: a cached result is known by all of this.
+    Without `supervise_reasoning`, turns are supervised from where `reasoning_end` ends in them.
     """
 
     kind: str
-    tokenizer: PreTrainedTokenizerBase | None = None
+    tokenizer: Any = None
     features: Mapping[str, Any] = field(default_factory=dict)
     reasoning: str = "per_turn"
     tools: Any = None
@@ -76,7 +63,7 @@ class RowKind(NamedTuple):
     read: Callable[[Mapping[str, Any], RowOptions, Counter[str]], list[Branch]]
     # Chat data: the conversations of a row, each with how many of its messages are the prompt.
     conversations: Callable[[Mapping[str, Any]], list[tuple[Any, int]]] | None = None
-    needs_tokenizer: bool = False
+    needs_tokenizer: bool = True
 
 
 def columns_of(dataset: Any) -> list[str]:
@@ -103,7 +90,7 @@ def row_kind(columns: Iterable[str], allowed: Sequence[str] = ()) -> str:
         `ValueError`: If they fit no kind, or several, or none of those that are `allowed`, if any are given.
     """
     present = set(columns)
-    if present.issuperset(_TREE_COLUMNS):
+    if present.issuperset(TREE_COLUMNS):
         kinds = ["tree"]
     elif present.issuperset(PACKED_COLUMNS):
         kinds = ["packed"]
@@ -163,7 +150,7 @@ def row_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[st
         `ValueError`: If the row is malformed, or a branch is too long under `overlong="raise"`.
     """
     lost, branches = Counter[str](), []
-    if options.kind in FORMATS:
+    if options.kind in formats.FORMATS:
         lost[options.kind] = 1
     for branch in ROW_KINDS[options.kind].read(checked_row(row, options, lost), options, lost):
         if options.max_length is not None and len(branch) > options.max_length:
@@ -211,16 +198,14 @@ def _of_nodes(row: Mapping[str, Any], options: RowOptions, counts: Counter[str])
     ids = [integer_array(node.get("input_ids"), f"nodes[{i}].input_ids") for i, node in enumerate(nodes)]
     given = [node.get("weights") for node in nodes]
     weights = [np.ones(len(x)) if w is None else w for x, w in zip(ids, given, strict=True)]
-    return PrefixTree.from_nodes(_list(row, "parents"), ids, weights).branches()
+    return branches_of_nodes(_list(row, "parents"), ids, weights)
 
 
 def _of_texts(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
-    assert options.tokenizer is not None
     return text_tree_branches(_list(row, "parents"), _list(row, "texts"), row.get("weights"), options.tokenizer)
 
 
 def _of_search(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
-    assert options.tokenizer is not None
     return search_tree_branches(row["input"], _list(row, "nodes"), options.tokenizer)
 
 
@@ -265,11 +250,7 @@ def row_conversations(row: Mapping[str, Any], kind: str, counts: Counter[str]) -
     """
     conversations = ROW_KINDS[kind].conversations
     assert conversations is not None
-    return [openai_conversation(*conversation, row, counts) for conversation in conversations(row)]
-
-
-def _messages(row: Mapping[str, Any]) -> list[tuple[Any, int]]:
-    return [(row["messages"], 0)]
+    return [formats.openai_conversation(*conversation, row, counts) for conversation in conversations(row)]
 
 
 def _completed_prompts(row: Mapping[str, Any]) -> list[tuple[Any, int]]:
@@ -284,7 +265,7 @@ def _completed_prompts(row: Mapping[str, Any]) -> list[tuple[Any, int]]:
 def _prompt_and_completions(row: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     """The prompt and its completions: all strings, or all lists of messages."""
     if row.get("chosen") is not None:
-        prompt, completions = preference_completions(row)
+        prompt, completions = formats.preference_completions(row)
     else:
         prompt = row["prompt"]
         completions = _list(row, "completions") if row.get("completions") is not None else [row["completion"]]
@@ -300,7 +281,6 @@ def _prompt_and_completions(row: Mapping[str, Any]) -> tuple[Any, list[Any]]:
 def _conversation(
     messages: Any, num_prompt_messages: int, row: Mapping[str, Any], options: RowOptions, counts: Counter[str]
 ) -> list[Branch]:
-    assert options.tokenizer is not None
     tools, variables = _template_inputs(row, options, counts)
     result = conversation_branches(
         messages,
@@ -314,18 +294,18 @@ def _conversation(
     )
     counts.update(result.counts)
     turns = [m for m in messages[num_prompt_messages:] if isinstance(m, Mapping) and m.get("role") == "assistant"]
-    switches = [training_switches(turn, row) for turn in turns]
+    switches = [formats.training_switches(turn, row) for turn in turns]
     counts["switched"] += not (counts["switched"] or all(map(all, switches)))
     if not options.supervise_reasoning:
         switches = [(False, trains_response) for _, trains_response in switches]
     if all(map(all, switches)):
         return result.branches
-    return switched_off(result.branches, turns, switches, options)
+    return formats.switched_off(result.branches, turns, switches, options)
 
 
 def _template_inputs(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> tuple[Any, dict[str, Any]]:
     """The tools of a row, and the further variables of its chat template."""
-    tools = next((row[name] for name in TOOL_COLUMNS if row.get(name)), None)
+    tools = next((row[name] for name in formats.TOOL_COLUMNS if row.get(name)), None)
     if not tools and options.tools is not None:
         tools = options.tools
         if isinstance(tools, Mapping):
@@ -334,7 +314,7 @@ def _template_inputs(row: Mapping[str, Any], options: RowOptions, counts: Counte
                 raise ValueError(f"`tools` has no entry for {options.group_column}={group!r}; add it, or pass a list.")
             tools = tools[group]
     variables = {**options.chat_template_kwargs, **(row.get("chat_template_kwargs") or {})}
-    return openai_tools(tools, counts), variables
+    return formats.openai_tools(tools, counts), variables
 
 
 def whole_conversations(row: Mapping[str, Any], options: RowOptions) -> list[npt.NDArray[np.int64]]:
@@ -348,7 +328,6 @@ def whole_conversations(row: Mapping[str, Any], options: RowOptions) -> list[npt
     Raises:
         `ValueError`: If the row is malformed, or the chat template can't render it.
     """
-    assert options.tokenizer is not None
     counts = Counter[str]()
     row = checked_row(row, options, counts)
     tools, variables = _template_inputs(row, options, counts)
@@ -370,10 +349,7 @@ def _texts(prompt: str, completions: Sequence[str], options: RowOptions, counts:
     Where a token would reach over their seam, the completion is tokenized by itself: the prompt is the context as it
     is. A prompt that begins with the text of the start token gets no second one.
     """
-    assert options.tokenizer is not None
     end, begin = options.tokenizer.eos_token or "", options.tokenizer.bos_token_id
-    for name, text in (("prompt", prompt), *((f"completions[{i}]", text) for i, text in enumerate(completions))):
-        check_text(text, name)
     texts = [prompt + (text if text.endswith(end) else text + end) for text in completions]
     encoded = options.tokenizer([prompt, *texts], return_attention_mask=False, verbose=False)["input_ids"]
     prompt_ids, *ids = (np.array(x[x[:2] == [begin, begin] :], dtype=np.int64) for x in encoded)
@@ -415,25 +391,23 @@ def _without_fill(value: Any, feature: Any, counts: Counter[str], open_keys: boo
 
 
 ROW_KINDS = {
-    "branches": RowKind(("branches",), _of_branches),
-    "rollouts": RowKind(("prompt_ids", "completions"), _of_rollouts),
-    "nodes": RowKind(("parents", "nodes"), _of_nodes),
-    "texts": RowKind(("parents", "texts"), _of_texts, needs_tokenizer=True),
-    "search": RowKind(("input", "nodes"), _of_search, needs_tokenizer=True),
-    "conversation": RowKind(("messages",), _of_conversations, _messages, needs_tokenizer=True),
-    "conversations": RowKind(
-        ("conversations",), _of_conversations, lambda row: [(row["conversations"], 0)], needs_tokenizer=True
-    ),
-    "alpaca": RowKind(("instruction", "output"), _of_conversations, alpaca_conversations, needs_tokenizer=True),
-    "completions": RowKind(("prompt", "completions"), _of_completions, _completed_prompts, needs_tokenizer=True),
-    "completion": RowKind(("prompt", "completion"), _of_completions, _completed_prompts, needs_tokenizer=True),
-    "preference": RowKind(("chosen", "rejected"), _of_completions, _completed_prompts, needs_tokenizer=True),
-    "text": RowKind(("text",), _of_text, needs_tokenizer=True),
-    "tokens": RowKind(("input_ids",), _of_tokens),
+    "branches": RowKind(("branches",), _of_branches, needs_tokenizer=False),
+    "rollouts": RowKind(("prompt_ids", "completions"), _of_rollouts, needs_tokenizer=False),
+    "nodes": RowKind(("parents", "nodes"), _of_nodes, needs_tokenizer=False),
+    "texts": RowKind(("parents", "texts"), _of_texts),
+    "search": RowKind(("input", "nodes"), _of_search),
+    "conversation": RowKind(("messages",), _of_conversations, lambda row: [(row["messages"], 0)]),
+    "conversations": RowKind(("conversations",), _of_conversations, lambda row: [(row["conversations"], 0)]),
+    "alpaca": RowKind(("instruction", "output"), _of_conversations, formats.alpaca_conversations),
+    "completions": RowKind(("prompt", "completions"), _of_completions, _completed_prompts),
+    "completion": RowKind(("prompt", "completion"), _of_completions, _completed_prompts),
+    "preference": RowKind(("chosen", "rejected"), _of_completions, _completed_prompts),
+    "text": RowKind(("text",), _of_text),
+    "tokens": RowKind(("input_ids",), _of_tokens, needs_tokenizer=False),
 }
 _CHAT_COLUMNS = {
     *(name for kind in ROW_KINDS.values() if kind.needs_tokenizer for name in kind.columns),
-    *("history", "system", "chat_template_kwargs", "train_reasoning", "train_response", *TOOL_COLUMNS),
+    *("history", "system", "chat_template_kwargs", "train_reasoning", "train_response", *formats.TOOL_COLUMNS),
 }
 MESSAGE_KINDS = tuple(name for name, kind in ROW_KINDS.items() if kind.conversations is not None)
 # Rows of text to train on as it is: a preference is one to choose from, a tree of texts has weights.

@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from datasets import Dataset, Features, Value, concatenate_datasets
 
 from hf_prefix_tree.data.counts import Report, counts_at
 from hf_prefix_tree.data.messages import Message, normalize_messages, split_reasoning
 from hf_prefix_tree.data.rows import RowOptions, checked_row, row_conversations
-from hf_prefix_tree.data.trees import cached_map
+from hf_prefix_tree.data.trees import Plan, cached_map, skipped_row
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
 
 logger = logging.getLogger(__name__)
@@ -31,15 +32,7 @@ METRICS = (*SCORES, *RATIOS)
 _UNREADABLE, _TOO_LONG = -1, -2
 
 
-def order_units(
-    dataset: Dataset,
-    units: list[list[int]] | None,
-    metric: str,
-    options: RowOptions,
-    on_error: str,
-    num_proc: int | None,
-    report: Report,
-) -> list[int]:
+def order_units(dataset: Dataset, units: list[list[int]] | None, plan: Plan, report: Report) -> list[int]:
     """
     Indices of the units, highest score first, ties by index. A unit is one row, or the rows that `units` lists.
 
@@ -63,8 +56,8 @@ def order_units(
         with_indices=True,
         remove_columns=dataset.column_names,
         features=Features({"score": Value("int64"), "last": Value("int64")}),
-        fn_kwargs={"metric": metric, "options": options, "on_error": on_error},
-        num_proc=num_proc if num_proc is None else min(num_proc, len(dataset)),
+        fn_kwargs=plan.some(("selection_metric", "options", "on_error")),
+        num_proc=plan.selection_num_proc,
         desc="Scoring rows",
     )
     scores, lasts = np.array(scored["score"][:]), np.array(scored["last"][:])
@@ -74,45 +67,46 @@ def order_units(
             for rows in (units if units is not None else ([row] for row in range(len(dataset))))
         ]
     )
-    if metric == "branching_score":
+    if plan.selection_metric == "branching_score":
         report.further["too_long"] = int((totals == _TOO_LONG).sum())
         if report.further["too_long"] == len(totals):
             raise ValueError(f"`token_usage` of all {len(totals)} rows or groups is above `max_length`; raise it.")
     if totals.max() <= 0:
         logger.warning(
-            "`selection_metric=%r` is 0 for all of %d rows or groups: the first ones are taken.", metric, len(totals)
+            "`selection_metric=%r` is 0 for all of %d rows or groups: the first ones are taken.",
+            plan.selection_metric,
+            len(totals),
         )
     return [unit for unit in np.argsort(-totals, kind="stable").tolist() if totals[unit] != _TOO_LONG]
 
 
 def select_trees(
-    prepare: Callable[[list[int]], tuple[Dataset, dict[str, Any]]],
+    prepare: Callable[[Sequence[int]], tuple[Dataset, dict[str, Any]]],
     candidates: Sequence[int],
-    max_examples: int,
-    ratio: str | None,
+    plan: Plan,
     report: Report,
-) -> Dataset:
+) -> tuple[Dataset, npt.NDArray[np.int64]]:
     """
     The first `max_examples` valid trees of the candidates, or those with the highest ratio; fewer if there are not
-    enough.
+    enough. Without `max_examples` all valid ones. And the tokens of each.
 
     Args:
         prepare (`Callable[[list[int]], tuple[Dataset, dict]]`):
             Prepares units: a row for each, and the columns of their counts, no branches if a unit is invalid.
         candidates (sequence of `int`):
             Units, best first.
-        max_examples (`int`):
-            How many to take.
-        ratio (`str`, *optional*):
-            A key of `RATIOS`: all candidates are prepared and ordered by it, ties as they come.
+        plan ([`Plan`]):
+            How many to take; all candidates are prepared and ordered by a metric of `RATIOS`, ties as they come.
         report ([`Report`]):
             Is added the counts of those taken, and of the invalid ones among those prepared.
     """
     tables: list[Dataset] = []
+    lengths: list[npt.NDArray[np.int64]] = []
     taken: list[int] = []
     valid = 0
-    waiting = list(candidates)
-    size = len(waiting) if ratio else max_examples
+    waiting, ratio = candidates, RATIOS.get(plan.selection_metric or "")
+    max_examples = len(candidates) if plan.max_examples is None else plan.max_examples
+    size = len(candidates) if ratio else max_examples
     while waiting and len(taken) < max_examples:
         chunk, waiting = waiting[:size], waiting[size:]
         before = sum(map(len, tables))
@@ -120,34 +114,35 @@ def select_trees(
         tables.append(table)
         order = np.arange(len(chunk))
         if ratio:
-            over, under = RATIOS[ratio]
+            over, under = ratio
             order = np.argsort(-counts[over] / np.maximum(counts[under], 1), kind="stable")
         is_valid = counts["branches"][order] > 0
         valid += int(is_valid.sum())
         is_taken = is_valid & (is_valid.cumsum() <= max_examples - len(taken))
         taken += (before + order[is_taken]).tolist()
+        lengths.append(counts["tree_tokens"][order[is_taken]])
         report.add(counts_at(counts, order[is_taken | ~is_valid]))
         size = max(max_examples - len(taken), 8)  # replacements, a few at a time
-    report.further |= {
-        "candidates": len(candidates),
-        "valid": valid,
-        "selected": len(taken),
-        "sources": np.array([candidates[index] for index in taken], dtype=np.int64),
-    }
-    if taken:
+    report.further["sources"] = np.array([candidates[index] for index in taken], dtype=np.int64)
+    if plan.max_examples is not None:
+        report.further |= {"candidates": len(candidates), "valid": valid, "selected": len(taken)}
+    if plan.max_examples is not None and taken:
+        too_long = report.further.get("too_long")
         logger.warning(  # not a loss of data, but visible without further settings, as all reports of a preparation
             "Selected %d trees of %d valid ones among %d prepared (%d candidates%s): %s.",
             len(taken),
             valid,
             sum(map(len, tables)),
             len(candidates),
-            f", {left_out} more are too long by `token_usage`" if (left_out := report.further.get("too_long")) else "",
+            f", {too_long} more are too long by `token_usage`" if too_long else "",
             report.sizes(),
         )
-    return concatenate_datasets(tables).select(taken)
+    return concatenate_datasets(tables).select(taken), np.concatenate(lengths)
 
 
-def _score_row(row: Mapping[str, Any], index: int, metric: str, options: RowOptions, on_error: str) -> dict[str, int]:
+def _score_row(
+    row: Mapping[str, Any], index: int, selection_metric: str, options: RowOptions, on_error: str
+) -> dict[str, int]:
     try:
         conversations = [
             _turns(normalize_messages(messages), num_prompt_messages)
@@ -156,13 +151,12 @@ def _score_row(row: Mapping[str, Any], index: int, metric: str, options: RowOpti
             )
         ]
     except ValueError as error:
-        if on_error == "raise":
-            raise ValueError(f"row {index}: {error}") from error
+        skipped_row(index, error, on_error)
         return {"score": _UNREADABLE, "last": 0}
     num_turns = sum(map(len, conversations))
-    if metric == "num_turns":
+    if selection_metric == "num_turns":
         return {"score": num_turns, "last": 0}
-    if metric == "branching_score":
+    if selection_metric == "branching_score":
         usage = row.get("token_usage")
         usage = usage if isinstance(usage, Mapping) else {}
         estimate = sum(usage.get(f"final_{part}_tokens") or 0 for part in ("input", "output"))

@@ -14,14 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hf_prefix_tree.tree.folding import (
-    as_list,
-    check_length,
-    check_mapping,
-    check_not_empty,
-    integer_array,
-    weight_array,
-)
+from hf_prefix_tree.tree import folding
 
 IGNORE_INDEX = -100  # label of a token that is not supervised
 
@@ -98,16 +91,16 @@ def located(where: str) -> Iterator[None]:
 
 def check_features(features: Any) -> None:
     """Raises `ValueError` unless the features of a collator are a sequence of mappings, at least one."""
-    features = as_list(features, "features")
-    check_not_empty(features, "features")
+    features = folding.as_list(features, "features")
+    folding.check_not_empty(features, "features")
     for index, feature in enumerate(features):
-        check_mapping(feature, f"features[{index}]")
+        folding.check_mapping(feature, f"features[{index}]")
 
 
 def _read(row: Mapping[str, Any], weighted: bool) -> Sample:
-    check_mapping(row, "row", ["input_ids"])
+    folding.check_mapping(row, "row", ["input_ids"])
     columns = {name: _array(value) for name, value in row.items() if name in _COLUMNS and value is not None}
-    ids = integer_array(columns["input_ids"], "input_ids")
+    ids = folding.integer_array(columns["input_ids"], "input_ids")
     weights = _supervised(columns, ids)
     if weights is None:
         if len(ids) and not weighted:
@@ -119,9 +112,9 @@ def _read(row: Mapping[str, Any], weighted: bool) -> Sample:
     if "weights" in columns:
         if not weighted:
             raise ValueError("`weights` are for trees; pass a `loss_mask`.")
-        weights = weights * _per_token(weight_array(columns["weights"], "weights"), "weights", ids)
-    attended = _mask(columns, "attention_mask", ids)
-    sample = Sample(ids, weights, np.ones_like(ids) if attended is None else attended.astype(np.int64))
+        weights = weights * _per_token(folding.weight_array(columns["weights"], "weights"), "weights", ids)
+    attended = _mask(columns, "attention_mask", ids) if "attention_mask" in columns else np.ones(len(ids))
+    sample = Sample(ids, weights, attended.astype(np.int64))
     _check_one_sequence(columns, sample)
     return sample
 
@@ -138,15 +131,12 @@ def _array(value: Any) -> Any:
 
 def _supervised(columns: Mapping[str, Any], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64] | None:
     """1 where all supervision columns supervise, 0 where none does; `None` if there are none."""
-    masks: dict[str, npt.NDArray[np.bool_]] = {}
-    if (mask := _mask(columns, "loss_mask", ids)) is not None:
-        masks["loss_mask"] = mask
-    trl = {name: _mask(columns, name, ids) for name in ("completion_mask", "assistant_masks")}
-    given = {name: mask for name, mask in trl.items() if mask is not None}
-    if given:
-        masks[" and ".join(given)] = np.logical_and.reduce(list(given.values()))
+    masks = {"loss_mask": _mask(columns, "loss_mask", ids)} if "loss_mask" in columns else {}
+    trl = {name: _mask(columns, name, ids) for name in ("completion_mask", "assistant_masks") if name in columns}
+    if trl:
+        masks[" and ".join(trl)] = np.logical_and.reduce(list(trl.values()))
     if "labels" in columns:
-        labels = _per_token(integer_array(columns["labels"], "labels", minimum=IGNORE_INDEX), "labels", ids)
+        labels = _per_token(folding.integer_array(columns["labels"], "labels", minimum=IGNORE_INDEX), "labels", ids)
         masks["labels"] = labels != IGNORE_INDEX
         wrong = np.flatnonzero(masks["labels"] & (labels != ids))
         if len(wrong):
@@ -168,10 +158,8 @@ def _supervised(columns: Mapping[str, Any], ids: npt.NDArray[np.int64]) -> npt.N
     return supervised.astype(np.float64)
 
 
-def _mask(columns: Mapping[str, Any], name: str, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
-    if name not in columns:
-        return None
-    mask = _per_token(weight_array(columns[name], name), name, ids)
+def _mask(columns: Mapping[str, Any], name: str, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    mask = _per_token(folding.weight_array(columns[name], name), name, ids)
     wrong = np.flatnonzero((mask != 0) & (mask != 1))
     if len(wrong):
         raise ValueError(f"`{name}` is {mask[wrong[0]]} at index {wrong[0]}; pass 0 or 1 for every token.")
@@ -179,7 +167,7 @@ def _mask(columns: Mapping[str, Any], name: str, ids: npt.NDArray[np.int64]) -> 
 
 
 def _per_token(values: npt.NDArray[Any], name: str, ids: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-    check_length(values, name, len(ids), "`input_ids`")
+    folding.check_length(values, name, len(ids), "`input_ids`")
     return values
 
 
@@ -193,7 +181,7 @@ def _check_one_sequence(columns: Mapping[str, Any], sample: Sample) -> None:
         ),
     }
     for name, check in is_one.items():
-        if name in columns and not check(weight_array(columns[name], name)):
+        if name in columns and not check(folding.weight_array(columns[name], name)):
             raise ValueError(
                 f"`{name}` is {str(columns[name])[:40]} for {len(sample.input_ids)} `input_ids`, so several sequences "
                 "are packed here, which would see each other; pass the rows as they were before (`packing=False`)."

@@ -20,20 +20,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hf_prefix_tree.data.dialect import Dialect, common_prefix
+from hf_prefix_tree.data.dialect import Dialect, Ids
 from hf_prefix_tree.data.messages import Message
+from hf_prefix_tree.tree.folding import common_prefix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from hf_prefix_tree.data.dialect import Ids
 
 # Arguments of `apply_chat_template` that are not for the template.
 _OWN_ARGUMENTS = {
@@ -41,7 +40,6 @@ _OWN_ARGUMENTS = {
     *("sanitize_control_tokens", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
     "return_assistant_tokens_mask",
 }
-_MARK = "Zq7xMark"  # stands for a message's text where the template's own text around it is looked for
 # Pieces as they stand between control tokens: words, spaces and line breaks at either end, nothing at all.
 _PROBE = (
     "Hello",
@@ -108,41 +106,6 @@ class ChatTemplate:
                 "calls; or pass another `chat_template`."
             ) from error
 
-    def count_left_out(
-        self,
-        text: str,
-        messages: Sequence[Message],
-        tools: list[Any] | None,
-        variables: dict[str, Any],
-        add_generation_prompt: bool = False,
-    ) -> int:
-        """
-        Messages whose content the template leaves out of `text`, its rendering of them.
-
-        Templates change what they print, so that content which isn't found proves little. A mark in its place tells
-        which messages to look at: one is left out for certain if the rendering is the same when it is empty. The
-        content of assistant messages is not looked at: a template may drop it from the history only.
-        """
-
-        def render(changed: list[Message]) -> str | None:
-            try:
-                return self.render(changed, tools, variables, add_generation_prompt)
-            except ValueError:  # needs what was changed, so the template reads it
-                return None
-
-        marked = [
-            message if message["role"] == "assistant" else _with_text(message, f"{_MARK}{i}.")
-            for i, message in enumerate(messages)
-        ]
-        shown = render(marked) or ""
-        count = 0
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant" or f"{_MARK}{i}." in shown:
-                continue
-            empty = _with_text(message, "")
-            count += empty != message and render([*messages[:i], empty, *messages[i + 1 :]]) == text
-        return count
-
     def forget(self) -> None:
         """Drop what was kept of the last conversation's tools."""
         self._json.clear()
@@ -151,11 +114,8 @@ class ChatTemplate:
         """The form of messages that the template reads under these variables, and how it ends turns."""
         key = json.dumps(variables, sort_keys=True, default=str)
         if key not in self._dialects:
-            self._dialects[key] = Dialect(
-                lambda messages, tools: self.render(messages, tools, variables),
-                self.segments,
-                self._tokenizer.eos_token_id,
-            )
+            render = partial(self.render, variables=variables)
+            self._dialects[key] = Dialect(render, self.segments, self._tokenizer.eos_token_id)
         return self._dialects[key]
 
     def token(self, token_id: int) -> str:
@@ -194,18 +154,6 @@ class ChatTemplate:
 
         environment.filters = environment.filters | {"tojson": to_json_once}
         return environment.from_string(self._source)
-
-
-def _with_text(message: Message, text: str) -> Message:
-    """The message with this text in place of its own; the same where it has none."""
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return {**message, "content": text} if content.strip() else message
-    parts = [
-        {**part, "text": text} if isinstance(part, dict) and str(part.get("text") or "").strip() else part
-        for part in content
-    ]
-    return {**message, "content": parts}
 
 
 def chat_template_of(

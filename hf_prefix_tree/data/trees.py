@@ -17,7 +17,8 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -29,32 +30,43 @@ from datasets.fingerprint import Hasher, update_fingerprint
 
 from hf_prefix_tree.data.counts import COUNTS, FEATURES, NO_SIZES, Report
 from hf_prefix_tree.data.messages import TurnError
-from hf_prefix_tree.data.rows import RowOptions, group_key, row_branches, rows_of_batch
+from hf_prefix_tree.data.rows import TREE_COLUMNS, RowOptions, group_key, row_branches, rows_of_batch
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
 
 logger = logging.getLogger(__name__)
 
-TREE_FEATURES = Features(
-    {
-        "input_ids": List(Value("int64")),
-        "node_lengths": List(Value("int32")),
-        "node_parents": List(Value("int32")),
-        "weights": List(Value("float64")),
-        "branch_count": List(Value("int32")),
-        "num_branches": Value("int32"),
-        "weighting": Value("string"),
-        "branch_nodes": List(Value("int32")),
-        "run_counts": List(Value("int32")),
-        "run_lengths": List(Value("int32")),
-        "run_values": List(Value("float64")),
-    }
-)
+# Of the columns that are no lists of int32.
+_TYPES = {name: List(Value("float64")) for name in ("weights", "run_values")}
+_TYPES |= {"input_ids": List(Value("int64")), "num_branches": Value("int32"), "weighting": Value("string")}
+TREE_FEATURES = Features({name: _TYPES.get(name, List(Value("int32"))) for name in TREE_COLUMNS})
 REPORT = "preparation"  # the column of the counts
+FOLDING = ("options", "weighting", "on_error")  # the options of `tree_of_rows`
 COUNTED_FEATURES = Features({**TREE_FEATURES, REPORT: FEATURES})
 _NO_TREE = {
     name: value[:0] if isinstance(value, np.ndarray) else value
     for name, value in fold([Branch([0], [0])]).to_dict().items()
 } | {"num_branches": 0}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The checked options of `prepare_trees`, and how to read its rows."""
+
+    options: RowOptions
+    weighting: str = "tree"
+    on_error: str = "raise"
+    max_packed_tokens: int | None = None
+    overflow: str = "split"
+    group_by: str | None = None
+    pack_trees: bool = True
+    selection_metric: str | None = None
+    selection_num_proc: int | None = None
+    max_examples: int | None = None
+    num_proc: int | None = None
+
+    def some(self, names: Sequence[str]) -> dict[str, Any]:
+        """The options that a function takes: the cached results of the fold must not depend on those of packing."""
+        return {name: getattr(self, name) for name in names}
 
 
 def tree_of_unit(
@@ -69,18 +81,13 @@ def tree_of_unit(
     return tree_of_rows([(first, row)], ((i, source[i]) for i in further), **settings)
 
 
-def trees_of_batch(
-    batch: Mapping[str, list[Any]], indices: list[int], settings: dict[str, Any], limit: dict[str, Any]
-) -> dict[str, list[Any]]:
-    """The trees of a stream's rows, each row a tree; losses are logged. `limit` is that of `drop_oversized`."""
-    rows = zip(indices, rows_of_batch(batch), strict=True)
-    trees = list(_logged((tree_of_rows([row], **settings), row[0], limit) for row in rows))
+def trees_of_batch(batch: Mapping[str, list[Any]], indices: list[int], plan: Plan) -> dict[str, list[Any]]:
+    """The trees of a stream's rows, each row a tree; losses are logged."""
+    trees = list(_logged(([row] for row in zip(indices, rows_of_batch(batch), strict=True)), plan))
     return {name: [tree[name] for tree in trees] for name in TREE_FEATURES}
 
 
-def trees_of_stream(
-    dataset: IterableDataset, group_by: str, settings: dict[str, Any], limit: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
+def trees_of_stream(dataset: IterableDataset, group_by: str, plan: Plan) -> Iterator[dict[str, Any]]:
     """The trees of a stream's groups, each of consecutive rows; losses are logged."""
 
     def keyed() -> Iterator[tuple[Any, tuple[int, Mapping[str, Any]]]]:
@@ -89,12 +96,11 @@ def trees_of_stream(
                 yield group_key(row.get(group_by), group_by), (index, row)
             except ValueError as error:
                 report = Report()
-                report.add(skipped_row(index, error, settings["on_error"]))
+                report.add(skipped_row(index, error, plan.on_error))
                 report.log()
 
     for _, items in groupby(keyed(), key=itemgetter(0)):
-        rows = [row for _, row in items]
-        yield from _logged([(tree_of_rows(rows, **settings), rows[-1][0], limit)])
+        yield from _logged([[row for _, row in items]], plan)
 
 
 def skipped_row(index: int, error: ValueError, on_error: str) -> dict[str, Any]:
@@ -104,12 +110,13 @@ def skipped_row(index: int, error: ValueError, on_error: str) -> dict[str, Any]:
     return {**dict.fromkeys(COUNTS, 0), **NO_SIZES, "rows": 1, "skipped": 1, "errors": [f"row {index}: {error}"]}
 
 
-def _logged(trees: Iterable[tuple[dict[str, Any], int, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+def _logged(units: Iterable[list[tuple[int, Mapping[str, Any]]]], plan: Plan) -> Iterator[dict[str, Any]]:
     """The trees that supervise something and fit, without their counts; losses are logged after the last one."""
     report = Report()
-    for tree, last, limit in trees:
+    for rows in units:
+        tree = tree_of_rows(rows, **plan.some(FOLDING))
         counts = tree.pop(REPORT)
-        drop_oversized(counts, last, **limit)
+        drop_oversized(counts, rows[-1][0], plan)
         report.add(counts)
         if counts["branches"]:
             yield tree
@@ -164,9 +171,7 @@ def check_same_weighting(given: str, weighting: str) -> None:
         )
 
 
-def drop_oversized(
-    counts: dict[str, Any], last: int, *, max_packed_tokens: int | None, overflow: str, on_error: str
-) -> None:
+def drop_oversized(counts: dict[str, Any], last: int, plan: Plan) -> None:
     """
     Replaces the counts of a tree that is too large for a packed sequence and is not split, in place.
 
@@ -175,24 +180,24 @@ def drop_oversized(
     Args:
         counts (`dict`): Those of the tree, see `FEATURES`.
         last (`int`): Index of its last row, for the error.
-        max_packed_tokens (`int`, *optional*), overflow (`str`), on_error (`str`): See [`prepare_trees`].
+        plan ([`Plan`]): See [`prepare_trees`] for its `max_packed_tokens`, `overflow` and `on_error`.
     """
-    if max_packed_tokens is None or counts["tree_tokens"] <= max_packed_tokens:
+    if plan.max_packed_tokens is None or counts["tree_tokens"] <= plan.max_packed_tokens:
         return
-    problem = overflow_problem(counts, max_packed_tokens, overflow)
-    if problem and on_error == "raise":
+    problem = overflow_problem(counts, plan.max_packed_tokens, plan.overflow)
+    if problem and plan.on_error == "raise":
         raise ValueError(f"row {last}: {problem}")
     if problem:
         counts |= {"skipped": counts["rows"], "errors": [*counts["errors"], f"row {last}: {problem}"]}
-    if problem or overflow == "drop":
+    if problem or plan.overflow == "drop":
         counts |= {**NO_SIZES, "empty" if problem else "oversized": 1}
 
 
-def drop_oversized_trees(counts: dict[str, Any], last: Callable[[int], int], **limit: Any) -> None:
+def drop_oversized_trees(counts: dict[str, Any], last: Callable[[int], int], plan: Plan) -> None:
     """The same for the columns of many trees; `last` tells the last row of one."""
-    for index in np.flatnonzero(counts["tree_tokens"] > (limit["max_packed_tokens"] or np.inf)).tolist():
+    for index in np.flatnonzero(counts["tree_tokens"] > (plan.max_packed_tokens or np.inf)).tolist():
         of_tree = {name: values[index] for name, values in counts.items()}
-        drop_oversized(of_tree, last(index), **limit)
+        drop_oversized(of_tree, last(index), plan)
         for name, value in of_tree.items():
             counts[name][index] = value
 
@@ -222,7 +227,7 @@ _PROCESSING = ("num_proc", "writer_batch_size", "desc")  # options of `map` on w
 def cached_map(dataset: Any, function: Callable[..., Any], **options: Any) -> Any:
     """
     `dataset.map`, which takes a result from the cache only if its files are as they were written. A stream is mapped
-    without the options on which no result depends.
+    without the options on which no result depends, and no process is without a row.
 
     `datasets` reads a torn file up to the tear. Their checksums lie beside them, and a result that differs is made
     again.
@@ -237,6 +242,8 @@ def cached_map(dataset: Any, function: Callable[..., Any], **options: Any) -> An
     results = {name: value for name, value in options.items() if name not in _PROCESSING}
     if isinstance(dataset, IterableDataset):
         return dataset.map(function, **results)
+    if options.get("num_proc") is not None:
+        options["num_proc"] = min(options["num_proc"], len(dataset))
     if not dataset.cache_files or not len(dataset) or not is_caching_enabled():
         return dataset.map(function, **options)
     key = update_fingerprint(dataset._fingerprint, function, results)

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hf_prefix_tree.data.conversation import Conversation
-from hf_prefix_tree.data.dialect import ASK, USER, common_prefix
+from hf_prefix_tree.data.dialect import ASK, USER, Ids
 from hf_prefix_tree.data.messages import (
     Message,
     Tools,
@@ -32,13 +31,11 @@ from hf_prefix_tree.data.messages import (
     unclosed_reasoning,
 )
 from hf_prefix_tree.data.template import chat_template_of
-from hf_prefix_tree.tree.folding import check_integer
+from hf_prefix_tree.tree.folding import check_choice, check_integer, common_prefix
 from hf_prefix_tree.tree.prefix_tree import Branch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from hf_prefix_tree.data.dialect import Ids
 
 REASONING_MODES = ("per_turn", "side_leaf", "think_split", "keep")
 
@@ -138,8 +135,7 @@ def conversation_branches(
 
     ```
     """
-    if reasoning not in REASONING_MODES:
-        raise ValueError(f"`reasoning` is {reasoning!r}; pass one of {', '.join(map(repr, REASONING_MODES))}.")
+    check_choice(reasoning, "reasoning", REASONING_MODES)
     check_integer(num_prompt_messages, "num_prompt_messages")
     schemas = normalize_tools(tools)
     variables = dict(chat_template_kwargs or {})
@@ -247,7 +243,7 @@ class _Trunk:
         ask, following = conversation.dialect.adapt(ASK), list(map(conversation.dialect.adapt, following))
         whole = [*visible[: last + 1], *following]
         texts = [conversation.text(whole)]
-        conversation.count_left_out(texts[0], whole)
+        conversation.count_left_out(texts[0], conversation.text, whole)
         for variables in ({}, quiet):
             texts += [conversation.text(visible[:last], **variables), conversation.prompt(visible[:last], **variables)]
         reasons = []
@@ -341,11 +337,11 @@ class _Trunk:
         raise _no_trunk(f"the visible output of `messages[{turn}]` is another one when messages follow it")
 
 
-def _positions(pattern: Ids, ids: Ids) -> npt.NDArray[np.intp]:
+def _positions(pattern: Ids, ids: Ids) -> Ids:
     """Where the pattern occurs."""
     windows = len(ids) - len(pattern) + 1
     if windows <= 0:
-        return np.empty(0, dtype=np.intp)
+        return np.empty(0, dtype=np.int64)
     return np.logical_and.reduce([ids[i : i + windows] == token for i, token in enumerate(pattern)]).nonzero()[0]
 
 

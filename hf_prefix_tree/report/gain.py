@@ -26,6 +26,7 @@ from hf_prefix_tree.data.messages import Tools, plain_data
 from hf_prefix_tree.data.prepare import check_preparation, prepare_trees
 from hf_prefix_tree.data.rows import MESSAGE_KINDS, RowOptions, row_kind
 from hf_prefix_tree.data.selection import find_group_column
+from hf_prefix_tree.data.supervision import located
 from hf_prefix_tree.data.trees import overflow_problem
 from hf_prefix_tree.modeling.attention.masks.causal import mean_keys_seen
 from hf_prefix_tree.modeling.flops import model_costs
@@ -207,7 +208,7 @@ def fold_rows(
     """
     check_preparation(reasoning=reasoning, max_length=max_length, max_packed_tokens=max_packed_tokens)
     options: dict[str, Any] = {"tools": tools, "max_length": max_length}
-    try:
+    with located(name):
         kind = row_kind(dataset.column_names)
         as_served = "per_turn" if kind in MESSAGE_KINDS else reasoning
         # dataset rows that are not grouped find their tools by the column that they will be grouped by
@@ -222,18 +223,10 @@ def fold_rows(
                 group_by = None
         if group_by is not None or reasoning != as_served:
             trees, counts = _prepare(dataset, tokenizer, **options, reasoning=reasoning, group_by=group_by)
-        reading = RowOptions(
-            kind=kind,
-            tokenizer=tokenizer,
-            features=dict(dataset.features),
-            tools=tools,
-            group_column=group_by or "group",
-            max_length=max_length,
-        )
+        features = dict(dataset.features)
+        reading = RowOptions(kind, tokenizer, features, group_column=group_by or "group", **options)
         at_best = stock_at_best(reading)
         ways = sequences_of_rows(branches, dataset, reading, at_best)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
     if max_packed_tokens is not None and (problem := overflow_problem(counts, max_packed_tokens, "split")):
         raise ValueError(f"{name}: {problem}")
     missing = 0 if reasoning == as_served else None
@@ -322,10 +315,10 @@ def counts_of(groups: Sequence[Group], max_packed_tokens: int | None = None) -> 
         "largest_tree": max(map(len, trees)),
     }
     if max_packed_tokens is not None:
-        split = [(tree, parts_of(tree, max_packed_tokens)) for tree in trees if len(tree) > max_packed_tokens]
-        counts["split_trees"] = len(split)
-        counts["parts"] = sum(len(parts) for _, parts in split)
-        counts["duplicated_tokens"] = sum(sum(map(len, parts)) - len(tree) for tree, parts in split)
+        large = [tree for tree in trees if len(tree) > max_packed_tokens]
+        parts = [part for tree in large for part in parts_of(tree, max_packed_tokens)]
+        duplicated = sum(map(len, parts)) - sum(map(len, large))
+        counts |= {"split_trees": len(large), "parts": len(parts), "duplicated_tokens": duplicated}
     return counts
 
 

@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_prefix_tree.data.trees import write_files
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _PIXELS = 1024
 
@@ -46,47 +42,27 @@ def plot_trees(trees: Sequence[PrefixTree], shown: PrefixTree, path: Path) -> No
     check_matplotlib()
     from matplotlib.backend_bases import FigureCanvasBase
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     if path.suffix.lstrip(".") not in FigureCanvasBase.filetypes:
         known = ", ".join(f".{name}" for name in FigureCanvasBase.filetypes)
         raise ValueError(f"the image is {str(path)!r}, whose suffix is no known format; pass one of {known}.")
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    _ratios(left, [tree.stats().token_ratio for tree in trees])
-    _mask(right, shown)
+    ratios = [tree.stats().token_ratio for tree in trees]
+    left.hist(ratios, bins=np.linspace(1, max(*ratios, 2), 25).tolist(), color="tab:blue", edgecolor="white")
+    left.axvline(np.mean(ratios), color="black", linestyle="--", label=f"mean {np.mean(ratios):.2f}")
+    left.set(title=f"Token ratio of {len(ratios):,} trees", xlabel="branch tokens per tree token", ylabel="trees")
+    left.yaxis.set_major_locator(MaxNLocator(integer=True))
+    left.set_xlim(left=1)
+    left.legend(frameon=False)
+    stats, extent = shown.stats(), (0, len(shown), len(shown), 0)
+    right.imshow(sampled_mask(shown), cmap="Blues", vmin=0, vmax=1.3, interpolation="nearest", extent=extent)
+    title = f"Mask: {stats.branches} branches, {len(shown):,} tokens, {stats.pair_ratio:.1f}x pairs"
+    right.set(title=title, xlabel="key, in layout order", ylabel="query")
     image = BytesIO()
     figure.savefig(image, dpi=150, format=path.suffix.lstrip("."))
     write_files({path: image.getvalue()})
-
-
-def _ratios(axes: Axes, ratios: Sequence[float]) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.hist(ratios, bins=np.linspace(1, max(max(ratios), 2), 25).tolist(), color="tab:blue", edgecolor="white")
-    mean = float(np.mean(ratios))
-    axes.axvline(mean, color="black", linestyle="--", label=f"mean {mean:.2f}")
-    axes.set(title=f"Token ratio of {len(ratios):,} trees", xlabel="branch tokens per tree token", ylabel="trees")
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlim(left=1)
-    axes.legend(frameon=False)
-
-
-def _mask(axes: Axes, tree: PrefixTree) -> None:
-    num_tokens = len(tree)
-    axes.imshow(
-        sampled_mask(tree),
-        cmap="Blues",
-        vmin=0,
-        vmax=1.3,
-        interpolation="nearest",
-        extent=(0, num_tokens, num_tokens, 0),
-    )
-    stats = tree.stats()
-    axes.set(
-        title=f"Mask: {stats.branches} branches, {num_tokens:,} tokens, {stats.pair_ratio:.1f}x pairs",
-        xlabel="key, in layout order",
-        ylabel="query",
-    )
 
 
 def sampled_mask(tree: PrefixTree) -> npt.NDArray[np.bool_]:

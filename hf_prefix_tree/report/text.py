@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -178,7 +177,7 @@ def draw_tree(tree: PrefixTree, tokenizer: PreTrainedTokenizerBase | None = None
     ```
     """
     parents = tree.node_parents.tolist()
-    through = _branches_through(tree)
+    through = Counter(node for path in tree.to_node_paths()[1] for node in path)
     drawn = Tree("", hide_root=True, highlight=False)
     levels: list[int] = []
     places: list[Tree] = []  # where the children of each node are drawn
@@ -189,7 +188,7 @@ def draw_tree(tree: PrefixTree, tokenizer: PreTrainedTokenizerBase | None = None
         g = tree.branch_count[start : start + length]
         low, high = int(g.min()), int(g.max())
         line = f"(level {level}) " if level > _DEEPEST_INDENT else ""
-        line += f"{_number(length, 'token')}, {_number(int(through[node]), 'branch')}, "
+        line += f"{_number(length, 'token')}, {_number(through[node], 'branch')}, "
         line += f"g {low}" if low == high else f"g {low}-{high}"
         if tokenizer is not None:
             text = tokenizer.decode(tree.input_ids[start : start + min(length, 16)].tolist())
@@ -204,11 +203,3 @@ def draw_tree(tree: PrefixTree, tokenizer: PreTrainedTokenizerBase | None = None
 
 def _number(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "es" if noun.endswith("ch") else "s")
-
-
-def _branches_through(tree: PrefixTree) -> npt.NDArray[np.int64]:
-    through = np.bincount(tree.branch_nodes, minlength=len(tree.node_parents))
-    for node in range(len(through) - 1, 0, -1):
-        if (parent := tree.node_parents[node]) >= 0:
-            through[parent] += through[node]
-    return through

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
 from trl import SFTConfig
 
-from hf_prefix_tree.data.prepare import PREPARATION_CHOICES, check_preparation
+from hf_prefix_tree.data.prepare import CHECKED_OPTIONS, PREPARATION_CHOICES, check_preparation
 from hf_prefix_tree.training.checks import check_config, check_tree_config
 from hf_prefix_tree.training.options import option_field
 
@@ -174,7 +173,7 @@ class TreeSFTConfig(SFTConfig):
         if self.dataset_text_field != "text":
             self.column_names = {"text": self.dataset_text_field, **(self.column_names or {})}  # type: ignore[dict-item]
         check_tree_config(self, PREPARATION)
-        options = {name: getattr(self, name) for name in signature(check_preparation).parameters}
+        options = {name: getattr(self, name) for name in CHECKED_OPTIONS if hasattr(self, name)}
         if self.overflow == "auto":  # chosen when the trees are known
             options["overflow"] = "stream"
         check_preparation(**options)

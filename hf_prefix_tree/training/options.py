@@ -96,10 +96,7 @@ def refuse_options(args: Any) -> None:
     """
     table = next(OPTIONS[parent.__name__] for parent in type(args).__mro__ if parent.__name__ in OPTIONS)
     for name, option in table.items():
-        if not isinstance(option, Refused):
-            continue
-        value = getattr(args, name)
-        if value not in option.allowed:
+        if isinstance(option, Refused) and (value := getattr(args, name)) not in option.allowed:
             raise ValueError(
                 f"`{name}={value!r}` is not supported: {option.remedy}. Leave it at "
                 f"{' or '.join(map(repr, option.allowed))}."

@@ -3,7 +3,7 @@
 
 The branches are sorted lexicographically, as bytes. Each is then compared with the one before it, whose path is the
 open path of the trie: shared tokens are kept, the rest is new. One buffer holds the tree index of the token at each
-depth of the open path, so a branch adds its weights in one indexed addition; a node is identified by its first token.
+depth of the open path, where a branch finds its tokens; a node is identified by its first token.
 
 Cost: O(log B) byte comparisons of each branch for the sort, then a few vectorised passes; memory linear in the input.
 Python steps over branches and nodes, never over tokens.
@@ -274,41 +274,26 @@ def fold_branches(branches: Sequence[Branch], weighting: str) -> dict[str, Any]:
     """Fold a non-empty list of branches: the stored state of a `PrefixTree`. See `hf_prefix_tree.fold`."""
     order = sorted_order([branch.input_ids for branch in branches])
     ids = [branches[b].input_ids for b in order]
-    raw = [branches[b].weights for b in order]
     lengths = np.array([len(x) for x in ids])
     shared = common_prefixes(ids)
     num_tokens = int((lengths - shared).sum())
     if num_tokens > INT32_MAX:
         raise ValueError(f"`branches` fold to {num_tokens} tokens, int32 ends at {INT32_MAX}; fold fewer.")
     first_new = layout.node_starts(lengths - shared)  # tree index of each branch's first new token
-
-    scaled = raw
-    if weighting == "branch_mean":
-        scaled = [w / max(int(np.count_nonzero(w)), 1) for w in raw]
-    prefixes = shared.tolist()
-    tree_ids, total, new_weights = (
-        np.concatenate([values[prefix:] for values, prefix in zip(arrays, prefixes, strict=True)])
-        for arrays in (ids, scaled, raw)
-    )
-    count = (new_weights > 0).astype(np.int64)
+    tree_ids = np.concatenate([x[prefix:] for x, prefix in zip(ids, shared.tolist(), strict=True)])
 
     # The open path: tree index of its token at each depth.
     path = np.empty(lengths.max(), dtype=np.int64)
-    above, split, last = [], [], []  # per branch: token above its new ones, that token's open child, the branch's end
+    above, split, paths = [], [], []  # per branch: token above its new ones, that token's open child, all its tokens
     open_length = 0
-    with np.errstate(over="ignore"):  # an infinite sum is refused below
-        for prefix, length, start, w, w_raw in zip(
-            prefixes, lengths.tolist(), first_new.tolist(), scaled, raw, strict=True
-        ):
-            above.append(path[prefix - 1] if prefix else -1)
-            split.append(path[prefix] if prefix < open_length else -1)
-            path[prefix:length] = np.arange(start, start + length - prefix)
-            last.append(path[length - 1])
-            open_length = length
-            (supervised,) = w_raw[:prefix].nonzero()
-            if len(supervised):
-                total[path[supervised]] += w[supervised]  # no index occurs twice
-                count[path[supervised]] += 1
+    for prefix, length, start in zip(shared.tolist(), lengths.tolist(), first_new.tolist(), strict=True):
+        above.append(path[prefix - 1] if prefix else -1)
+        split.append(path[prefix] if prefix < open_length else -1)
+        path[prefix:length] = np.arange(start, start + length - prefix)
+        paths.append(path[:length].copy())
+        open_length = length
+    raw = np.concatenate([branches[b].weights for b in order])
+    weights, count = folded_weights(np.concatenate(paths), raw, lengths, len(branches), weighting)
 
     # A node starts with a branch's first new token, and with the token where it leaves the open path: two children of
     # the token `above`.
@@ -318,7 +303,7 @@ def fold_branches(branches: Sequence[Branch], weighting: str) -> dict[str, Any]:
     parents = np.searchsorted(starts, np.concatenate([above, above])[where], side="right") - 1
     node_lengths = np.diff(starts, append=num_tokens)
     branch_nodes = np.empty(len(order), dtype=np.int64)
-    branch_nodes[order] = np.searchsorted(starts, last, side="right") - 1
+    branch_nodes[order] = np.searchsorted(starts, [path[-1] for path in paths], side="right") - 1
 
     nodes, new_index = layout.heavy_first_order(node_lengths, parents, branch_nodes)
     tokens = layout.ranges(starts[nodes], node_lengths[nodes])
@@ -326,7 +311,7 @@ def fold_branches(branches: Sequence[Branch], weighting: str) -> dict[str, Any]:
         "input_ids": tree_ids[tokens],
         "node_lengths": node_lengths[nodes],
         "node_parents": new_index[parents[nodes]],
-        "weights": weighted(total, count, len(branches), weighting)[tokens],
+        "weights": weights[tokens],
         "branch_count": count[tokens],
         "num_branches": len(branches),
         "weighting": weighting,
@@ -346,30 +331,40 @@ def sorted_order(ids: list[npt.NDArray[np.int64]]) -> list[int]:
     return sorted(range(len(ids)), key=keys.__getitem__)
 
 
+def common_prefix(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64]) -> int:
+    """Number of tokens that two sequences share at their start."""
+    length = min(len(first), len(second))
+    differs = first[:length] != second[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
 def common_prefixes(ids: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
     """Number of tokens that each branch shares with the one before it, 0 for the first."""
-    shared = [0]
-    for before, after in itertools.pairwise(ids):
-        length = min(len(before), len(after))
-        differs = before[:length] != after[:length]
-        at = int(differs.argmax())
-        shared.append(at if differs[at] else length)
-    return np.array(shared)
+    return np.array([0, *itertools.starmap(common_prefix, itertools.pairwise(ids))])
 
 
-def weighted(
-    total: npt.NDArray[np.float64], count: npt.NDArray[np.int64], num_branches: int, weighting: str
-) -> npt.NDArray[np.float64]:
-    """Turn the summed weights of the branches into the weights of the tree's tokens."""
+def folded_weights(
+    positions: npt.NDArray[np.int64],
+    weights: npt.NDArray[np.float64],
+    lengths: npt.NDArray[np.int64],
+    num_branches: int,
+    weighting: str,
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """The weights and g of a tree's tokens, from the `positions` and `weights` of its branches, one after another."""
+    count = np.bincount(positions[weights > 0], minlength=positions.max() + 1)
+    if weighting == "branch_mean":
+        supervised = np.add.reduceat(weights > 0, layout.node_starts(lengths), dtype=np.int64)
+        weights = weights / np.repeat(np.maximum(supervised, 1), lengths)
+    total: Any = np.bincount(positions, weights)
     with np.errstate(over="ignore"):
         weight = total.sum()  # the divisor of the loss; no token and no branch weighs more
     if not weight < np.inf:
         raise ValueError(f"`weights` of the branches add up to {weight} over the tree; scale all of them down.")
     if weighting == "tree":
-        return total / num_branches
-    if weighting == "once":
-        return total / np.maximum(count, 1)
-    return total
+        total = total / num_branches
+    elif weighting == "once":
+        total = total / np.maximum(count, 1)
+    return total, count
 
 
 def _weight_runs(weights: list[npt.NDArray[np.float64]]) -> dict[str, npt.NDArray[Any]]:

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""A tree as HTML: its nodes with their text, weights and paths, and its mask. Strings and numpy only, no resources.
+"""A tree as HTML: its nodes with their text, weights and paths, and its mask. A page needs no further files.
 
 Nodes stand in reading order: light children first, indented; the heaviest child last, at its parent's level. So the
 trunk of a dialogue reads downwards, and a tree of N tokens is indented at most log2(N) times.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,34 +23,10 @@ Decode = Callable[[list[int]], str]
 
 _MAX_NODES, _MAX_TOKENS = 1_000, 1_000
 
-_STYLE = """<style>
-.hpt{--fg:#1f2328;--bg:#fff;--line:#d0d7de;--dim:#59636e;--mark:#c8e6c9;--path:#fff3c4;--on:#bf8700;
-color:var(--fg);background:var(--bg);font:14px/1.45 system-ui,sans-serif;max-width:100%}
-@media(prefers-color-scheme:dark){.hpt{--fg:#e6edf3;--bg:#0d1117;--line:#3d444d;--dim:#9198a1;--mark:#1b4d2b;
---path:#4a3b0a;--on:#e3b341}}
-.hpt h1{font-size:1.35em;overflow-wrap:anywhere}.hpt h2{font-size:1.1em;margin:1.2em 0 .4em}
-.hpt .tree{display:flex;flex-wrap:wrap;gap:12px;align-items:flex-start}
-.hpt .nodes{flex:1 1 340px;min-width:0}.hpt svg{flex:0 1 300px;min-width:0;width:300px;max-width:100%;position:sticky;
-top:8px;border:1px solid var(--line);background:var(--bg)}
-.hpt .n{border-left:3px solid var(--line);padding:2px 6px;margin:2px 0 2px calc(var(--d)*18px);cursor:pointer}
-.hpt .n small{color:var(--dim)}.hpt .t{white-space:pre-wrap;overflow-wrap:anywhere;max-height:4.4em;overflow:hidden;
-font:12px/1.45 ui-monospace,monospace}.hpt .n:focus .t{max-height:none}.hpt .n:focus{outline:2px solid var(--on)}
-.hpt mark{background:var(--mark);color:inherit}.hpt .n.on{background:var(--path);border-color:var(--on)}
-.hpt path{fill:#4f86c6;stroke:none}.hpt path.on{fill:var(--on)}
-.hpt .wide{overflow-x:auto}.hpt table{border-collapse:collapse;margin:.6em 0;color:inherit}
-.hpt td,.hpt th{border:1px solid var(--line);padding:2px 8px;text-align:right}
-.hpt td:first-child,.hpt th:first-child{text-align:left;overflow-wrap:anywhere;min-width:7em}
-.hpt ul{color:var(--dim);padding-left:1.2em}
-@media(max-width:640px){.hpt td,.hpt th{padding:2px 4px;font-size:12px}.hpt td:first-child{min-width:5em}
-.hpt .n{margin-left:calc(var(--d)*8px)}.hpt svg{position:static;order:-1}}
-</style>"""
-# One listener for all trees of a document; a node lights up with its ancestors, in the list and in the mask.
-_SCRIPT = """<script>
-if(!window.hptPaths){window.hptPaths=1;document.addEventListener("mouseover",function(event){
-var hit=event.target.closest(".hpt [data-i]");document.querySelectorAll(".hpt .on").forEach(function(e){
-e.classList.remove("on")});if(!hit)return;var tree=hit.closest(".tree"),i=hit.dataset.i;while(i>=0){var next=-1;
-tree.querySelectorAll('[data-i="'+i+'"]').forEach(function(e){e.classList.add("on");next=e.dataset.p});i=next}})}
-</script>"""
+_STYLE, _SCRIPT = (
+    f"<{tag}>\n{Path(__file__).with_suffix(suffix).read_text()}</{tag}>"
+    for tag, suffix in (("style", ".css"), ("script", ".js"))
+)
 
 
 def tree_html(tree: PrefixTree, decode: Decode | None = None) -> str:

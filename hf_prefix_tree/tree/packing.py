@@ -11,14 +11,13 @@ of the layout into runs of leaves duplicates 4 % more.
 **Packing** goes by size, largest tree first, except for trees that must not share a sequence. The sampler, not the
 packing, keeps the parts of a split tree in one optimizer step.
 
-Cost: O(n log n) Python steps to pack n trees, O(L log^2 L) to split one of L leaves, the rest vectorised.
+Cost: O(n log n) comparisons to pack n trees, O(L log^2 L) to split one of L leaves, the rest vectorised.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
-from heapq import heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
@@ -185,36 +184,22 @@ def pack_rows(lengths: npt.ArrayLike, max_tokens: int, apart: Sequence[int] = ()
     max_tokens = integer_array([max_tokens], "max_tokens", 1, INT32_MAX).item()
     sizes = integer_array(lengths, "lengths", 1)
     check_integer(max_tokens, "max_tokens", sizes.max(initial=1))  # no tree is split here
-    sequence_of = [0] * len(sizes)
-    num_sequences = 0
-    # Sequences with room for the next tree, least room first, and the rest, most room first. Trees only get smaller,
-    # so one that takes the next tree takes all later ones, until a tree is added to it.
-    takes: list[tuple[int, int]] = []
-    waits: list[tuple[int, int]] = []
-    tokens = sizes.tolist()
-    openers = set(apart)
-    for index in sorted(openers):
-        sequence_of[index] = num_sequences
-        heappush(waits, (tokens[index] - max_tokens, num_sequences))
-        num_sequences += 1
+    sequences = [[index] for index in sorted(set(apart))]
+    tokens, smallest = sizes.tolist(), int(sizes.min(initial=max_tokens))
+    rooms = sorted((max_tokens - tokens[index], number) for number, (index,) in enumerate(sequences))
+    is_packed = np.isin(np.arange(len(sizes)), apart).tolist()
     for index in np.argsort(-sizes, kind="stable").tolist():
-        if index in openers:
+        if is_packed[index]:
             continue
-        size = tokens[index]
-        while waits and -waits[0][0] >= size:
-            room, sequence = heappop(waits)
-            heappush(takes, (-room, sequence))
-        if takes:
-            room, sequence = heappop(takes)
-        else:
-            room, sequence = max_tokens, num_sequences
-            num_sequences += 1
-        sequence_of[index] = sequence
-        heappush(waits, (size - room, sequence))
-    sequences: dict[int, list[int]] = {}
-    for index, sequence in enumerate(sequence_of):
-        sequences.setdefault(sequence, []).append(index)
-    return list(sequences.values())
+        at = bisect_left(rooms, (tokens[index], 0))
+        if at == len(rooms):
+            rooms.append((max_tokens, len(sequences)))
+            sequences.append([])
+        room, number = rooms.pop(at)
+        sequences[number].append(index)
+        if room - tokens[index] >= smallest:  # full ones would only make the list longer
+            insort(rooms, (room - tokens[index], number))
+    return sorted(map(sorted, sequences))
 
 
 def next_fit(lengths: npt.ArrayLike, max_tokens: int) -> list[list[int]]:
@@ -242,26 +227,3 @@ def next_fit(lengths: npt.ArrayLike, max_tokens: int) -> list[list[int]]:
         packed[-1].append(index)
         room -= size
     return packed
-
-
-def fill(lengths: Sequence[int], packed: Sequence[Sequence[int]], max_tokens: int) -> float:
-    """
-    Share of the capacity of packed sequences that trees occupy, between 0 and 1.
-
-    Args:
-        lengths (sequence of `int`):
-            Tokens of each tree.
-        packed (sequence of sequences of `int`):
-            The result of [`pack_rows`].
-        max_tokens (`int`):
-            Tokens that a sequence holds.
-
-    Example:
-
-    ```python
-    >>> fill([3, 7, 5, 2, 1], [[0, 1], [2, 3, 4]], max_tokens=10)
-    0.9
-
-    ```
-    """
-    return sum(lengths[index] for trees in packed for index in trees) / (len(packed) * max_tokens)

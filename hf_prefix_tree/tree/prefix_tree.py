@@ -20,16 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_prefix_tree.tree import folding, layout
-from hf_prefix_tree.tree.folding import (
-    INT32_MAX,
-    WEIGHTINGS,
-    Branch,
-    check_choice,
-    check_mapping,
-    check_not_empty,
-    integer_array,
-    weight_array,
-)
+from hf_prefix_tree.tree.folding import Branch
 from hf_prefix_tree.tree.html import tree_html
 from hf_prefix_tree.tree.layout import TreeStats
 
@@ -99,15 +90,16 @@ class PrefixTree:
     run_values: npt.NDArray[np.float64]
 
     def __post_init__(self) -> None:
-        check_choice(self.weighting, "weighting", WEIGHTINGS)
-        num_branches = integer_array([self.num_branches], "num_branches", 1, INT32_MAX).item()
+        folding.check_choice(self.weighting, "weighting", folding.WEIGHTINGS)
+        num_branches = folding.integer_array([self.num_branches], "num_branches", 1, folding.INT32_MAX).item()
         object.__setattr__(self, "num_branches", num_branches)
-        arrays: dict[str, npt.NDArray[Any]] = {"input_ids": integer_array(self.input_ids, "input_ids")}
+        arrays: dict[str, npt.NDArray[Any]] = {"input_ids": folding.integer_array(self.input_ids, "input_ids")}
         for name, minimum in _INT32_MINIMA.items():
-            arrays[name] = integer_array(getattr(self, name), name, minimum, INT32_MAX).astype(np.int32)
+            integers = folding.integer_array(getattr(self, name), name, minimum, folding.INT32_MAX)
+            arrays[name] = integers.astype(np.int32)
         for name in ("weights", "run_values"):
             given = getattr(self, name)
-            arrays[name] = weight_array(given, name)
+            arrays[name] = folding.weight_array(given, name)
             if not isinstance(given, list) and np.asarray(given).dtype in (np.float16, np.float32):
                 raise ValueError(
                     f"`{name}` is {given.dtype}, which rounds the weights; read dataset rows in the default format of "
@@ -264,24 +256,17 @@ class PrefixTree:
                 its branches. The message names the column.
         """
         names = [field.name for field in dataclasses.fields(cls)]
-        check_mapping(mapping, "mapping", names)
+        folding.check_mapping(mapping, "mapping", names)
         tree = cls(*(mapping[name] for name in names))
         if tree.num_branches == len(tree.branch_nodes):  # a part of a split tree has the weights of the whole tree
-            for name, expected in tree._refolded().items():
-                if not np.allclose(getattr(tree, name), expected, rtol=1e-9, atol=1e-300):
+            positions, weights = np.concatenate(tree.paths()), np.repeat(tree.run_values, tree.run_lengths)
+            expected = folding.folded_weights(
+                positions, weights, tree.branch_lengths, tree.num_branches, tree.weighting
+            )
+            for name, values in zip(("weights", "branch_count"), expected, strict=True):
+                if not np.allclose(getattr(tree, name), values, rtol=1e-9, atol=1e-300):
                     raise ValueError(f"`{name}` contradicts `run_values`; fold the tree's branches again.")
         return tree
-
-    def _refolded(self) -> dict[str, npt.NDArray[Any]]:
-        """The weights and counts that the branches' weights give."""
-        positions, weights = np.concatenate(self.paths()), np.repeat(self.run_values, self.run_lengths)
-        count = np.bincount(positions[weights > 0], minlength=len(self))
-        if self.weighting == "branch_mean":
-            supervised = np.add.reduceat(weights > 0, layout.node_starts(self.branch_lengths), dtype=np.int64)
-            weights = weights / np.repeat(np.maximum(supervised, 1), self.branch_lengths)
-        total: Any = np.bincount(positions, weights, len(self))
-        weights = folding.weighted(total, count, self.num_branches, self.weighting)
-        return {"weights": weights, "branch_count": count}
 
     @classmethod
     def from_nodes(
@@ -406,12 +391,12 @@ def fold(branches: Iterable[Branch], weighting: str = "tree") -> PrefixTree:
 
     ```
     """
-    check_choice(weighting, "weighting", WEIGHTINGS)
+    folding.check_choice(weighting, "weighting", folding.WEIGHTINGS)
     items = folding.as_list(branches, "branches")
     for index, item in enumerate(items):
         if not isinstance(item, Branch):
             raise ValueError(f"`branches[{index}]` is a {type(item).__name__}; make it a `Branch`.")
-    check_not_empty(items, "branches")
+    folding.check_not_empty(items, "branches")
     return PrefixTree(**folding.fold_branches(items, weighting))
 
 

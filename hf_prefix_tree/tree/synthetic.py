@@ -57,11 +57,9 @@ def caterpillar(
 
     ```
     """
-    sizes = {"num_turns": num_turns, "prompt_tokens": prompt_tokens, "reasoning_tokens": reasoning_tokens}
-    sizes |= {"output_tokens": output_tokens, "reply_tokens": reply_tokens, "final_tokens": final_tokens}
-    for name, value in sizes.items():
-        check_integer(value, name, 1)
-    check_integer(vocab_size, "vocab_size", 3)
+    for name, value in dict(locals()).items():
+        if name not in ("seed", "weighting"):
+            check_integer(value, name, 3 if name == "vocab_size" else 1)
     rng = np.random.default_rng(seed)
 
     def piece(mean: int) -> list[int]:

@@ -11,8 +11,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hf_prefix_tree.data.dialect import common_prefix
 from hf_prefix_tree.data.template import SegmentTokenizer
+from hf_prefix_tree.tree.folding import common_prefix
 
 WORDS = [
     "Hello",

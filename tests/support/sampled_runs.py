@@ -198,17 +198,14 @@ def lost_share(served: list[GivenRollout]) -> float:
     return lost / total
 
 
-def compare_in_rank(folder: str, templates: list[str]) -> None:
+def compare_in_rank(folder: str, template: str) -> None:
     """One prompt per rank, whose rollouts have three turns in one rank and four in the other."""
-    rank = int(os.environ["RANK"])
-    results = []
-    for template in templates:
-        options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
-        trainer = train_on_replies(Path(folder, str(rank)), template, **options)
-        served = served_rollouts(trainer)
-        errors = differences(trainer, served, 1, ranks=2)
-        served[-1].rows[1].mask[-1] = 0
-        broken = differences(trainer, served, 1, ranks=2)
-        logged = trainer.state.log_history[0]
-        results.append((errors, broken, largest_gradient(trainer), len(trainer.contexts), logged, lost_share(served)))
+    rank = os.environ["RANK"]
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    trainer = train_on_replies(Path(folder, rank), template, **options)
+    served = served_rollouts(trainer)
+    results = {"errors": differences(trainer, served, 1, ranks=2), "gradient": largest_gradient(trainer)}
+    results |= {"turns": len(trainer.contexts), "logged": trainer.state.log_history[0], "lost": lost_share(served)}
+    served[-1].rows[1].mask[-1] = 0
+    results["broken"] = differences(trainer, served, 1, ranks=2)
     torch.save(results, Path(folder, f"results{rank}.pt"))
