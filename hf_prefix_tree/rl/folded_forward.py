@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from accelerate.utils import extract_model_from_parallel
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel
 
 from hf_prefix_tree.data.images import mark_images
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
@@ -316,10 +316,8 @@ class FoldedForwardMixin(CheckpointMixin):
 
     def fold_models(self) -> None:
         """Folds the models that the trainer has so far; called early where `__init__` already scores rows."""
-        for kind in type(self.args).__mro__:
-            if issubclass(kind, FoldingOptions) and not issubclass(kind, TrainingArguments):
-                for option in dataclasses.fields(kind):
-                    setattr(self, option.name, getattr(self.args, option.name))
+        if isinstance(self.args, FoldingOptions):
+            self.min_reuse, self.attn_backend = self.args.min_reuse, self.args.attn_backend
         if self.args.torch_compile:
             self.min_reuse = math.inf
         for model in (self.model, getattr(self, "ref_model", None)):

@@ -87,6 +87,7 @@ class TreePolicyMixin(FoldedForwardMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.max_row_tokens = getattr(self.args, "max_row_tokens", self.max_row_tokens)
         reason = self._why_not_regroup()
         self._regroups = reason is None
         if reason is not None:
@@ -222,17 +223,11 @@ class TreePolicyMixin(FoldedForwardMixin):
             self._known = None
 
     def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        **kwargs: Any,
+        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, **kwargs: Any
     ) -> Scored:
         if self._known is not None:
             return self._known
-        compute = super()._get_per_token_logps_and_entropies
+        compute, batch_size = super()._get_per_token_logps_and_entropies, kwargs.pop("batch_size", None)
         inputs = {name: value for name, value in kwargs.items() if value is not None and value is not False}
         max_parts = -(-len(input_ids) // (batch_size or len(input_ids)))
         has_flags = any(value is True for value in inputs.values())

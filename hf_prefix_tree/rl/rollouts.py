@@ -20,7 +20,6 @@ from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOTrainer
 from trl.trainer.utils import is_async_callable, nanstd
 
-from hf_prefix_tree.rl.config import TreeGRPOConfig
 from hf_prefix_tree.tree.folding import common_prefixes
 
 ROLLOUTS = "rollouts"  # key of a micro-batch: its rollouts, a list of rows each
@@ -231,12 +230,10 @@ class RolloutRowsMixin(GRPOTrainer):
     scoring: Any
     _rollouts: list[Rollout] | None
     _turns: SampledTurns | None = None
-    rollout_rows = "one"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if isinstance(self.args, TreeGRPOConfig):
-            self.rollout_rows = self.args.rollout_rows
+        self.rollout_rows = getattr(self.args, "rollout_rows", "one")
         if self.rollout_rows == "as_sampled" and (not self.tools or self.rollout_func is not None or self._is_vlm):
             raise ValueError(
                 "`rollout_rows='as_sampled'` needs `tools` or an `environment_factory`, and serves neither "
@@ -379,17 +376,11 @@ class RolloutRowsMixin(GRPOTrainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        **kwargs: Any,
+        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *args: Any, **kwargs: Any
     ) -> tuple:
         score = super()._get_per_token_logps_and_entropies
         if self._rollouts is None:
-            return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+            return score(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
         images = [name for name, value in kwargs.items() if value is not None and not isinstance(value, bool)]
         if images:
             raise ValueError(
