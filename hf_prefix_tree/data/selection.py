@@ -194,10 +194,8 @@ def _characters(message: Message) -> int:
     parts = [content] if isinstance(content, str) else content
     texts = [str(part.get("text", "") if isinstance(part, Mapping) else part) for part in parts]
     for call in message.get("tool_calls", ()):
-        function = call.get("function", call)
-        function = function if isinstance(function, Mapping) else {"name": function}
-        arguments = function.get("arguments", "")
-        texts += [str(function.get("name", "")), arguments if isinstance(arguments, str) else json.dumps(arguments)]
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        texts += [name, arguments if isinstance(arguments, str) else json.dumps(arguments)]
     return sum(map(len, texts))
 
 

@@ -8,9 +8,7 @@ in memory together.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -275,7 +273,8 @@ def stock_at_best(reading: RowOptions) -> RowOptions | None:
 
 
 def _summed(trees: Iterable[PrefixTree]) -> Any:
-    return functools.reduce(operator.add, (tree.stats() for tree in trees))
+    stats = [tree.stats() for tree in trees]
+    return sum(stats[1:], stats[0])
 
 
 _SIZES = ("branches", "branch_tokens", "tree_tokens", "supervised_tokens", "token_ratio", "pair_ratio", "longest_path")

@@ -105,11 +105,9 @@ def fold_shared_prefixes(
     if attn_backend is not None or not is_prepared(inner):
         with _without_autocast(base):
             install_tree_hooks(inner, attn_backend=attn_backend or "auto")
-    calls = getattr(base, _STATE, None)
-    if calls is None:
-        setattr(base, _STATE, _FoldedCalls(base, min_reuse))
-    else:
-        calls.min_reuse = min_reuse
+    if not hasattr(base, _STATE):
+        setattr(base, _STATE, _FoldedCalls(base))
+    getattr(base, _STATE).min_reuse = min_reuse
     return model
 
 
@@ -155,8 +153,9 @@ def ids_to_fold(
 class _FoldedCalls:
     """The hooks around one causal LM, and a stack of its running calls (the self-check runs calls inside a call)."""
 
-    def __init__(self, base: PreTrainedModel, min_reuse: float) -> None:
-        self.min_reuse = min_reuse
+    min_reuse: float
+
+    def __init__(self, base: PreTrainedModel) -> None:
         self.row_tokens = self.packed_tokens = 0  # of the folded training calls since the last log
         self._running: list[_Call | None] = []
         self._warned: set[str] = set()

@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +30,7 @@ from hf_prefix_tree.modeling.checks import base_causal_lm
 from hf_prefix_tree.rl.folded_forward import FoldedForwardMixin, ids_to_fold
 from hf_prefix_tree.rl.folded_rows import TOO_MANY, SortedRows, row_multiple, select_rows
 from hf_prefix_tree.rl.rollouts import ROLLOUTS, PaddedRows, Rollout, RolloutRowsMixin
+from hf_prefix_tree.training.step import replaced
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class TreePolicyMixin(FoldedForwardMixin):
     _metrics: dict[str, Any]
     _regrouped: Regrouped | None = None  # the micro-batch whose loss is being computed
     _known: Scored | None = None  # the forward returns it without computing anything
-    _rollouts: list[Rollout] | None = None  # of the completions at hand, if they have several rows
+    _rollouts: list[Rollout] | None = None  # of the completions that are scored, if they have several rows
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -143,7 +143,7 @@ class TreePolicyMixin(FoldedForwardMixin):
         names = ("prompt_ids", "completion_ids"), ("prompt_mask", "completion_mask")
         input_ids, attention_mask = (torch.cat([whole[name] for name in pair], dim=1) for pair in names)
         rows = {**whole, "input_ids": input_ids, "attention_mask": attention_mask}
-        with self.scoring(whole.get(ROLLOUTS)):
+        with replaced(self, _rollouts=whole.get(ROLLOUTS)):
             parts = self._parts(self.model, rows, whole["completion_ids"].shape[1], len(batches))
         window = Window(batches, parts)
         regrouped = []
@@ -186,15 +186,6 @@ class TreePolicyMixin(FoldedForwardMixin):
 
     # ---- the loss ----
 
-    @contextmanager
-    def scoring(self, rollouts: list[Rollout] | None) -> Iterator[None]:
-        """While active, completions that are scored are those of these rollouts."""
-        before, self._rollouts = self._rollouts, rollouts
-        try:
-            yield
-        finally:
-            self._rollouts = before
-
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
@@ -203,12 +194,9 @@ class TreePolicyMixin(FoldedForwardMixin):
         part: Regrouped | None = inputs.get(REGROUPED)
         if part is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        metrics, self._metrics = self._metrics, {mode: defaultdict(list) for mode in self._metrics}
-        self._regrouped = part
-        try:
+        ignored: dict[str, Any] = {mode: defaultdict(list) for mode in self._metrics}
+        with replaced(self, _metrics=ignored, _regrouped=part):
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        finally:
-            self._metrics, self._regrouped = metrics, None
         if part.part == len(part.window.parts) - 1:
             self._log_metrics(model, part.window)
         return loss * part.scale
@@ -216,11 +204,9 @@ class TreePolicyMixin(FoldedForwardMixin):
     @torch.no_grad()
     def _log_metrics(self, model: Any, window: Window) -> None:
         """Lets TRL log the metrics of its own micro-batches, from the log-probs of the parts."""
-        try:
-            for batch, self._known in zip(window.batches, window.scored_batches(), strict=True):
+        for batch, scored in zip(window.batches, window.scored_batches(), strict=True):
+            with replaced(self, _known=scored):
                 self._compute_loss(model, batch)
-        finally:
-            self._known = None
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, **kwargs: Any
@@ -242,7 +228,7 @@ class TreePolicyMixin(FoldedForwardMixin):
         rollouts, log_probs = self._rollouts, []
         for part in parts:
             batch = unsplit_pixel_values_by_grid(select_rows([rows], part))
-            with self.scoring(None if rollouts is None else [rollouts[index] for index in part]):
+            with replaced(self, _rollouts=None if rollouts is None else [rollouts[index] for index in part]):
                 log_probs.append(compute(model, logits_to_keep=logits_to_keep, **batch)[0])
         return _in_row_order(log_probs, parts), None, None
 

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hf_prefix_tree.data.baselines import branch_shares
 from hf_prefix_tree.data.nodes import as_branch, rollout_branches
+from hf_prefix_tree.data.rows import rows_of_batch
 from hf_prefix_tree.data.supervision import IGNORE_INDEX, located
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE, concatenate_trees
 from hf_prefix_tree.training.sampling import PADDING_FEATURE
@@ -38,8 +39,7 @@ class RowCounts:
         self.collator = collator
 
     def __call__(self, columns: Mapping[str, Sequence[Any]]) -> dict[str, list[list[int]]]:
-        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        return {"counts": [self.of(row) for row in rows]}
+        return {"counts": [self.of(row) for row in rows_of_batch(columns)]}
 
     def of(self, row: Any) -> list[int]:
         """The counts of one row."""
@@ -188,14 +188,11 @@ class BranchCollator:
             for tree in trees
             for branch, weights in zip(tree.branches(), branch_shares(tree), strict=True)
         ]
-        sequences = [self._sequence(chain) for chain in chains or [[]]]
+        sequences = [self.collator(chain) for chain in chains or [[]]]
         batch = {name: torch.cat([part[name] for part in sequences], dim=-1) for name in sequences[0]}
-        batch["tree_stats"] = self._sequence(trees)["tree_stats"]
+        batch["tree_stats"] = self.collator(trees)["tree_stats"]
         batch["branch_lengths"] = torch.tensor([[part["input_ids"].shape[1] for part in sequences]])
         return batch
-
-    def _sequence(self, trees: Sequence[PrefixTree]) -> dict[str, torch.Tensor]:
-        return concatenate_trees(trees, self.collator.pad_token_id, self.collator.pad_to_multiple_of)
 
 
 @dataclass

@@ -20,6 +20,7 @@ from accelerate.utils import recursively_apply
 from datasets import Dataset, IterableDataset
 from transformers import default_data_collator
 from trl import SFTTrainer
+from trl.chat_template_utils import get_training_chat_template
 
 from hf_prefix_tree import __version__
 from hf_prefix_tree.data.baselines import difference
@@ -38,22 +39,6 @@ from hf_prefix_tree.tree.folding import check_not_empty
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 logger = logging.getLogger(__name__)
-
-
-_CARD_SECTION = """
-### Prefix trees
-
-Sequences that share prefixes were folded into trees, and each shared token computed once, with
-[hf_prefix_tree](https://github.com/hf-prefix-tree/hf_prefix_tree) {version}.
-
-| | |
-|---|---|
-| weighting | `{weighting}` |
-| branches trained on | {branches:,.0f} |
-| tokens of the branches | {branch_tokens:,.0f} |
-| tokens computed | {tree_tokens:,.0f} |
-| token ratio | {ratio:.2f} |
-"""
 
 
 class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
@@ -255,7 +240,11 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         options["chat_template_kwargs"] = args.chat_template_kwargs or {}
         reading = RowOptions(kind, self._tokenizer, rows.features, **options)
         try:
-            counts = difference(rows, reading, self.stock_rows(dataset, self._format))
+            processor = self.processing_class
+            if args.assistant_only_loss:
+                self.chat_template = get_training_chat_template(processor)  # `None` leaves the tokenizer's
+            stock = SFTTrainer._prepare_dataset(self, dataset, processor, args, False, self._format, "train")
+            counts = difference(rows, reading, stock)
         except Exception as error:  # TRL does not read all columns and messages that are read here
             counts = f"the first dataset rows can't be compared with TRL: {str(error).rstrip('.')}"
         if self.is_world_process_zero():
@@ -275,13 +264,19 @@ def add_tree_section(card: Path, log_history: Sequence[Mapping[str, Any]], weigh
         return
     branches = sum(entry["tree/branches"] for entry in windows)
     branch_tokens = sum(entry["tree/tokens"] * entry["tree/token_ratio"] for entry in windows)
-    section = _CARD_SECTION.format(
-        version=__version__,
-        weighting=weighting,
-        branches=branches,
-        branch_tokens=branch_tokens,
-        tree_tokens=tree_tokens,
-        ratio=branch_tokens / tree_tokens,
-    )
+    section = f"""
+### Prefix trees
+
+Sequences that share prefixes were folded into trees, and each shared token computed once, with
+[hf_prefix_tree](https://github.com/hf-prefix-tree/hf_prefix_tree) {__version__}.
+
+| | |
+|---|---|
+| weighting | `{weighting}` |
+| branches trained on | {branches:,.0f} |
+| tokens of the branches | {branch_tokens:,.0f} |
+| tokens computed | {tree_tokens:,.0f} |
+| token ratio | {branch_tokens / tree_tokens:.2f} |
+"""
     before, heading, after = card.read_text(encoding="utf-8").partition("\n### Framework versions")
     write_files({card: (before.rstrip() + "\n" + section + heading + after).encode()})

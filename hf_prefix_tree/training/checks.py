@@ -197,10 +197,9 @@ def check_tree_config(config: Any, preparation: Sequence[str]) -> None:
                     f"`{name}={getattr(config, name)}` would concatenate sequences of `max_packed_tokens="
                     f"{config.max_packed_tokens}`. Set `{name}=1`: a packed sequence is a batch by itself."
                 )
-    defaults = {name: config.__dataclass_fields__[name].default for name in preparation}
-    refuse_ignored(
-        config, [f"`{n}={getattr(config, n)!r}`" for n, default in defaults.items() if getattr(config, n) != default]
-    )
+    fields = config.__dataclass_fields__
+    given = [f"`{n}={getattr(config, n)!r}`" for n in preparation if getattr(config, n) != fields[n].default]
+    refuse_ignored(config, given)
 
 
 def refuse_ignored(config: Any, given: Sequence[str]) -> None:
