@@ -233,10 +233,8 @@ def run(
         options["reward_funcs"] = _reward_functions(arguments)
     module, trainer_name = ("trl", spec.trainer.removeprefix("Tree")) if is_stock else ("hf_prefix_tree", spec.trainer)
     trainer_class = getattr(importlib.import_module(module), trainer_name)
-    train_rows, test_rows = [*datasets, None][:2]
-    trainer = trainer_class(
-        args=args, train_dataset=train_rows, eval_dataset=test_rows, processing_class=tokenizer, **options
-    )
+    options |= dict(zip(("train_dataset", "eval_dataset"), datasets, strict=False))
+    trainer = trainer_class(args=args, processing_class=tokenizer, **options)
     if not (args.bf16 or torch.accelerator.is_available()):
         trainer.add_callback(_WithoutBf16)
     resumed = args.resume_from_checkpoint
@@ -374,9 +372,8 @@ def _model_settings(args: Any, model_args: ModelConfig, attention: str | None) -
         settings |= args.target_model_init_kwargs or {}
     else:
         settings["trust_remote_code"] = args.trust_remote_code
-    quantization = get_quantization_config(model_args)
-    settings |= {} if quantization is None else {"quantization_config": quantization}
-    return settings | ({} if attention is None else {"attn_implementation": attention})
+    further = {"quantization_config": get_quantization_config(model_args), "attn_implementation": attention}
+    return settings | {name: value for name, value in further.items() if value is not None}
 
 
 def _load_tokenizer(arguments: TrainArguments, model_args: ModelConfig) -> Any:

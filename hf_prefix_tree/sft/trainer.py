@@ -121,15 +121,8 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         self._format: Callable[[Any], str] | None = kwargs.get("formatting_func")
         # TRL would look for a training template of its own, which trees do not need
         self._asked, args.assistant_only_loss = args.assistant_only_loss, False
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=data_collator or default_data_collator,  # until the tokenizer is there
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            **kwargs,
-        )
+        collator = data_collator or default_data_collator  # until the tokenizer is there
+        super().__init__(model, args, collator, train_dataset, eval_dataset, processing_class, **kwargs)
         args.assistant_only_loss = self._asked
         checks.check_texts(self)
         if data_collator is None:

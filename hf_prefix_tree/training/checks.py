@@ -197,9 +197,10 @@ def check_tree_config(config: Any, preparation: Sequence[str]) -> None:
                     f"`{name}={getattr(config, name)}` would concatenate sequences of `max_packed_tokens="
                     f"{config.max_packed_tokens}`. Set `{name}=1`: a packed sequence is a batch by itself."
                 )
-    fields = config.__dataclass_fields__
-    given = [f"`{n}={getattr(config, n)!r}`" for n in preparation if getattr(config, n) != fields[n].default]
-    refuse_ignored(config, given)
+    defaults = {name: config.__dataclass_fields__[name].default for name in preparation}
+    refuse_ignored(
+        config, [f"`{n}={getattr(config, n)!r}`" for n, default in defaults.items() if getattr(config, n) != default]
+    )
 
 
 def refuse_ignored(config: Any, given: Sequence[str]) -> None:
@@ -406,16 +407,6 @@ def split_tree_ids(tree_ids: Sequence[Sequence[int]], num_parts: Sequence[Sequen
             "(`max_examples`), or keep all rows that have a `tree_ids` entry in common."
         )
     return [[tree_id for tree_id, _ in row] for row in split]
-
-
-def check_unit_sizes(largest: int, block_size: int) -> None:
-    """Raises `ValueError` where rows that belong together do not fit into one optimizer step."""
-    if largest > block_size:
-        raise ValueError(
-            f"{largest} rows hold parts of the same split trees and must be in one optimizer step, which has "
-            f"{block_size} (`gradient_accumulation_steps` x processes x `per_device_train_batch_size`). Raise "
-            "`gradient_accumulation_steps`, or raise `max_packed_tokens`, so that trees have fewer parts."
-        )
 
 
 def _warn_of_newer_versions() -> None:

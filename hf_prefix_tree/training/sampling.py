@@ -27,7 +27,6 @@ from transformers import TrainerCallback
 
 from hf_prefix_tree.data.trees import cached_map
 from hf_prefix_tree.modeling.flops import cost_per_count
-from hf_prefix_tree.training.checks import check_unit_sizes
 from hf_prefix_tree.tree.packing import next_fit, pack_rows
 
 if TYPE_CHECKING:
@@ -300,7 +299,13 @@ class StepSampler(Sampler[int]):
 
     def __post_init__(self) -> None:
         self.unit_sizes = np.array([len(unit) for unit in self.units])
-        check_unit_sizes(self.unit_sizes.max(), self.block_size)
+        if self.unit_sizes.max() > self.block_size:
+            raise ValueError(
+                f"{self.unit_sizes.max()} rows hold parts of the same split trees and must be in one optimizer step, "
+                f"which has {self.block_size} (`gradient_accumulation_steps` x processes x "
+                "`per_device_train_batch_size`). Raise `gradient_accumulation_steps`, or raise `max_packed_tokens`, "
+                "so that trees have fewer parts."
+            )
         self.padding_index = int(self.unit_sizes.sum())
         if self.costs is not None:
             self.unit_costs = np.array([self.costs[unit].mean() for unit in self.units])
