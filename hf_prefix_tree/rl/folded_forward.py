@@ -6,8 +6,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from hf_prefix_tree.rl.config import MIN_REUSE, FoldingOptions
 from hf_prefix_tree.rl.folded_rows import FoldedRows, fold_rows, images_of_rows, row_multiple
 from hf_prefix_tree.training.checks import refuse_engines
 from hf_prefix_tree.training.options import refuse_options
-from hf_prefix_tree.training.step import CheckpointMixin
+from hf_prefix_tree.training.step import CheckpointMixin, replaced
 
 logger = logging.getLogger(__name__)
 
@@ -103,28 +103,14 @@ def fold_shared_prefixes(
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     base = base_causal_lm(inner)
     if attn_backend is not None or not is_prepared(inner):
-        with _without_autocast(base):
+        # A reference model arrives with Accelerate's mixed precision, which would round the logits of the self-check.
+        original = base.__dict__.get("_original_forward")
+        with nullcontext() if original is None else replaced(base, forward=original):
             install_tree_hooks(inner, attn_backend=attn_backend or "auto")
     if not hasattr(base, _STATE):
         setattr(base, _STATE, _FoldedCalls(base))
     getattr(base, _STATE).min_reuse = min_reuse
     return model
-
-
-@contextmanager
-def _without_autocast(base: PreTrainedModel) -> Iterator[None]:
-    """
-    Restores the forward that a model had before Accelerate's mixed precision, during the self-check: a reference model
-    arrives with mixed precision, and the self-check would see the rounding of bfloat16 in float32 logits.
-    """
-    wrapped, original = base.__dict__.get("forward"), base.__dict__.get("_original_forward")
-    if original is not None:
-        base.forward = original
-    try:
-        yield
-    finally:
-        if original is not None:
-            base.forward = wrapped
 
 
 def ids_to_fold(

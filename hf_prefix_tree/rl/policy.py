@@ -36,6 +36,10 @@ logger = logging.getLogger(__name__)
 
 Scored = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # log-probs, entropies, auxiliary loss
 REGROUPED = "regrouped"  # key of a micro-batch that is not TRL's own
+# How each `loss_type` normalises the loss of a micro-batch: as a mean over its completions, or as a sum with a divisor
+# of the whole step. (`bnpo` divides by the tokens of the micro-batch.)
+MEANS_OVER_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")
+SUMS = ("dapo", "cispo", "vespo")
 
 
 @dataclass
@@ -79,6 +83,7 @@ class TreePolicyMixin(FoldedForwardMixin):
     """
 
     max_row_tokens: int = 0
+    loss_type = "grpo"  # RLOO has no such option; its loss is a mean over completions, too
     _buffered_inputs: list[dict[str, Any]] | None
     _metrics: dict[str, Any]
     _regrouped: Regrouped | None = None  # the micro-batch whose loss is being computed
@@ -102,10 +107,6 @@ class TreePolicyMixin(FoldedForwardMixin):
         if self.aux_loss_enabled:
             return "the router's auxiliary loss is that of a micro-batch (`router_aux_loss_coef=0` turns it off)"
         return None
-
-    def _loss_is_a_mean(self) -> bool:
-        """Whether a micro-batch's loss is a mean over its completions, not a sum with a divisor of the whole step."""
-        return True
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         if not self.use_transformers_continuous_batching:
@@ -148,7 +149,7 @@ class TreePolicyMixin(FoldedForwardMixin):
         window = Window(batches, parts)
         regrouped = []
         for index, part in enumerate(parts):
-            scale = len(part) * len(batches) / len(input_ids) if self._loss_is_a_mean() else 1.0
+            scale = len(part) * len(batches) / len(input_ids) if self.loss_type in MEANS_OVER_COMPLETIONS else 1.0
             batch = unsplit_pixel_values_by_grid(select_rows([whole], part))
             regrouped.append({**batch, REGROUPED: Regrouped(window, index, scale)})
         # Ranks reduce their gradients in the backward that ends a step, so the empty micro-batches come first.
@@ -186,27 +187,21 @@ class TreePolicyMixin(FoldedForwardMixin):
 
     # ---- the loss ----
 
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> torch.Tensor:
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         if not inputs:
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         part: Regrouped | None = inputs.get(REGROUPED)
         if part is None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return super().compute_loss(model, inputs, *args, **kwargs)
         ignored: dict[str, Any] = {mode: defaultdict(list) for mode in self._metrics}
         with replaced(self, _metrics=ignored, _regrouped=part):
-            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if part.part == len(part.window.parts) - 1:
-            self._log_metrics(model, part.window)
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+        window = part.window
+        if part.part == len(window.parts) - 1:  # TRL logs the metrics of its own micro-batches, from these log-probs
+            for batch, scored in zip(window.batches, window.scored_batches(), strict=True):
+                with torch.no_grad(), replaced(self, _known=scored):
+                    self._compute_loss(model, batch)
         return loss * part.scale
-
-    @torch.no_grad()
-    def _log_metrics(self, model: Any, window: Window) -> None:
-        """Lets TRL log the metrics of its own micro-batches, from the log-probs of the parts."""
-        for batch, scored in zip(window.batches, window.scored_batches(), strict=True):
-            with replaced(self, _known=scored):
-                self._compute_loss(model, batch)
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, **kwargs: Any
@@ -231,11 +226,6 @@ class TreePolicyMixin(FoldedForwardMixin):
             with replaced(self, _rollouts=None if rollouts is None else [rollouts[index] for index in part]):
                 log_probs.append(compute(model, logits_to_keep=logits_to_keep, **batch)[0])
         return _in_row_order(log_probs, parts), None, None
-
-
-# How each `loss_type` normalises the loss of a micro-batch. (`bnpo` divides by the tokens of the micro-batch.)
-MEANS_OVER_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")
-SUMS = ("dapo", "cispo", "vespo")
 
 
 class TreeGRPOTrainer(TreePolicyMixin, RolloutRowsMixin):
@@ -296,9 +286,6 @@ class TreeGRPOTrainer(TreePolicyMixin, RolloutRowsMixin):
         if self.top_entropy_quantile < 1.0:
             return f"`top_entropy_quantile={self.top_entropy_quantile}` is a quantile of a micro-batch"
         return super()._why_not_regroup()
-
-    def _loss_is_a_mean(self) -> bool:
-        return self.loss_type in MEANS_OVER_COMPLETIONS
 
 
 class TreeRLOOTrainer(TreePolicyMixin, RLOOTrainer):

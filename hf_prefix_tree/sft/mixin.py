@@ -181,8 +181,11 @@ class TreeLossMixin(StepMixin):
                 return RandomSampler(dataset) if strategy in BY_LENGTH else None  # Trainer's knows no cost of a tree
             if not is_collated and strategy != "batch_rebalance":  # Trainer's sampler for it would repeat rows
                 return None
-        else:
-            checks.check_split_strategy(strategy, STRATEGIES)
+        elif strategy not in STRATEGIES:
+            raise ValueError(
+                f"`train_sampling_strategy={strategy!r}` would tear the parts of split trees apart. Set it to one of "
+                f"{STRATEGIES}."
+            )
         costs = None
         if is_collated and (ranks > 1 or strategy == "group_by_length"):
             counts, num_proc = RowCounts(self.data_collator), getattr(args, "dataset_num_proc", None)

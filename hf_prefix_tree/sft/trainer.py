@@ -164,14 +164,16 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
             return EvaluationCollator(self.data_collator)
         if self.args.mode != "grouped":
             return self.data_collator
-        checks.check_grouped_mode(self)
+        if self.is_deepspeed_enabled:
+            raise ValueError(
+                "`mode='grouped'` does several backwards in a micro-batch, and DeepSpeed may step after each. Use DDP "
+                "or FSDP, or `mode='tree'`."
+            )
         return BranchCollator(self.data_collator)
 
-    def training_step(
-        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any) -> torch.Tensor:
         if "branch_lengths" not in inputs:
-            return super().training_step(model, inputs, num_items_in_batch)
+            return super().training_step(model, inputs, *args)
         number = torch.tensor([inputs["branch_lengths"].numel()], device=self.args.device)
         branches = branch_batches(inputs, number=self.accelerator.gather(number).max().item())
         steps = self.current_gradient_accumulation_steps
@@ -182,7 +184,7 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
             # FSDP2: those that wait there are whole, and the end of an inner `no_sync` would end the caller's.
             waits = index < len(branches) - 1 and not self.accelerator.is_fsdp2
             with self.accelerator.no_sync(model) if waits else nullcontext():
-                losses.append(super().training_step(model, branch, num_items_in_batch))
+                losses.append(super().training_step(model, branch, *args))
         self.current_gradient_accumulation_steps = steps
         return torch.stack(losses).sum()
 

@@ -313,15 +313,6 @@ def check_vocabulary_rows(rows: Any) -> None:
         raise ValueError("`train_dataset` is needed to choose the draft vocabulary: pass it, or a `model`.")
 
 
-def check_grouped_mode(trainer: Any) -> None:
-    """Raises `ValueError` where several backwards of a micro-batch could mean several optimizer steps."""
-    if trainer.is_deepspeed_enabled:
-        raise ValueError(
-            "`mode='grouped'` does several backwards in a micro-batch, and DeepSpeed may step after each. Use DDP or "
-            "FSDP, or `mode='tree'`."
-        )
-
-
 def refuse_tensor_parallelism(trainer: Any) -> None:
     """Raises `ValueError` under tensor parallelism."""
     if trainer.get_tp_size() > 1:
@@ -359,15 +350,6 @@ def check_split_stream(args: Any) -> None:
         raise ValueError(
             "`train_dataset` is a stream with `tree_ids`, and nothing keeps the parts of a split tree of a stream in "
             "one optimizer step. Set `overflow='drop'` or `'raise'`, or load the dataset whole."
-        )
-
-
-def check_split_strategy(strategy: str, allowed: Sequence[str]) -> None:
-    """Raises `ValueError` for a `train_sampling_strategy` that knows nothing of split trees."""
-    if strategy not in allowed:
-        raise ValueError(
-            f"`train_sampling_strategy={strategy!r}` would tear the parts of split trees apart. Set it to one of "
-            f"{allowed}."
         )
 
 

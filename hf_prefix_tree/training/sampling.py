@@ -92,7 +92,7 @@ class PaddedStream(torch.utils.data.IterableDataset):
 
 
 def fill_uneven_steps(
-    trainer: Trainer, dataset: Any, rows: int, *, is_training: bool, description: str, sampler: Sampler | None = None
+    trainer: Trainer, dataset: Any, rows: int, is_training: bool, description: str, sampler: Sampler | None
 ) -> Any:
     """
     The dataset for a trainer's `_get_dataloader`, of which no row is counted twice or in another epoch.

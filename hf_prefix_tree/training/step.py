@@ -111,14 +111,13 @@ class CheckpointMixin(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         run = self._get_output_dir(trial)
         folder = Path(run, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        limit, self.args.save_total_limit = self.args.save_total_limit, None  # older ones are deleted below
+        limit = self.args.save_total_limit
         try:
-            super()._save_checkpoint(model, trial)
+            with replaced(self.args, save_total_limit=None):  # older ones are deleted below
+                super()._save_checkpoint(model, trial)
         except Exception as error:  # on a full disk; those of torch and safetensors name no file
             error.add_note(f"The checkpoint {folder} was not saved whole.")
             raise
-        finally:
-            self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()  # all ranks write
         if self.args.should_save:
             files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != PARTIAL]
@@ -261,9 +260,7 @@ class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer wh
             self._add(name, value)
         return result
 
-    def training_step(
-        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         self._has_loss = False
         with replaced(self, _is_training=True, _step_items=num_items_in_batch):
             loss = super().training_step(model, inputs, num_items_in_batch)
@@ -272,11 +269,7 @@ class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer wh
         return loss
 
     def compute_loss(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | None = None,
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         is_training = self._is_training
         # Not the argument: an override of `compute_loss` may not hand it on, and evaluation divides by its own items.
@@ -347,9 +340,7 @@ class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer wh
         if sampler is not None:
             kwargs["sampler_fn"] = lambda _: sampler
         rows = self._reading_ranks() * batch_size
-        dataset = fill_uneven_steps(
-            self, dataset, rows, is_training=is_training, description=description, sampler=sampler
-        )
+        dataset = fill_uneven_steps(self, dataset, rows, is_training, description, sampler)
         with replaced(self, data_collator=self.loader_collator(is_training)):
             return super()._get_dataloader(dataset, description, batch_size, **kwargs)
 
