@@ -2,15 +2,16 @@
 """
 Train an EAGLE-3 draft head for a target model, and export it for serving.
 
-Takes a Hub dataset or a JSON Lines file, in any form that `Eagle3Trainer` reads: conversations (`messages`), `prompt`
-+ `completion`, token ids with a `loss_mask`. Answers that the target itself generated work best.
+Takes a Hub dataset or a JSON Lines file, in any form that `Eagle3Trainer` reads: conversations (`messages`) and
+completions of a prompt, which are folded into trees, or token ids with a `loss_mask`. Answers that the target itself
+generated work best.
 
 ```shell
 python examples/eagle3_train.py \
     --model_name_or_path Qwen/Qwen3-8B \
     --dataset_name answers.jsonl \
     --draft_vocab_size 32000 --selected_token_ids_path draft_vocabulary.safetensors \
-    --packed_sequence_size 4096 --bf16 \
+    --packed_sequence_size 16384 --per_device_train_batch_size 1 --bf16 \
     --output_dir Qwen3-8B-EAGLE3 --export_engine vllm
 ```
 

@@ -27,7 +27,7 @@ from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_
 from hf_prefix_tree.data.baselines import stock_samples
 from hf_prefix_tree.data.formats import with_tools
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
-from hf_prefix_tree.eagle3.data import prepare_eagle3_rows
+from hf_prefix_tree.eagle3.data import prepare_eagle3_trees
 from hf_prefix_tree.eagle3.export import export_for_serving, validate_export
 from hf_prefix_tree.eagle3.model import Eagle3DraftModel
 from hf_prefix_tree.eagle3.target import TARGET_FILE, Eagle3Target, precompute_hidden_states
@@ -222,9 +222,11 @@ def run(
         if arguments.precompute_dir is not None and not is_precomputed:
             frozen = Eagle3Target(target, args.aux_layer_ids, args.attn_backend).to(args.device)
             target = arguments.precompute_dir
+            pad_token_id = padding_token_of(tokenizer)
+            prepared = [prepare_eagle3_trees(rows, args, tokenizer, pad_token_id) for rows in datasets]
             datasets = [
-                precompute_hidden_states(frozen, _documents(rows, tokenizer, args), target, split=split)
-                for rows, split in zip(datasets, splits, strict=True)
+                precompute_hidden_states(frozen, rows, target, split=split)
+                for rows, split in zip(prepared, splits, strict=True)
             ]
         options |= {"model": arguments.draft_name_or_path, "target_model": target}
     else:
@@ -325,24 +327,11 @@ def _print_preparation(
         line = f"Without trees: {len(lengths):,} samples of {sum(lengths):,} tokens, {supervised:,} supervised, "
         line += f"the longest {max(lengths):,}."
     elif method == "eagle3":
-        masks = _documents(rows, tokenizer, args)["loss_mask"]
+        prepared = prepare_eagle3_trees(rows, args, tokenizer, padding_token_of(tokenizer))
+        masks = prepared["branch_count" if "branch_count" in prepared.column_names else "loss_mask"]
         positions, supervised = sum(map(len, masks)), sum(map(sum, masks))
         line = f"{split}: {len(masks):,} sequences of {positions:,} positions, {supervised:,} supervised."
     console().print(line)
-
-
-def _documents(rows: Dataset, tokenizer: Any, args: Any) -> Dataset:
-    """The packed or padded documents that `Eagle3Trainer` makes of the rows."""
-    reading = {name: getattr(args, name) for name in ("supervise_reasoning", "reasoning_end", "on_error")}
-    return prepare_eagle3_rows(
-        rows,
-        {"tokenizer": tokenizer, **reading},
-        seq_length=args.seq_length,
-        packed_sequence_size=args.packed_sequence_size,
-        strategy=args.packing_strategy,
-        pad_token_id=padding_token_of(tokenizer),
-        num_proc=args.dataset_num_proc,
-    )
 
 
 def _load_model(arguments: WeightsArguments, args: Any, model_args: ModelConfig, attention: str | None) -> Any:

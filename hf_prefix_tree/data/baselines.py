@@ -23,6 +23,7 @@ from hf_prefix_tree.data.prepare import check_preparation, prepare_dataset, prep
 from hf_prefix_tree.data.rows import (
     MESSAGE_KINDS,
     SAMPLE_KINDS,
+    TEXT_KINDS,
     RowOptions,
     columns_of,
     row_branches,
@@ -85,29 +86,53 @@ def read_samples(
     columns = columns_of(rows)
     if "input_ids" in columns or not columns:
         return rows if on_error == "raise" else _readable(rows)
-    kind = row_kind(columns, (*SAMPLE_KINDS, "tokens"))
-    if tokenizer is None:
+    kinds = (*SAMPLE_KINDS, "tokens")
+    folded, report = read_branches(rows, tokenizer, kinds, on_error=on_error, num_proc=num_proc, **options)
+    if counts is not None:
+        counts.update(report.as_dict())
+    if isinstance(folded, list):
+        return [sample for tree in folded for sample in _samples(tree)]
+    options = {"batched": True, "remove_columns": list(TREE_FEATURES), "features": _SAMPLE_FEATURES}
+    return cached_map(folded, _unfold, **options, num_proc=num_proc, desc="Unfolding samples")
+
+
+def read_branches(
+    rows: Any, tokenizer: Any, kinds: Sequence[str], *, on_error: str, num_proc: int | None, **options: Any
+) -> tuple[Any, Report]:
+    """
+    The tree of each row: as by `prepare_trees`, with further options of how a row is read, also for a list of rows.
+
+    Args:
+        rows (`Dataset`, `IterableDataset` or list of `dict`):
+            Rows of one of the `kinds`.
+        kinds (sequence of `str`):
+            Keys of `ROW_KINDS`.
+        tokenizer, on_error, num_proc, options:
+            As for [`read_samples`].
+
+    Returns:
+        `tuple`: rows that are trees, in the form of `rows`, without those that supervise nothing; and their counts,
+        which are logged.
+    """
+    kind = row_kind(columns_of(rows), kinds)
+    if tokenizer is None and kind in TEXT_KINDS:
         raise ValueError(f"`tokenizer` is None, but {kind} rows are text; pass the model's tokenizer.")
     is_list = not isinstance(rows, Dataset | IterableDataset)
     features = {} if is_list else dict(rows.features or {})
     read = RowOptions(kind, tokenizer, features, **options)
     plan = Plan(read, "branch", on_error, num_proc=num_proc)
-    report = Report()
-    samples: Any
+    report, folded = Report(), rows
     if is_list:
-        trees = [tree_of_rows([item], **plan.some(FOLDING)) for item in enumerate(rows)]
-        for tree in trees:
-            report.add(tree[REPORT])
+        folded = [tree_of_rows([item], **plan.some(FOLDING)) for item in enumerate(rows)]
+        for tree in folded:
+            report.add(tree.pop(REPORT))
         report.log()
-        samples = [sample for tree in trees for sample in _samples(tree)]
+        folded = [tree for tree in folded if tree["num_branches"]]
+    elif isinstance(rows, IterableDataset):
+        folded = prepare_stream(rows, columns_of(rows), plan)
     else:
-        is_stream = isinstance(rows, IterableDataset)
-        folded: Any = prepare_stream(rows, columns, plan) if is_stream else prepare_dataset(rows, plan, report)
-        options = {"batched": True, "remove_columns": list(TREE_FEATURES), "features": _SAMPLE_FEATURES}
-        samples = cached_map(folded, _unfold, **options, num_proc=num_proc, desc="Unfolding samples")
-    if counts is not None:
-        counts.update(report.as_dict())
-    return samples
+        folded = prepare_dataset(rows, plan, report)
+    return folded, report
 
 
 def _readable(rows: Any) -> Any:
@@ -130,7 +155,7 @@ def _can_read(rows: Any, indices: Sequence[int]) -> list[bool]:
 
 
 def _samples(tree: Mapping[str, Any]) -> Iterator[Row]:
-    for branch in PrefixTree.from_dict(tree).branches() if tree["num_branches"] else ():
+    for branch in PrefixTree.from_dict(tree).branches():
         if branch.weights.any():
             mask = branch.weights > 0
             end = int(np.flatnonzero(mask)[-1]) + 1

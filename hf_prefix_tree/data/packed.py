@@ -100,8 +100,11 @@ def pack_dataset(
     return packed, packing.counts
 
 
-def pack_stream(trees: IterableDataset, max_tokens: int, pack_trees: bool) -> IterableDataset:
-    """The same for a stream: up to `STREAM_BUFFER` consecutive trees are packed together."""
+def pack_stream(trees: IterableDataset, max_tokens: int, pack_trees: bool, splits: bool) -> IterableDataset:
+    """
+    The same for a stream: up to `STREAM_BUFFER` consecutive trees are packed together. Without `splits` a larger tree
+    stays whole, in a row of its own.
+    """
     return trees.map(
         _pack_batch,
         with_indices=True,
@@ -109,7 +112,7 @@ def pack_stream(trees: IterableDataset, max_tokens: int, pack_trees: bool) -> It
         batch_size=STREAM_BUFFER,
         remove_columns=list(TREE_FEATURES),
         features=PACKED_FEATURES,
-        fn_kwargs={"max_tokens": max_tokens, "pack_trees": pack_trees},
+        fn_kwargs={"max_tokens": max_tokens, "pack_trees": pack_trees, "splits": splits},
     )
 
 
@@ -219,10 +222,12 @@ def _gather(_: Any, indices: list[int], source: Dataset, packing: Packing) -> pa
 
 
 def _pack_batch(
-    batch: Mapping[str, list[Any]], indices: list[int], max_tokens: int, pack_trees: bool
+    batch: Mapping[str, list[Any]], indices: list[int], max_tokens: int, pack_trees: bool, splits: bool
 ) -> dict[str, list[Any]]:
     trees = list(rows_of_batch(batch))
     lengths = [len(tree["input_ids"]) for tree in trees]
+    if not splits:
+        lengths = [min(length, max_tokens) for length in lengths]
     large = [row for row, length in enumerate(lengths) if length > max_tokens]
     parts = [part for row in large for part in _parts(trees[row], row, max_tokens)]
     packing = _plan(lengths, {name: [part[name] for part in parts] for name in _PART_COUNTS}, max_tokens, pack_trees)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from datasets import Dataset, IterableDataset
 
 from hf_prefix_tree.data.counts import Report, read_counts
@@ -80,6 +81,8 @@ def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
         raise ValueError(f"no tree is left of {report} ({report.losses()}); change the rows, or what drops them.")
     trees = trees.remove_columns(REPORT)
     if (max_tokens := plan.max_packed_tokens) is not None:
+        if plan.overflow == "stream":  # larger trees stay whole, each in a row of its own
+            lengths = np.minimum(lengths, max_tokens)
         trees, packing = pack_dataset(trees, lengths, max_tokens, plan.pack_trees, plan.num_proc)
         report.further |= packing
         log_packing(packing, max_tokens)
@@ -104,7 +107,7 @@ def prepare_stream(dataset: IterableDataset, columns: list[str], plan: Plan) -> 
     if plan.max_examples is not None:
         trees = trees.take(plan.max_examples)
     if plan.max_packed_tokens is not None:
-        trees = pack_stream(trees, plan.max_packed_tokens, plan.pack_trees)
+        trees = pack_stream(trees, plan.max_packed_tokens, plan.pack_trees, plan.overflow != "stream")
     return trees
 
 
@@ -113,7 +116,7 @@ PREPARATION_CHOICES: dict[str, tuple[str, ...]] = {
     "reasoning": REASONING_MODES,
     "weighting": WEIGHTINGS,
     "overlong": ("truncate", "drop", "raise"),
-    "overflow": ("split", "drop", "raise"),
+    "overflow": ("split", "stream", "drop", "raise"),
     "selection_metric": METRICS,
     "on_error": ("raise", "skip"),
 }
@@ -146,7 +149,7 @@ def check_preparation(**options: Any) -> None:
         if name in given:
             check_integer(given[name], name, least)
     max_length, max_packed_tokens = given.get("max_length", 0), given.get("max_packed_tokens", INT64_MAX)
-    if max_length > max_packed_tokens:
+    if options.get("overflow") != "stream" and max_length > max_packed_tokens:
         raise ValueError(
             f"`max_length` is {max_length}, above `max_packed_tokens`, which is {max_packed_tokens}: a packed "
             "sequence holds whole branches; lower the first or raise the second."
@@ -246,8 +249,8 @@ def prepare_trees(
             Tokens that a row of packed trees holds. At least `max_length`, if that is given. Of a streaming dataset,
             up to 1,000 consecutive trees are packed together.
         overflow (`str`, *optional*, defaults to `"split"`):
-            How to treat a larger tree: `"split"` splits it (a branch that is longer makes its row an
-            error), `"drop"` drops it, `"raise"` makes its row an error.
+            How to treat a larger tree: `"split"` splits it (a longer branch makes its row an error), `"stream"` leaves
+            it whole, in a row of its own, `"drop"` drops it, `"raise"` makes its row an error.
         pack_trees (`bool`, *optional*, defaults to `True`):
             Whether trees share rows. If not, each row holds one tree or part.
         selection_metric (`str`, *optional*):

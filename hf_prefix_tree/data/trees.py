@@ -207,13 +207,13 @@ def overflow_problem(counts: Mapping[str, Any], max_packed_tokens: int, overflow
     if overflow == "raise":
         return (
             f"its tree has {counts['tree_tokens']} tokens, `max_packed_tokens` is {max_packed_tokens}; raise it, or "
-            "pass `overflow='split'` or 'drop'."
+            "pass `overflow='split'`, 'stream' or 'drop'."
         )
     longest = counts["longest_path"]
     if overflow == "split" and longest > max_packed_tokens:
         return (
             f"a branch has {longest} tokens, which can't be split, `max_packed_tokens` is "
-            f"{max_packed_tokens}; raise it, or cap the branches with `max_length`."
+            f"{max_packed_tokens}; raise it, pass `overflow='stream'`, or cap the branches with `max_length`."
         )
     return ""
 

@@ -1,15 +1,16 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Attention of a test-time-training step: one softmax over the document so far and the position's earlier steps.
+"""Attention of a test-time-training step: one softmax over the path so far and the slot's earlier steps.
 
-At step k, position t sees the keys of step 0 at the positions up to t of its document, and the keys of steps 1 to k at
-t itself. The first part is a tree mask whose trees are chains, one per document; the rest is a diagonal per step.
+At step k, slot t sees the keys of step 0 at the slots before it on its path and at itself, and the keys of steps 1 to
+k at itself. The first part is the mask of the draft's tree; the rest is a diagonal per step. Documents without shared
+tokens are trees without forks: chains.
 [`dense_steps`] is the reference, with an N x N score matrix. [`flex_steps`] takes the first part's log-sum-exp from
 FlexAttention and adds the diagonals to the softmax: O(N) memory, no key is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,8 +51,60 @@ def document_tree(seq_lens: torch.Tensor, length: int) -> torch.Tensor:
     return torch.stack([end, depth, predecessor], dim=1).to(torch.int32)
 
 
+DRAFT_KEYS = ("draft_tree", "draft_sources", "draft_weights")
+
+
+def draft_slots(batch: Mapping[str, Any], steps: int) -> dict[str, torch.Tensor]:
+    """
+    The slots of a draft, M in each tensor row: where it is unrolled, and what it reads and learns there.
+
+    Those of trees are in the batch. In documents without shared tokens every position is one.
+
+    Args:
+        batch (`Mapping[str, Any]`): A batch of [`DataCollatorForEagle3`] of `(B, N)` positions.
+        steps (`int`): K, the steps that the draft is unrolled for.
+
+    Returns:
+        `dict[str, torch.Tensor]`: `draft_tree`, the tree of the slots, int32 of shape `(B, 3, M)`; `draft_sources`,
+        the token of each slot and the K after it, int64 of shape `(B, K + 1, M)`: indices into the flattened `B * N`
+        (of the last token, once the branch has ended); `draft_weights`, how many branches supervise the token that
+        the slot reads at each step, int64 of shape `(B, K, M)`.
+
+    Raises:
+        `ValueError`: If the trees of the batch were collated for another number of steps.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> batch = {"loss_mask": [[0, 0, 1, 1]], "doc_remaining": [[3, 2, 1, 0]], "seq_lens": [[4]]}
+    >>> slots = draft_slots({name: torch.tensor(value) for name, value in batch.items()}, steps=2)
+    >>> slots["draft_sources"][0], slots["draft_weights"][0]
+    (tensor([[0, 1, 2, 3],
+            [1, 2, 3, 3],
+            [2, 3, 3, 3]]), tensor([[0, 1, 1, 0],
+            [1, 1, 0, 0]]))
+
+    ```
+    """
+    if "draft_tree" in batch:
+        if (collated := batch["draft_weights"].shape[1]) != steps:
+            raise ValueError(
+                f"`ttt_steps` is {steps}, but the trees of the batch were collated for {collated}: pass the same "
+                "`ttt_steps` to `DataCollatorForEagle3`."
+            )
+        return {name: batch[name] for name in DRAFT_KEYS}
+    mask, remaining = batch["loss_mask"], batch["doc_remaining"][:, None]
+    index = torch.arange(mask.numel(), device=mask.device).view_as(mask)[:, None]
+    ahead = torch.arange(steps + 1, device=mask.device)[:, None]
+    sources = index + ahead.minimum(remaining)
+    weights = (mask.flatten()[sources] != 0) & (ahead <= remaining)
+    tree = document_tree(batch["seq_lens"], mask.shape[1])
+    return dict(zip(DRAFT_KEYS, (tree, sources, weights[:, 1:].long()), strict=True))
+
+
 def step_attention(
-    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], documents: TreeContext
+    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], slots: TreeContext
 ) -> torch.Tensor:
     """
     Attention of one step, with FlexAttention where the call allows it.
@@ -59,24 +112,24 @@ def step_attention(
     Args:
         query (`torch.Tensor` of shape `(B, heads, N, D)`): Queries of this step.
         keys, values (sequences of `torch.Tensor` of shape `(B, kv_heads, N, D)`): Those of steps 0 to k, in order.
-        documents ([`~hf_prefix_tree.modeling.context.TreeContext`]): That of the [`document_tree`].
+        slots ([`~hf_prefix_tree.modeling.context.TreeContext`]): That of the `draft_tree`, see [`draft_slots`].
 
     Returns:
         `torch.Tensor` of shape `(B, N, heads, D)`.
     """
     dtype = attention_dtype(query.device, values[0].dtype)
     query, keys, values = query.to(dtype), [k.to(dtype) for k in keys], [v.to(dtype) for v in values]
-    flex = takes_flex(documents.attn_backend, query.device, dtype, query.shape[-1], query.shape[2])
-    return (flex_steps if flex else dense_steps)(query, keys, values, documents).transpose(1, 2)
+    flex = takes_flex(slots.attn_backend, query.device, dtype, query.shape[-1], query.shape[2])
+    return (flex_steps if flex else dense_steps)(query, keys, values, slots).transpose(1, 2)
 
 
 def dense_steps(
-    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], documents: TreeContext
+    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], slots: TreeContext
 ) -> torch.Tensor:
     """The reference; arguments as for [`step_attention`], returns `(B, heads, N, D)`."""
     keys, values = _repeated(query, keys), _repeated(query, values)
     scale = query.shape[-1] ** -0.5
-    mask: Any = documents.mask(flex=False)
+    mask: Any = slots.mask(flex=False)
     scores = torch.matmul(query, keys[0].transpose(2, 3)).masked_fill(~mask, -torch.inf)
     scores = torch.cat([scores, *_diagonals(query, keys[1:])], dim=-1) * scale
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -89,10 +142,10 @@ def dense_steps(
 
 
 def flex_steps(
-    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], documents: TreeContext
+    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], slots: TreeContext
 ) -> torch.Tensor:
     """FlexAttention over step 0, then the diagonals; arguments and result as for [`dense_steps`]."""
-    mask: Any = documents.mask(flex=True)
+    mask: Any = slots.mask(flex=True)
     output, lse = flex_with_lse(query, keys[0], values[0], mask)
     if len(keys) == 1:
         return output
@@ -107,7 +160,7 @@ def flex_steps(
 
 
 def _diagonals(query: torch.Tensor, keys: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Unscaled scores of every query with the keys of its position, `(B, heads, N, 1)` per step."""
+    """Unscaled scores of every query with the keys of its slot, `(B, heads, N, 1)` per step."""
     return [(query * key).sum(dim=-1, keepdim=True) for key in keys]
 
 

@@ -1,8 +1,8 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""[`DataCollatorForEagle3`]: batches for EAGLE-3 draft training, of packed sequences or of one padded document each.
+"""[`DataCollatorForEagle3`]: batches for EAGLE-3 draft training, of trees, of packed documents or of padded ones.
 
 [`eagle3_row`] lays documents one after another, then padding that counts to the last document. One position is one
-token; nothing is shifted. Cost: linear in the tokens.
+token; nothing is shifted. [`unrolled`] makes the draft's tree of a tree. Cost: linear in the tokens of the documents.
 """
 
 from __future__ import annotations
@@ -16,13 +16,18 @@ import numpy as np
 import torch
 
 from hf_prefix_tree.data.supervision import check_features, located, read_sample
+from hf_prefix_tree.data.trees import TREE_FEATURES
+from hf_prefix_tree.eagle3.attention import DRAFT_KEYS
 from hf_prefix_tree.eagle3.vocabulary import read_tensors
+from hf_prefix_tree.modeling.batch import concatenate_trees
 from hf_prefix_tree.training.sampling import rounded_up
 from hf_prefix_tree.tree.folding import INT32_MAX, check_integer, integer_array
 from hf_prefix_tree.tree.packing import next_fit, pack_rows
+from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
 
 PACKED_COLUMNS = ("input_ids", "loss_mask", "attention_mask", "position_ids", "doc_remaining", "seq_lens")
 DOCUMENT_KEYS = ("input_ids", "loss_mask")
+ROW_COLUMNS = (*PACKED_COLUMNS, *(name for name in TREE_FEATURES if name != "input_ids"))
 HIDDEN_STATES = "hidden_states"  # column with the file of the precomputed hidden states
 
 Document = tuple[list[int], list[int]]  # token ids; loss mask, 0 or 1
@@ -74,15 +79,68 @@ def eagle3_row(documents: Sequence[Document], length: int, pad_token_id: int) ->
 STRATEGIES = {"next_fit": next_fit, "best_fit": pack_rows}
 
 
+def unrolled(tree: PrefixTree, steps: int) -> tuple[PrefixTree | None, Any, Any]:
+    """
+    The tree of a draft that is unrolled for some steps: the target's, with its forks moved back by as many tokens.
+
+    A slot reads its token and the K after it, one more in each step. So branches share a slot as far as they share
+    these K + 1 tokens, and the last K tokens before a fork are slots of every child. A branch has slots up to its last
+    supervised token, which no slot is after.
+
+    Args:
+        tree ([`PrefixTree`]): The target's tree of N tokens.
+        steps (`int`): K.
+
+    Returns:
+        `tuple`: the tree of M slots, `None` if nothing is supervised; the `draft_sources`, int64 `[K + 1, M]`; and the
+        `draft_weights`, int64 `[K, M]`, see [`~hf_prefix_tree.eagle3.attention.draft_slots`].
+
+    Example:
+
+    ```python
+    >>> from hf_prefix_tree import Branch, fold
+    >>> tree = fold([Branch([5, 6, 7, 8, 9], [0, 0, 0, 1, 1]), Branch([5, 6, 7, 4], [0, 0, 0, 1])])
+    >>> slots, sources, weights = unrolled(tree, steps=1)
+    >>> tree.input_ids[sources]  # the fork after 7 is a fork after 6
+    array([[5, 6, 7, 8, 7],
+           [6, 7, 8, 9, 4]])
+    >>> weights, slots.predecessor
+    (array([[0, 0, 1, 1, 1]]), array([-1,  0,  1,  2,  1], dtype=int32))
+
+    ```
+    """
+    members, supervised = [], []
+    for branch, path in zip(tree.branches(), tree.paths(), strict=True):
+        (at,) = branch.weights.nonzero()
+        if len(at):
+            read = np.arange(at[-1]) + steps  # the last token that each slot reads, if the branch has it
+            ends, beyond = path[np.minimum(read, at[-1])], np.maximum(read - at[-1], 0)
+            members.append(Branch(ends * steps + beyond, np.zeros(len(read))))  # equal ids: the same tokens so far
+            supervised.append(at)
+    if not members:
+        return None, np.zeros((steps + 1, 0)), np.zeros((steps, 0))
+    slots = fold(members, weighting="branch")
+    weights = np.zeros((steps, len(slots)), dtype=np.int64)
+    for path, at in zip(slots.paths(), supervised, strict=True):
+        for step in range(steps):
+            weights[step, path[at[at > step] - 1 - step]] += 1
+    source, beyond = np.divmod(slots.input_ids, steps)
+    sources = []
+    for ahead in range(steps, -1, -1):
+        sources.append(source)
+        source = np.where(ahead + beyond > steps, source, tree.predecessor[source])
+    return slots, np.stack(sources[::-1]), weights
+
+
 @dataclass
 class DataCollatorForEagle3:
     """
-    Data collator for EAGLE-3: stacks packed sequences, pads and stacks single documents.
+    Data collator for EAGLE-3: lays trees one after another, stacks packed sequences, pads and stacks single documents.
 
-    A feature is a packed sequence of [`pack_eagle3_dataset`], or one document: `input_ids` and `loss_mask`, with an
-    optional `attention_mask` whose zeros are padding at the end. Documents are padded to the longest of the batch. A
-    feature without tokens gives a sequence that supervises nothing. `hidden_states` names the file of its precomputed
-    hidden states, which are added to the batch; files of other tokens or documents are refused.
+    A feature is a tree ([`PrefixTree.to_dict`]), a packed sequence of [`pack_eagle3_dataset`], or one document:
+    `input_ids` and `loss_mask`, with an optional `attention_mask` whose zeros are padding at the end. Documents are
+    padded to the longest of the batch. A feature without tokens supervises nothing. `hidden_states` names the file of
+    its precomputed hidden states, which are added to the batch; files of other tokens or documents are refused.
 
     Args:
         pad_token_id (`int`):
@@ -95,13 +153,17 @@ class DataCollatorForEagle3:
             Refuse precomputed hidden states of another target, see [`Eagle3Target`]. The trainer sets it.
         states_folder (`Path`, *optional*):
             Where the files of hidden states lie, if not where they were written. The trainer sets it.
+        ttt_steps (`int`, *optional*, defaults to `7`):
+            Steps that the draft is unrolled for on trees. The trainer sets it.
 
     Returns (`__call__`):
         `dict[str, torch.Tensor]`: `input_ids`, `loss_mask`, `attention_mask`, `position_ids`, `doc_remaining`, int64
-        of shape `(B, N)`; `seq_lens`, int64 of shape `(B, most documents)`, filled up with zeros.
+        of shape `(B, N)`; `seq_lens`, int64 of shape `(B, most documents)`, filled up with zeros. Of trees, in one
+        sequence of a multiple of 128 tokens, `input_ids`, `attention_mask`, `loss_mask` (how many branches supervise
+        each token), `prefix_tree` and the entries of [`~hf_prefix_tree.eagle3.attention.draft_slots`].
 
     Raises:
-        `ValueError`: If packed sequences differ in length, or a feature is malformed.
+        `ValueError`: If packed sequences differ in length, trees come with others, or a feature is malformed.
 
     Example:
 
@@ -127,19 +189,43 @@ class DataCollatorForEagle3:
     pad_to_multiple_of: int = 1
     target_fingerprint: str | None = None
     states_folder: Path | None = None
+    ttt_steps: int = 7
 
     def __post_init__(self) -> None:
-        for name, least in (("pad_token_id", 0), ("length", 1), ("pad_to_multiple_of", 1)):
+        for name, least in (("pad_token_id", 0), ("length", 1), ("pad_to_multiple_of", 1), ("ttt_steps", 1)):
             if name != "length" or self.length is not None:
                 check_integer(getattr(self, name), name, least)
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         check_features(features)
-        read: list[Any] = []  # packed sequences, and documents
+        read: list[Any] = []  # trees, packed sequences, and documents
         for index, feature in enumerate(features):
             with located(f"`features[{index}]`"):
-                is_packed = feature.get("doc_remaining") is not None
-                read.append(_checked_row(feature) if is_packed else read_document(feature))
+                if is_tree(feature):
+                    read.append(PrefixTree.from_dict(feature))
+                else:
+                    is_packed = feature.get("doc_remaining") is not None
+                    read.append(_checked_row(feature) if is_packed else read_document(feature))
+        trees = [item for item in read if isinstance(item, PrefixTree)]
+        if trees and any(len(feature["input_ids"]) and not is_tree(feature) for feature in features):
+            raise ValueError("`features` mixes trees with documents: prepare all of them alike.")
+        batch = self._of_trees(trees) if trees else self._of_documents(read)
+        if any(feature.get(HIDDEN_STATES) is not None for feature in features):
+            batch |= _hidden_states(features, batch, self)
+        return batch
+
+    def _of_trees(self, trees: list[PrefixTree]) -> dict[str, torch.Tensor]:
+        batch = concatenate_trees(trees, self.pad_token_id)
+        unrolls = [unrolled(tree, self.ttt_steps) for tree in trees]
+        starts = np.cumsum([0, *map(len, trees)])
+        tree = concatenate_trees([slots for slots, *_ in unrolls if slots is not None], 0)["prefix_tree"]
+        sources = [sources + start for start, (_, sources, _) in zip(starts, unrolls, strict=False)]
+        slots = (tree, _joined(sources, tree.shape[2]), _joined([weights for *_, weights in unrolls], tree.shape[2]))
+        counts = _joined([tree.branch_count for tree in trees], batch["input_ids"].shape[1])
+        kept = {name: batch[name] for name in ("input_ids", "attention_mask", "prefix_tree")}
+        return {**kept, "loss_mask": counts, **dict(zip(DRAFT_KEYS, slots, strict=True))}
+
+    def _of_documents(self, read: list[Any]) -> dict[str, torch.Tensor]:
         lengths = {len(item["input_ids"]) for item in read if isinstance(item, dict)}
         if len(lengths) > 1:
             raise ValueError(
@@ -160,10 +246,18 @@ class DataCollatorForEagle3:
         count = max(len(row["seq_lens"]) for row in rows)
         for row in rows:
             row["seq_lens"] += [0] * (count - len(row["seq_lens"]))
-        batch = {name: torch.tensor([row[name] for row in rows]) for name in PACKED_COLUMNS}
-        if any(feature.get(HIDDEN_STATES) is not None for feature in features):
-            batch |= _hidden_states(features, batch, self)
-        return batch
+        return {name: torch.tensor([row[name] for row in rows]) for name in PACKED_COLUMNS}
+
+
+def is_tree(row: Mapping[str, Any]) -> bool:
+    """Whether a dataset row is a [`PrefixTree`]."""
+    return row.get("node_parents") is not None
+
+
+def _joined(parts: Sequence[Any], length: int) -> torch.Tensor:
+    """Parts side by side, filled up with zeros, int64 `(1, ..., length)`."""
+    joined = torch.from_numpy(np.concatenate(parts, axis=-1).astype(np.int64))
+    return torch.nn.functional.pad(joined, (0, length - joined.shape[-1]))[None]
 
 
 def _checked_row(row: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -183,29 +277,45 @@ def _checked_row(row: Mapping[str, Any]) -> dict[str, list[int]]:
     return expected
 
 
+def sequence_of(row: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """
+    What the hidden states of a dataset row depend on: `input_ids` and `prefix_tree` of a tree, or `seq_lens`.
+
+    Args:
+        row (`Mapping[str, Any]`): A feature of [`DataCollatorForEagle3`].
+    """
+    if is_tree(row):
+        batch = concatenate_trees([PrefixTree.from_dict(row)], 0, pad_to_multiple_of=1)
+        return {name: batch[name][0] for name in ("input_ids", "prefix_tree")}
+    batch = DataCollatorForEagle3(pad_token_id=0)([{**row, HIDDEN_STATES: None}])
+    return {name: batch[name][0] for name in ("input_ids", "seq_lens")}
+
+
 def _hidden_states(
     features: Sequence[Mapping[str, Any]], batch: Mapping[str, torch.Tensor], collator: DataCollatorForEagle3
 ) -> dict[str, torch.Tensor]:
     """The precomputed states of a batch, zeros where there are no tokens; checked against the batch and the target."""
     stacked: dict[str, torch.Tensor] = {}
+    start = 0  # of a tree in the packed sequence
     for index, feature in enumerate(features):
-        file, ids, seq_lens = feature.get(HIDDEN_STATES), batch["input_ids"][index], batch["seq_lens"][index]
+        file = feature.get(HIDDEN_STATES)
         if file is None:
             if len(feature["input_ids"]):
                 raise ValueError(f"Some dataset rows have `{HIDDEN_STATES}` and others don't: precompute all of them.")
             continue
         states = _states_of(file, collator)
-        tokens = states.pop("input_ids")
-        starts = [lens[lens > 0].cumsum(0)[:-1] for lens in (states.pop("seq_lens"), seq_lens)]
-        if not torch.equal(tokens, ids[: len(tokens)]) or not torch.equal(*starts):
-            raise ValueError(
-                f"{file} was computed for other tokens or documents than this dataset row has, whose "
-                f"documents start at {[0, *starts[1].tolist()]}: precompute it again."
-            )
+        for name, expected in sequence_of(feature).items():
+            if name not in states or not torch.equal(states.pop(name), expected):
+                raise ValueError(
+                    f"{file} was computed for other tokens or documents than this dataset row has: its `{name}` "
+                    "differs; precompute it again."
+                )
+        row, length = 0 if is_tree(feature) else index, len(states["target_ids"])
         for name, value in states.items():
             if name not in stacked:
                 stacked[name] = value.new_zeros((*batch["input_ids"].shape, *value.shape[1:]))
-            stacked[name][index, : len(tokens)] = value
+            stacked[name][row, start : start + length] = value
+        start += length if is_tree(feature) else 0
     return stacked
 
 

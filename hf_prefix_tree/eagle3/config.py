@@ -35,9 +35,10 @@ class Eagle3Config(TrainingArguments):
         step_decay (`float`, *optional*, defaults to `0.8`):
             Weight of a step in the loss, relative to the one before.
         seq_length (`int`, *optional*, defaults to `2048`):
-            Longest document in tokens, and the length that documents are padded to.
+            Longest branch or document in tokens, and the length that documents are padded to.
         packed_sequence_size (`int`, *optional*, defaults to `0`):
-            Positions of a packed sequence. `0` pads instead. FlexAttention needs a multiple of 128.
+            Positions of a packed sequence, and in place of `seq_length` the longest branch or document; larger trees
+            are split. `0` packs nothing: a dataset row is one tree or document. FlexAttention needs a multiple of 128.
         packing_strategy (`str`, *optional*, defaults to `"best_fit"`):
             `"best_fit"` or `"next_fit"`, see [`pack_eagle3_dataset`].
         supervise_reasoning (`bool`, *optional*, defaults to `True`):
@@ -68,8 +69,8 @@ class Eagle3Config(TrainingArguments):
     )
     ttt_steps: int = option_field(7, "Steps that the draft is unrolled for in training.")
     step_decay: float = option_field(0.8, "Weight of a step, relative to the one before.")
-    seq_length: int = option_field(2048, "Longest document in tokens, and the length that documents are padded to.")
-    packed_sequence_size: int = option_field(0, "Positions of a packed sequence; 0 pads instead.")
+    seq_length: int = option_field(2048, "Longest branch or document in tokens; documents are padded to it.")
+    packed_sequence_size: int = option_field(0, "Positions of a packed sequence; 0 packs nothing.")
     packing_strategy: str = option_field("best_fit", "How documents are packed.", ["best_fit", "next_fit"])
     supervise_reasoning: bool = option_field(True, "Whether reasoning is supervised.")
     reasoning_end: str = option_field("</think>", "Text that ends the reasoning of a turn.")

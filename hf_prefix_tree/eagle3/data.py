@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Dataset rows to documents (token ids and loss mask), documents to packed sequences, and a loader of both."""
+"""Dataset rows to trees, or to documents (token ids and loss mask), packed; and a loader of documents."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from datasets import Dataset, Features, List, Value, load_dataset
 from datasets import IterableDataset as StreamedDataset
 from torch.utils.data import DataLoader, IterableDataset
 
-from hf_prefix_tree.data.baselines import read_samples
+from hf_prefix_tree.data.baselines import read_branches, read_samples
 from hf_prefix_tree.data.counts import TRUNCATION, kept_of, truncation_of, without_unsupervised
-from hf_prefix_tree.data.rows import columns_of, rows_of_batch
-from hf_prefix_tree.data.trees import cached_map
+from hf_prefix_tree.data.rows import ROW_KINDS, columns_of, rows_of_batch
+from hf_prefix_tree.data.trees import TREE_FEATURES, cached_map
 from hf_prefix_tree.eagle3.collator import (
     DOCUMENT_KEYS,
     HIDDEN_STATES,
@@ -31,12 +31,18 @@ from hf_prefix_tree.eagle3.vocabulary import rank_and_size
 from hf_prefix_tree.training.checks import padding_token_of
 from hf_prefix_tree.training.sampling import PaddedStream, rank_loader
 from hf_prefix_tree.tree.folding import check_choice, check_integer
+from hf_prefix_tree.tree.packing import split_tree
+from hf_prefix_tree.tree.prefix_tree import PrefixTree, fold
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedTokenizerBase
 
+    from hf_prefix_tree.eagle3.config import Eagle3Config
 
+
+_PACKED = Features(dict.fromkeys(PACKED_COLUMNS, List(Value("int64"))))
+_DOCUMENTS = Features({**dict.fromkeys(DOCUMENT_KEYS, List(Value("int64"))), TRUNCATION: Value("int64")})
 _MAX_BATCH = 10_000  # documents of a dataset that are packed together
 
 
@@ -112,12 +118,12 @@ def pack_eagle3_dataset(
     samples = samples if isinstance(samples, (Dataset, StreamedDataset, Sequence)) else list(samples)
     samples = read_samples(samples, tokenizer, num_proc=num_proc, **options)
     if isinstance(samples, StreamedDataset):
-        return _mapped(samples, _packed, PACKED_COLUMNS, settings)
+        return _mapped(samples, _packed, _PACKED, settings)
     if isinstance(samples, Dataset):
         # Documents of different batches share no sequence, so large ones pack tighter; a batch is held as lists.
         size = min(-(-len(samples) // (num_proc or 1)), _MAX_BATCH)
         processes = {"batch_size": max(1, size), "num_proc": num_proc, "desc": "Packing documents"}
-        rows = _mapped(samples, _packed, PACKED_COLUMNS, settings, **processes)
+        rows = _mapped(samples, _packed, _PACKED, settings, **processes)
     else:
         rows = _packed(enumerate(samples), **settings)
     return _not_empty(rows, "samples")
@@ -151,7 +157,7 @@ def _map_batch(
     return {name: [row[name] for row in rows] for name in columns}
 
 
-def _mapped(dataset: Any, function: Any, columns: Sequence[str], settings: dict[str, Any], **kwargs: Any) -> Any:
+def _mapped(dataset: Any, function: Any, columns: Features, settings: dict[str, Any], **kwargs: Any) -> Any:
     """A dataset or a stream whose rows are those that a function makes of its samples."""
     return cached_map(
         dataset,
@@ -159,8 +165,8 @@ def _mapped(dataset: Any, function: Any, columns: Sequence[str], settings: dict[
         batched=True,
         with_indices=True,
         remove_columns=columns_of(dataset),
-        features=Features({name: Value("int64") if name == TRUNCATION else List(Value("int64")) for name in columns}),
-        fn_kwargs={"function": function, "columns": columns, **settings},
+        features=columns,
+        fn_kwargs={"function": function, "columns": list(columns), **settings},
         **kwargs,
     )
 
@@ -303,7 +309,7 @@ def prepare_eagle3_rows(
     dataset = read_samples(dataset, **options, num_proc=num_proc, counts=counts)
     if isinstance(dataset, Dataset | StreamedDataset):
         processes = {"num_proc": num_proc, "desc": "Truncating documents"}  # which a stream ignores
-        documents = _mapped(dataset, _truncated, (*DOCUMENT_KEYS, TRUNCATION), {"length": cap[1]}, **processes)
+        documents = _mapped(dataset, _truncated, _DOCUMENTS, {"length": cap[1]}, **processes)
         rows = without_unsupervised(documents, cap)
     else:
         truncated = _truncated(enumerate(dataset), cap[1])
@@ -312,6 +318,62 @@ def prepare_eagle3_rows(
     if packed_sequence_size:
         return pack_eagle3_dataset(rows, packed_sequence_size, pad_token_id, strategy, num_proc=num_proc)
     return _not_empty(rows, "dataset")
+
+
+_READING = ("supervise_reasoning", "reasoning_end", "on_error")  # options of how text becomes branches
+
+
+def prepare_eagle3_trees(dataset: Any, args: Eagle3Config, tokenizer: Any, pad_token_id: int) -> Any:
+    """
+    The dataset rows that [`Eagle3Trainer`] trains on: trees, see [`PrefixTree.to_dict`], or documents.
+
+    The branches have at most `packed_sequence_size` or `seq_length` tokens; longer ones are truncated, and counted.
+    With `packed_sequence_size`, a row is the tree of so many trees as fit, so that these share tokens, too, and larger
+    ones are split: each branch is in one row. Documents of token ids become the rows of [`prepare_eagle3_rows`]. Rows
+    that are trees stay as they are.
+
+    Args:
+        dataset (`Dataset`, `IterableDataset` or list of `dict`): Rows of any kind that [`prepare_trees`] reads.
+        args ([`Eagle3Config`]): Configuration.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): Renders conversations.
+        pad_token_id (`int`): Token id of the padding of documents.
+
+    Returns:
+        A dataset where `dataset` is one, otherwise a list.
+
+    Raises:
+        `ValueError`: If a row can't be read, unless `on_error` is `"skip"`, or none is left.
+    """
+    columns, size, num_proc = columns_of(dataset), args.packed_sequence_size, args.dataset_num_proc
+    if "node_parents" in columns:
+        return dataset
+    options = {"tokenizer": tokenizer, **{name: getattr(args, name) for name in _READING}}
+    if "input_ids" in columns or not columns:
+        return prepare_eagle3_rows(
+            dataset,
+            options,
+            seq_length=args.seq_length,
+            packed_sequence_size=size,
+            strategy=args.packing_strategy,
+            pad_token_id=pad_token_id,
+            num_proc=num_proc,
+        )
+    kinds = [name for name in ROW_KINDS if name != "preference"]
+    trees, _ = read_branches(dataset, kinds=kinds, max_length=size or args.seq_length, num_proc=num_proc, **options)
+    if not size:
+        return _not_empty(trees, "dataset")
+    settings: dict[str, Any] = {"length": size, "strategy": args.packing_strategy}
+    if isinstance(trees, list):
+        return _not_empty(_folded(enumerate(trees), **settings), "dataset")
+    processes = {"num_proc": num_proc, "desc": "Packing trees"}  # which a stream ignores
+    return _mapped(trees, _folded, TREE_FEATURES, settings, **processes)
+
+
+def _folded(rows: Iterable[tuple[int, Mapping[str, Any]]], length: int, strategy: str) -> list[dict[str, Any]]:
+    trees = [part for _, row in rows for part in split_tree(PrefixTree.from_dict(row), length)]
+    packed = STRATEGIES[strategy]([len(tree) for tree in trees], length)
+    members = ([branch for index in row for branch in trees[index].branches()] for row in packed)
+    return [dict(fold(branches, weighting="branch").to_dict()) for branches in members]
 
 
 def _not_empty(rows: Any, name: str) -> Any:

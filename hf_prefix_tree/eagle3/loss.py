@@ -1,16 +1,17 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""The EAGLE-3 loss: which positions a step supervises, and the cross-entropy with the target's distribution.
+"""The EAGLE-3 loss: where a step counts, and the cross-entropy with the target's distribution.
 
-Step k at position t reads the token t + 1 + k, and is compared with the target's distribution after that token. With
-`L_k = mean over valid positions of -sum_v p_v log q_v`, the loss is `sum_k decay^k L_k / sum_k decay^k`.
+Step k at slot t reads the token t + 1 + k, and is compared with the target's distribution after that token. A slot
+counts once for each branch that supervises this token. With `L_k = mean over all that is valid of -sum_v p_v log q_v`,
+the loss is `sum_k decay^k L_k / sum_k decay^k`.
 
-Cost: the head at the positions that count, in chunks that are recomputed in the backward: no step keeps its logits,
-and all steps read one copy of the target's logits.
+Cost: the heads of draft and target where something counts; that of the draft in chunks that are recomputed in the
+backward: no step keeps its logits, and all steps read one copy of the target's logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ CHUNK_SIZE = 1024  # positions whose logits exist at a time
 
 
 class StepSums(NamedTuple):
-    """Sums of each of K steps over the positions of a batch. Sums of several batches add up."""
+    """Sums of each of K steps over the positions of all branches of a batch. Sums of several batches add up."""
 
     loss: torch.Tensor  # [K] float64: cross-entropy of the valid positions
     valid: torch.Tensor  # [K] int64: supervised positions whose target token is in the draft vocabulary
@@ -52,33 +53,43 @@ def accepted_length(sums: StepSums) -> float:
     return 1.0 + (sums.hits / sums.supervised.double().clamp(min=1)).sum().item()
 
 
-def shifted(values: torch.Tensor, by: int) -> torch.Tensor:
-    """`values[:, t + by]` at position t (dimension 1), and zeros after the end."""
-    return torch.cat([values[:, by:], torch.zeros_like(values[:, :by])], dim=1)
-
-
-def supervised_positions(loss_mask: torch.Tensor, doc_remaining: torch.Tensor, step: int) -> torch.Tensor:
+def deciding(weights: torch.Tensor) -> torch.Tensor:
     """
-    The positions that a step supervises: those whose token of the step is supervised and in the same document.
+    Where the draft's choice matters: at slots that count at this step, or at a later one, which is then no hit.
 
     Args:
-        loss_mask (`torch.Tensor` of shape `(B, N)`): Unshifted; not 0 where a token is supervised.
-        doc_remaining (`torch.Tensor` of shape `(B, N)`, int64): Real tokens after each position in its document.
-        step (`int`): k.
-
-    Returns:
-        `torch.Tensor` of shape `(B, N)`, bool.
+        weights (`torch.Tensor` of shape `(B, K, M)`, int64): `draft_weights`, see [`draft_slots`].
 
     Example:
 
     ```python
     >>> import torch
-    >>> supervised_positions(torch.tensor([[0, 0, 1, 1, 1]]), torch.tensor([[4, 3, 2, 1, 0]]), step=1).int()
-    tensor([[1, 1, 1, 0, 0]], dtype=torch.int32)
+    >>> deciding(torch.tensor([[[1, 0, 0], [0, 2, 0]]])).int()
+    tensor([[[1, 1, 0],
+             [0, 1, 0]]], dtype=torch.int32)
 
     ```
     """
-    return (shifted(loss_mask, 1 + step) != 0) & (step < doc_remaining)
+    return weights.flip(1).cumsum(1).flip(1) > 0
+
+
+def needed_targets(slots: Mapping[str, torch.Tensor], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    The tokens after which the target's distribution is needed, and the one of each slot and step among them.
+
+    Args:
+        slots (`Mapping[str, torch.Tensor]`): See [`draft_slots`].
+        num_tokens (`int`): Positions of the batch, B * N.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: indices into the flattened `B * N`, ascending, int64 of shape `(S,)`, at
+        least one; and for each slot and step an index into these, int64 of shape `(B, K, M)`.
+    """
+    ahead = slots["draft_sources"][:, 1:]
+    is_needed = torch.zeros(num_tokens, dtype=torch.bool, device=ahead.device)
+    is_needed[ahead[deciding(slots["draft_weights"])]] = True
+    is_needed[:1] = True
+    return is_needed.nonzero().squeeze(-1), (is_needed.cumsum(0) - 1)[ahead]
 
 
 def position_losses(

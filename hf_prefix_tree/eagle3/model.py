@@ -16,10 +16,12 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.utils import ModelOutput
 
-from hf_prefix_tree.eagle3.attention import document_tree, step_attention
+from hf_prefix_tree.eagle3.attention import DRAFT_KEYS, document_tree, draft_slots, step_attention
+from hf_prefix_tree.eagle3.collator import PACKED_COLUMNS
 from hf_prefix_tree.eagle3.config import Eagle3DraftConfig
-from hf_prefix_tree.eagle3.loss import StepSums, position_losses, shifted, supervised_positions, weighted_steps
+from hf_prefix_tree.eagle3.loss import StepSums, deciding, position_losses, weighted_steps
 from hf_prefix_tree.eagle3.vocabulary import d2t_from_ids, ids_from_d2t, problem_of_ids, t2d_from_ids
+from hf_prefix_tree.modeling.batch import DEPTH
 from hf_prefix_tree.modeling.context import TreeContext
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ class Eagle3Layer(nn.Module):
         hidden: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        documents: TreeContext,
+        slots: TreeContext,
         *earlier: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
@@ -73,7 +75,7 @@ class Eagle3Layer(nn.Module):
             embeddings (`torch.Tensor` of shape `(B, N, hidden)`): Embeddings of this step's tokens.
             hidden (`torch.Tensor` of shape `(B, N, hidden)`): The state after the step before.
             cos, sin (`torch.Tensor` of shape `(B, N, head_dim)`): RoPE of this step's positions.
-            documents ([`~hf_prefix_tree.modeling.context.TreeContext`]): See [`step_attention`].
+            slots ([`~hf_prefix_tree.modeling.context.TreeContext`]): See [`step_attention`].
             earlier (`torch.Tensor`): Keys and values of the steps before, by turns.
 
         Returns:
@@ -82,7 +84,7 @@ class Eagle3Layer(nn.Module):
         inputs = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1)
         query, key, value = self.self_attn.heads(inputs)
         query, key = apply_rotary_pos_emb(query, key, cos, sin)
-        output = step_attention(query, [*earlier[::2], key], [*earlier[1::2], value], documents)
+        output = step_attention(query, [*earlier[::2], key], [*earlier[1::2], value], slots)
         hidden = hidden + self.self_attn.o_proj(output.flatten(2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden)), key, value
 
@@ -184,80 +186,80 @@ class Eagle3DraftModel(PreTrainedModel):
     def forward(
         self,
         input_ids: torch.Tensor,
-        loss_mask: torch.Tensor,
-        position_ids: torch.Tensor,
-        doc_remaining: torch.Tensor,
-        seq_lens: torch.Tensor,
         aux_hidden_states: torch.Tensor,
         target_logits: torch.Tensor,
         target_ids: torch.Tensor,
         ttt_steps: int = 7,
         step_decay: float = 0.8,
         num_items_in_batch: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        draft_targets: torch.Tensor | None = None,
+        **batch: torch.Tensor,
     ) -> Eagle3Output:
         """
         The loss of a batch.
 
         Args:
-            input_ids, loss_mask, position_ids, doc_remaining (`torch.Tensor` of shape `(B, N)`, int64), seq_lens:
+            input_ids (`torch.Tensor` of shape `(B, N)`, int64), batch:
                 The batch of [`DataCollatorForEagle3`].
             aux_hidden_states (`torch.Tensor` of shape `(B, N, 3 * target_hidden_size)`):
                 Outputs of the target's layers `aux_layer_ids`, side by side.
-            target_logits (`torch.Tensor` of shape `(B, N, draft_vocab_size)`):
-                The target's logits after each token, of the draft vocabulary.
-            target_ids (`torch.Tensor` of shape `(B, N)`, int64):
-                The target's first choice after each token, in its whole vocabulary.
+            target_logits (`torch.Tensor` of shape `(B, N, draft_vocab_size)`, or `(S, draft_vocab_size)`):
+                The target's logits of the draft vocabulary, after each token or where `draft_targets` points to.
+            target_ids (`torch.Tensor` of shape `(B, N)` or `(S,)`, int64):
+                The target's first choice after each of these tokens, in its whole vocabulary.
             ttt_steps (`int`, *optional*, defaults to `7`):
                 Steps that the draft is unrolled for, K.
             step_decay (`float`, *optional*, defaults to `0.8`):
                 Weight of a step, relative to the one before.
             num_items_in_batch (`torch.Tensor` of shape `(K,)`, *optional*):
                 Valid positions of each step, of the whole optimizer step. Defaults to those of this batch.
-            attention_mask (`torch.Tensor`, *optional*):
-                Ignored: padding supervises nothing, and no real token sees it.
+            draft_targets (`torch.Tensor` of shape `(B, K, M)`, int64, *optional*):
+                Of which of the S tokens the distribution of each slot and step is, see [`needed_targets`].
 
         Returns:
             [`Eagle3Output`]
         """
-        documents = TreeContext(document_tree(seq_lens, input_ids.shape[1]), attn_backend=self.attn_backend)
+        if unknown := batch.keys() - {*PACKED_COLUMNS, "prefix_tree", *DRAFT_KEYS}:
+            raise TypeError(f"`forward` got unexpected arguments: {sorted(unknown)}.")
+        tree, sources, weights = draft_slots(batch, ttt_steps).values()
+        ahead = sources[:, 1:] if draft_targets is None else draft_targets
+        slots = TreeContext(tree, attn_backend=self.attn_backend)
         draft_ids = self.draft_ids
         in_vocabulary = t2d_from_ids(draft_ids, self.config.vocab_size) if self.t2d is None else self.t2d
-        supervised = [supervised_positions(loss_mask, doc_remaining, k).flatten() for k in range(ttt_steps)]
-        hidden = self.fc(aux_hidden_states.to(self.fc.weight.dtype))
-        on_track = torch.ones_like(supervised[0])  # every choice so far was the target's
+        tokens, positions = input_ids.flatten()[sources[:, 1:]], tree[:, DEPTH].long()
+        hidden = self.fc(aux_hidden_states.to(self.fc.weight.dtype)).flatten(0, 1)[sources[:, 0]]
+        decides = deciding(weights)
+        on_track = torch.ones_like(positions, dtype=torch.bool)  # every choice so far was the target's
         cache: list[torch.Tensor] = []
         steps = []
         for k in range(ttt_steps):
-            hidden = self._step(shifted(input_ids, 1 + k), position_ids + k, hidden, documents, cache)
-            # Positions that count now, and those whose choice now decides whether a later choice is a hit.
-            where = torch.stack(supervised[k:]).any(dim=0).nonzero().squeeze(-1)
-            ahead = where + 1 + k  # the position of the step's token, in the same document
-            wanted = target_ids.flatten()[ahead]
-            normed = self.norm(hidden).flatten(0, 1)[where]
-            losses, choices = position_losses(self.lm_head, normed, target_logits.flatten(0, 1), ahead)
+            hidden = self._step(tokens[:, k], positions + k, hidden, slots, cache)
+            where = decides[:, k].nonzero(as_tuple=True)
+            targets, counted = ahead[:, k][where], weights[:, k][where]
+            wanted = target_ids.flatten()[targets]
+            normed = self.norm(hidden[where])
+            losses, choices = position_losses(self.lm_head, normed, target_logits.flatten(0, -2), targets)
             matches = draft_ids[choices] == wanted
-            on_track = on_track.index_put((where,), on_track[where] & matches)
-            counts_now = supervised[k][where]
-            valid = counts_now & in_vocabulary[wanted]
-            total = torch.where(valid, losses, torch.zeros_like(losses)).double().sum()
-            hits = on_track[where] & counts_now
-            steps.append((total, valid.sum(), counts_now.sum(), (matches & counts_now).sum(), hits.sum()))
+            on_track = on_track.index_put(where, on_track[where] & matches)
+            valid = counted * in_vocabulary[wanted]
+            total = (torch.where(valid > 0, losses, torch.zeros_like(losses)).double() * valid).sum()
+            counts = (valid, counted, counted * matches, counted * on_track[where])
+            steps.append((total, *(values.sum() for values in counts)))
         sums = StepSums(*(torch.stack(values) for values in zip(*steps, strict=True)))
-        counts = sums.valid if num_items_in_batch is None else num_items_in_batch
-        return Eagle3Output(loss=weighted_steps(sums.loss, counts, step_decay), sums=sums)
+        items = sums.valid if num_items_in_batch is None else num_items_in_batch
+        return Eagle3Output(loss=weighted_steps(sums.loss, items, step_decay), sums=sums)
 
     def _step(
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
         hidden: torch.Tensor,
-        documents: TreeContext,
+        slots: TreeContext,
         cache: list[torch.Tensor],
     ) -> torch.Tensor:
         """One pass of the layer; its keys and values are appended to the cache."""
         cos, sin = self.rotary_emb(hidden, positions)
-        arguments = (self.embed_tokens(tokens).to(hidden.dtype), hidden, cos, sin, documents, *cache)
+        arguments = (self.embed_tokens(tokens).to(hidden.dtype), hidden, cos, sin, slots, *cache)
         if self.gradient_checkpointing and self.training:
             hidden, key, value = self._gradient_checkpointing_func(self.midlayer.__call__, *arguments)
         else:
@@ -280,14 +282,14 @@ class Eagle3DraftModel(PreTrainedModel):
         """
         length = aux_hidden_states.shape[1]
         tree = document_tree(torch.tensor([[length]], device=input_ids.device), length)
-        documents = TreeContext(tree, attn_backend="sdpa")
+        slots = TreeContext(tree, attn_backend="sdpa")
         positions = torch.arange(length, device=input_ids.device)[None]
         hidden = self.fc(aux_hidden_states.to(self.fc.weight.dtype))
         tokens = input_ids[:, 1:]
         cache: list[torch.Tensor] = []
         drafted: list[torch.Tensor] = []
         for k in range(num_tokens):
-            hidden = self._step(tokens, positions + k, hidden, documents, cache)
+            hidden = self._step(tokens, positions + k, hidden, slots, cache)
             choice = self.draft_ids[self.lm_head(self.norm(hidden[:, -1:])).argmax(dim=-1)]
             drafted.append(choice[0, 0])
             tokens = torch.cat([tokens[:, 1:], choice], dim=1)  # only the last position matters from here on

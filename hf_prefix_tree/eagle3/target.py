@@ -20,7 +20,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
 from hf_prefix_tree.eagle3.attention import document_tree
-from hf_prefix_tree.eagle3.collator import DOCUMENT_KEYS, HIDDEN_STATES, PACKED_COLUMNS, DataCollatorForEagle3
+from hf_prefix_tree.eagle3.collator import HIDDEN_STATES, ROW_COLUMNS, DataCollatorForEagle3, sequence_of
 from hf_prefix_tree.eagle3.config import check_aux_layer_ids, default_aux_layer_ids
 from hf_prefix_tree.eagle3.loss import CHUNK_SIZE
 from hf_prefix_tree.eagle3.vocabulary import rank_and_size, read_tensors, write_tensors
@@ -121,10 +121,9 @@ class Eagle3Target:
         self.head = self.model.get_output_embeddings().weight
         return self
 
-    @torch.no_grad()
     def states(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """
-        The hidden states and the choices that train the draft.
+        The hidden states and the choices that train the draft, of all tokens.
 
         Args:
             batch (`Mapping[str, torch.Tensor]`): A batch of [`DataCollatorForEagle3`], on the target's device.
@@ -133,6 +132,12 @@ class Eagle3Target:
             `dict[str, torch.Tensor]`: `aux_hidden_states` `(B, N, 3 * hidden)`, `last_hidden_states` `(B, N, hidden)`
             (the inputs of the head) and `target_ids` `(B, N)` (the first choice after each token).
         """
+        aux, last = self.hidden_states(batch)
+        return dict(zip(STATES, (aux, last, self.choices(last)), strict=True))
+
+    @torch.no_grad()
+    def hidden_states(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """`aux_hidden_states` and `last_hidden_states` of [`Eagle3Target.states`]: one forward, without the head."""
         input_ids = batch["input_ids"]
         if self.model is None:
             if batch["attention_mask"].any():
@@ -142,10 +147,10 @@ class Eagle3Target:
                 )
             # empty dataset rows, which fill an uneven last step, have no file
             last = self.head.new_zeros(*input_ids.shape, self.head.shape[1])
-            aux = torch.cat([last] * len(self.aux_layer_ids), dim=-1)
-            return dict(zip(STATES, (aux, last, torch.zeros_like(input_ids)), strict=True))
+            return torch.cat([last] * len(self.aux_layer_ids), dim=-1), last
         captured: dict[str | int, torch.Tensor] = {}
         backbone: Any = backbone_of(self.model)
+        tree = batch["prefix_tree"] if "prefix_tree" in batch else document_tree(batch["seq_lens"], input_ids.shape[1])
         with torch.autocast(input_ids.device.type, enabled=False), ExitStack() as hooks:
             ensure_verified(self.model, self.model)
             # Before the hook that keeps the hidden states of labelled tokens only.
@@ -155,32 +160,35 @@ class Eagle3Target:
             # Labels that supervise nothing: the head runs on a single token.
             self.model(
                 input_ids=input_ids,
-                prefix_tree=document_tree(batch["seq_lens"], input_ids.shape[1]),
+                prefix_tree=tree,
                 labels=torch.full_like(input_ids, IGNORE_INDEX),
                 **{WEIGHTED_BY_CALLER: True},  # there is no loss
             )
-        aux = torch.cat([captured[layer_id] for layer_id in self.aux_layer_ids], dim=-1)
-        last = captured["last"]
-        choices = [logits.argmax(dim=-1) for logits in self._logits(last, self.head)]
-        return dict(zip(STATES, (aux, last, torch.cat(choices).view_as(input_ids)), strict=True))
+        return torch.cat([captured[layer_id] for layer_id in self.aux_layer_ids], dim=-1), captured["last"]
+
+    @torch.no_grad()
+    def choices(self, last_hidden_states: torch.Tensor) -> torch.Tensor:
+        """The target's first choices, int64 `(...)`, for last hidden states `(..., hidden)`."""
+        choices = [logits.argmax(dim=-1) for logits in self._logits(last_hidden_states, self.head)]
+        return torch.cat(choices).view(last_hidden_states.shape[:-1])
 
     @torch.no_grad()
     def draft_logits(self, last_hidden_states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """
-        The target's logits after each token, of the draft vocabulary.
+        The target's logits of the draft vocabulary.
 
         Args:
-            last_hidden_states (`torch.Tensor` of shape `(B, N, hidden)`): See `states`.
+            last_hidden_states (`torch.Tensor` of shape `(..., hidden)`): See `states`.
             ids (`torch.Tensor` of shape `(draft_vocab_size,)`, int64): The draft vocabulary.
 
         Returns:
-            `torch.Tensor` of shape `(B, N, draft_vocab_size)`.
+            `torch.Tensor` of shape `(..., draft_vocab_size)`.
         """
         head = self.head if len(ids) == self.vocab_size else self.head[ids]
-        return torch.cat(list(self._logits(last_hidden_states, head))).unflatten(0, last_hidden_states.shape[:2])
+        return torch.cat([*self._logits(last_hidden_states, head)]).view(*last_hidden_states.shape[:-1], len(ids))
 
     def _logits(self, hidden: torch.Tensor, head: torch.Tensor) -> Iterator[torch.Tensor]:
-        for x in hidden.to(head.dtype).flatten(0, 1).split(CHUNK_SIZE):
+        for x in hidden.to(head.dtype).flatten(0, -2).split(CHUNK_SIZE):
             with torch.autocast(head.device.type, enabled=False):
                 logits = torch.nn.functional.linear(x, head)
             yield logits
@@ -226,7 +234,7 @@ def precompute_hidden_states(
         target ([`Eagle3Target`]):
             The target, on the device where it runs.
         rows (`Dataset` or list of `dict`):
-            Packed sequences, or documents (`input_ids`, `loss_mask`), as [`Eagle3Trainer`] would train on them.
+            Trees, packed sequences, or documents (`input_ids`, `loss_mask`), as [`Eagle3Trainer`] would train on them.
         output_dir (`str` or `os.PathLike`):
             Folder for the files. Pass it to [`Eagle3Trainer`] as `target_model`.
         split (`str`, *optional*, defaults to `"train"`):
@@ -248,12 +256,13 @@ def precompute_hidden_states(
     paths = [str(folder / f"{split}_{index:08d}.safetensors") for index in range(len(rows))]
     collate = DataCollatorForEagle3(pad_token_id=0)
     for index in range(rank, len(rows), num_ranks):
-        batch = {name: value.to(target.head.device) for name, value in collate([rows[index]]).items()}
-        tokens = {name: batch[name][0].cpu() for name in ("input_ids", "seq_lens")}
-        if not _is_computed(paths[index], tokens, target.fingerprint):
-            states = {name: value[0] for name, value in target.states(batch).items()}
-            write_tensors(paths[index], {**tokens, **states}, {"target_fingerprint": target.fingerprint})
-    columns = PACKED_COLUMNS if "doc_remaining" in rows[0] else DOCUMENT_KEYS
+        sequence = sequence_of(rows[index])
+        if not _is_computed(paths[index], sequence, target.fingerprint):
+            batch = {name: value.to(target.head.device) for name, value in collate([rows[index]]).items()}
+            length = len(sequence["input_ids"])  # without the padding that FlexAttention needs
+            states = {name: value[0, :length] for name, value in target.states(batch).items()}
+            write_tensors(paths[index], {**sequence, **states}, {"target_fingerprint": target.fingerprint})
+    columns = [name for name in ROW_COLUMNS if name in rows[0]]
     described = Dataset.from_list(
         [{**{name: row[name] for name in columns}, HIDDEN_STATES: path} for row, path in zip(rows, paths, strict=True)]
     )
@@ -280,5 +289,5 @@ def _is_computed(path: str, tokens: dict[str, torch.Tensor], fingerprint: str) -
         metadata, tensors = read_tensors(path)
     except ValueError:
         return False
-    is_same = all(torch.equal(tensors[name], value) for name, value in tokens.items())
+    is_same = all(name in tensors and torch.equal(tensors[name], value) for name, value in tokens.items())
     return is_same and metadata["target_fingerprint"] == fingerprint

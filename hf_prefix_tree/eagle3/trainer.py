@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, set_see
 from transformers.trainer_utils import PredictionOutput
 
 from hf_prefix_tree.data.rows import columns_of
-from hf_prefix_tree.eagle3.collator import HIDDEN_STATES, PACKED_COLUMNS, DataCollatorForEagle3
+from hf_prefix_tree.eagle3.attention import DRAFT_KEYS, draft_slots
+from hf_prefix_tree.eagle3.collator import HIDDEN_STATES, ROW_COLUMNS, DataCollatorForEagle3
 from hf_prefix_tree.eagle3.config import Eagle3Config, Eagle3DraftConfig
-from hf_prefix_tree.eagle3.data import prepare_eagle3_rows
-from hf_prefix_tree.eagle3.loss import StepSums, supervised_positions, weighted_steps
+from hf_prefix_tree.eagle3.data import prepare_eagle3_trees
+from hf_prefix_tree.eagle3.loss import StepSums, needed_targets, weighted_steps
 from hf_prefix_tree.eagle3.model import Eagle3DraftModel
 from hf_prefix_tree.eagle3.target import STATES, TARGET_FILE, Eagle3Target
 from hf_prefix_tree.eagle3.vocabulary import load_or_build_token_mapping, t2d_from_ids
@@ -93,16 +94,18 @@ def warn_of_other_embedding(model: Any, target: Eagle3Target) -> None:
         )
 
 
-_BATCH = (*PACKED_COLUMNS, STATES[0], STATES[2])  # what the draft's forward takes
-_READING = ("supervise_reasoning", "reasoning_end", "on_error")  # how text becomes documents
+_TARGETS = "draft_targets"
+_BATCH = ("input_ids", *DRAFT_KEYS, _TARGETS, STATES[0], STATES[2])  # what the draft's forward takes
 
 
 class Eagle3Trainer(StepMixin, Trainer):
     """
     Trains the EAGLE-3 draft head of a frozen target.
 
-    A dataset row is a conversation (`messages`, with `tools`), `prompt` + `completion`, `input_ids` with `loss_mask`
-    (or TRL's `labels`, `completion_mask`, `assistant_masks`), or a packed sequence. Logs `accuracy/step_k`, the
+    A dataset row is one that [`prepare_trees`] reads: a conversation, whose turns are a tree, completions of a prompt,
+    branches, a tree. The frozen target computes each token of it once, and the draft learns on it what it learns on
+    the branches one by one. Or it is a document, `input_ids` with `loss_mask` (or TRL's `labels`, `completion_mask`,
+    `assistant_masks`), or a packed sequence of [`pack_eagle3_dataset`]. Logs `accuracy/step_k`, the
     share of positions where the draft's first choice at step k is the target's, and `tau`, the tokens that a step of
     the target is expected to bring.
 
@@ -163,24 +166,17 @@ class Eagle3Trainer(StepMixin, Trainer):
         checks.check_collator(data_collator, DataCollatorForEagle3, args)
         if args.device.type == "cuda" and length % BLOCK_SIZE and args.attn_backend == "auto":
             logger.warning(
-                "%d positions are no multiple of %d, which FlexAttention needs: attention is dense, its memory "
-                "grows with the square. Change `packed_sequence_size` or `seq_length`.",
+                "%d positions are no multiple of %d, which FlexAttention needs: attention of documents is dense, its "
+                "memory grows with the square. Change `packed_sequence_size` or `seq_length`.",
                 length,
                 BLOCK_SIZE,
             )
-        self._preparation: dict[str, Any] = {
-            "options": {"tokenizer": processing_class, **{name: getattr(args, name) for name in _READING}},
-            "seq_length": args.seq_length,
-            "packed_sequence_size": args.packed_sequence_size,
-            "strategy": args.packing_strategy,
-            "pad_token_id": data_collator.pad_token_id,
-            "num_proc": args.dataset_num_proc,
-        }
+        self._preparation = processing_class, data_collator.pad_token_id
         train_dataset, eval_dataset = (self._prepared(dataset, args) for dataset in (train_dataset, eval_dataset))
         if isinstance(model, str):
             model = Eagle3DraftModel.from_pretrained(model)
         self.target = resolve_target(target_model, args, model).to(args.device)
-        data_collator = self._checking_states(data_collator, train_dataset, eval_dataset)
+        data_collator = self._collator_for(args, data_collator, train_dataset, eval_dataset)
         if model is None:
             model = new_draft(self.target, args, train_dataset, data_collator, processing_class)
         checks.check_pair(model, Eagle3DraftModel, self.target, args)
@@ -204,19 +200,27 @@ class Eagle3Trainer(StepMixin, Trainer):
         self._add_states(batch)
         draft = self.accelerator.unwrap_model(self.model)
         in_vocabulary = t2d_from_ids(draft.draft_ids.to(batch["input_ids"].device), draft.config.vocab_size)
-        allowed, left = batch["loss_mask"] * in_vocabulary[batch["target_ids"]], batch["doc_remaining"]
-        return torch.stack([supervised_positions(allowed, left, k).sum() for k in range(self.args.ttt_steps)])
+        wanted = batch["target_ids"][batch[_TARGETS]]
+        return (batch["draft_weights"] * in_vocabulary[wanted]).sum(dim=(0, 2))
 
     def _add_states(self, batch: dict[str, Any]) -> None:
+        """Adds the slots of the draft, and the target's states: of all tokens, and where the loss needs its head."""
+        if _TARGETS in batch:
+            return
         batch.update(self._prepare_input(dict(batch)))
-        if STATES[0] not in batch:
-            batch.update(self.target.states(batch))
+        batch.update(draft_slots(batch, self.args.ttt_steps))
+        where, batch[_TARGETS] = needed_targets(batch, batch["input_ids"].numel())
+        aux, last, ids = (batch.get(name) for name in STATES)
+        if aux is None or last is None:
+            aux, last = self.target.hidden_states(batch)
+        last = last.flatten(0, 1)[where]
+        ids = self.target.choices(last) if ids is None else ids.flatten()[where]
+        batch.update(zip(STATES, (aux, last, ids), strict=True))
 
     def loss_terms(
         self, model: torch.nn.Module, inputs: dict[str, Any], items: torch.Tensor, return_outputs: bool
     ) -> LossTerms:
-        if STATES[0] not in inputs:
-            self._add_states(inputs)
+        self._add_states(inputs)
         ids = self.accelerator.unwrap_model(self.model).draft_ids.to(self.target.head.device)
         outputs = model(
             **{name: inputs[name] for name in _BATCH if name in inputs},
@@ -246,7 +250,7 @@ class Eagle3Trainer(StepMixin, Trainer):
 
     def _to_evaluate(self, dataset: Any) -> Any:
         dataset = self._prepared(dataset, self.args)
-        self.data_collator = self._checking_states(self.data_collator, dataset)
+        self.data_collator = self._collator_for(self.args, self.data_collator, dataset)
         return dataset
 
     def prediction_step(
@@ -263,18 +267,21 @@ class Eagle3Trainer(StepMixin, Trainer):
         if isinstance(dataset, Mapping):  # evaluation sets by name
             return {name: self._prepared(named, args) for name, named in dataset.items()}
         with args.main_process_first(desc="rendering and packing documents"):  # the remaining ranks read its cache
-            return prepare_eagle3_rows(dataset, **self._preparation)
+            return prepare_eagle3_trees(dataset, args, *self._preparation)
 
-    def _checking_states(self, collator: DataCollatorForEagle3, *datasets: Any) -> DataCollatorForEagle3:
-        """A collator that refuses hidden states of another target, if one of the datasets has hidden states."""
+    def _collator_for(
+        self, args: Eagle3Config, collator: DataCollatorForEagle3, *datasets: Any
+    ) -> DataCollatorForEagle3:
+        """The collator for these datasets: unrolls trees, and checks hidden states if one of the datasets has them."""
         sets = [one for given in datasets for one in (given.values() if isinstance(given, Mapping) else [given])]
         columns = [columns_of(one) for one in sets if one is not None and not isinstance(one, str)]
+        collator = copy(collator)
+        collator.ttt_steps = args.ttt_steps
         if self.target.model is not None and not any(HIDDEN_STATES in names for names in columns):
             return collator
-        collator = copy(collator)
         collator.target_fingerprint, collator.states_folder = self.target.fingerprint, self.target.folder
         return collator
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
-            self._signature_columns = [*PACKED_COLUMNS, HIDDEN_STATES]
+            self._signature_columns = [*ROW_COLUMNS, HIDDEN_STATES]

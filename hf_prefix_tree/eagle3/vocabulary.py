@@ -49,8 +49,9 @@ def build_token_mapping(
 
     Args:
         dataloader (iterable of `Mapping`):
-            Batches with `input_ids` and `loss_mask` of the same shape (unshifted; not 0 where supervised), or with
-            `labels` (-100 where not supervised). Ids outside of the target vocabulary are not counted.
+            Batches with `input_ids` and `loss_mask` of the same shape (unshifted; not 0 where supervised, and of trees
+            the number of branches that supervise the token), or with `labels` (-100 where not supervised). Ids outside
+            of the target vocabulary are not counted.
         target_vocab_size (`int`):
             Size of the target's vocabulary, Vt.
         draft_vocab_size (`int`, *optional*):
@@ -110,14 +111,14 @@ def count_supervised(dataloader: Iterable[Mapping[str, Any]], target_vocab_size:
         left = len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]
     with undisturbed_randomness(dataloader):
         for batch in tqdm(dataloader, desc="Counting tokens", disable=rank_and_size()[0] != 0):
-            ids, supervised = (values[:left] for values in _ids_and_mask(batch))
+            ids, times = (values[:left].cpu() for values in _ids_and_times(batch))
             left = None if left is None else left - len(ids)
-            ids = ids[supervised & (ids >= 0) & (ids < target_vocab_size)]
-            counts += torch.bincount(ids.cpu(), minlength=target_vocab_size)
+            is_known = (ids >= 0) & (ids < target_vocab_size)
+            counts.index_add_(0, ids[is_known], times[is_known])
     return counts
 
 
-def _ids_and_mask(batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def _ids_and_times(batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     name = "loss_mask" if "loss_mask" in batch else "labels"
     values = [torch.as_tensor(batch[key]) for key in ("input_ids", name) if key in batch]
     if len(values) < 2 or values[0].shape != values[1].shape:
@@ -127,7 +128,9 @@ def _ids_and_mask(batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]
             "`DataCollatorForEagle3`."
         )
     ids, mask = values
-    return ids.long(), (mask != IGNORE_INDEX) if name == "labels" else (mask != 0)
+    if "prefix_tree" in batch:
+        return ids.long(), mask.long()
+    return ids.long(), (mask != (IGNORE_INDEX if name == "labels" else 0)).long()
 
 
 def _summed_over_ranks(counts: torch.Tensor) -> torch.Tensor:

@@ -107,15 +107,34 @@ def refuse_other_inputs(model: PreTrainedModel, kwargs: dict[str, Any], image_re
         raise ValueError("`pixel_values` and `image_grid_thw` belong together: pass both or none.")
 
 
-def refuse_long_branches(tree: torch.Tensor, limit: int | None) -> None:
+def refuse_section(model: PreTrainedModel, tree: torch.Tensor, is_recurrent: bool, limit: int | None) -> None:
+    """
+    Raises `ValueError` where a model cannot compute a packed sequence in sections.
+
+    Args:
+        model (`PreTrainedModel`): The causal LM.
+        tree (`torch.Tensor` of shape `(B, 3, N)`, int32): That of the section, see the batch contract.
+        is_recurrent (`bool`): Whether it has recurrent layers.
+        limit (`int`, *optional*): As for [`refuse_long_branches`].
+    """
+    if is_recurrent:
+        raise ValueError(
+            f"{type(model).__name__} has recurrent layers, whose states are not handed from section to section "
+            "(`overflow='stream'`). Use `overflow='split'`."
+        )
+    refuse_long_branches(tree, limit, is_section=True)
+
+
+def refuse_long_branches(tree: torch.Tensor, limit: int | None, is_section: bool = False) -> None:
     """
     Raises `ValueError` for a branch beyond which the rotary frequencies of the whole call would change.
 
     Args:
         tree (`torch.Tensor` of shape `(B, 3, N)`, int32): As in the batch contract.
         limit (`int`, *optional*): Tokens, from [`~hf_prefix_tree.modeling.checks.rope_limit`].
+        is_section (`bool`, *optional*, defaults to `False`): Whether other tokens come before these.
     """
-    if limit is None or tree.shape[2] <= limit:
+    if limit is None or (tree.shape[2] <= limit and not is_section):
         return
     longest = int(tree[:, DEPTH].max()) + 1
     if longest > limit:

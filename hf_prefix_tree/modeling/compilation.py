@@ -116,7 +116,8 @@ class CompiledForward:
             return type(self.layer).forward(self.layer, *args, **kwargs)
         layer_class: Any = type(self.layer)
         forward, checkpoints = _plain_forward(layer_class)
-        run = functools.partial(_run, forward, self.is_one_graph, self.layer, **kwargs)
+        is_one_graph = self.is_one_graph and kwargs["prefix_tree"].section is None  # keys are kept outside of graphs
+        run = functools.partial(_run, forward, is_one_graph, self.layer, **kwargs)
         if checkpoints and self.layer.gradient_checkpointing and self.layer.training and torch.is_grad_enabled():
             return self.layer._gradient_checkpointing_func(run, *args)
         return run(*args)

@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from hf_prefix_tree.modeling.attention.masks.causal import dense_mask, kind_of, tree_block_mask
 from hf_prefix_tree.modeling.batch import PREDECESSOR, Supervised
+from hf_prefix_tree.modeling.streaming import Section
 
 Mask = torch.Tensor | BlockMask
 
@@ -84,6 +85,8 @@ class TreeContext(CallContext):
             hidden states go to the head; `None` where the call has no labels and every position goes.
         attn_backend (`str`, *optional*, defaults to `"auto"`): `"flex"`, `"flash"`, `"sdpa"` or `"auto"`.
         sinks (`bool`, *optional*, defaults to `False`): Whether the model's attention has sinks.
+        section ([`~hf_prefix_tree.modeling.streaming.Section`], *optional*): That of the packed sequence which the
+            call computes, where it reads a path or is read by others.
 
     Example:
 
@@ -103,9 +106,11 @@ class TreeContext(CallContext):
         supervised: Supervised | None = None,
         attn_backend: str = "auto",
         sinks: bool = False,
+        section: Section | None = None,
     ) -> None:
         super().__init__(attn_backend, None if supervised is None else supervised.where)
         self.prefix_tree = prefix_tree
+        self.section = section
         self.supervised = supervised
         self.sinks = sinks
         self.is_weighted = False  # whether the caller weighs log-probs
@@ -159,8 +164,9 @@ class TreeContext(CallContext):
         """The mask of the layers with this limit, see [`dense_mask`]; built once per call."""
         key = kind_of(limit)
         if key not in self.masks:
-            build = tree_block_mask if flex else dense_mask
-            self.masks[key] = build(self.prefix_tree, **limit)
+            build: Any = tree_block_mask if flex else dense_mask
+            path = {} if self.section is None else {"path": self.section.path.to(self.prefix_tree.device)}
+            self.masks[key] = build(self.prefix_tree, **path, **limit)
         return self.masks[key]
 
     def owns(self, mask: object) -> bool:

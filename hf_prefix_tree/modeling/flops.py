@@ -14,10 +14,15 @@ forwards. Kernels do a little more: they invert the system and multiply by the i
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from hf_prefix_tree.tree.packing import split_tree
+from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -223,6 +228,68 @@ def model_costs(config: PretrainedConfig) -> ModelCosts:
     flops = np.array([6 * token, 6 * hidden * sizes.vocab, heads * attention_flops(1, sizes.heads, 1) * width])
     kept = 4 * outputs + 12 * sizes.layers * hidden
     return ModelCosts(parameters, flops, kept, 2 * sizes.layers * hidden + kept / sizes.layers, heads)
+
+
+def choose_overflow(
+    trees: Iterable[PrefixTree], config: PretrainedConfig, max_tokens: int, checkpointing: bool
+) -> tuple[str, int, str]:
+    """
+    Whether trees are best trained whole, split or streamed, by counting.
+
+    What a packed sequence of `max_tokens` tokens keeps for the backward counts as the memory that there is. Streaming
+    keeps the activations of the longest path and of a pass, and the path's keys and values in bfloat16 with their
+    gradients in float32. Trees are streamed where splitting them is impossible or costs 10% more FLOPs, if that fits.
+
+    Args:
+        trees (iterable of [`PrefixTree`]): Those with more than `max_tokens` tokens.
+        config (`PretrainedConfig`): The model's.
+        max_tokens (`int`): Tokens of the largest packed sequence that fits.
+        checkpointing (`bool`): Whether layers are recomputed.
+
+    Returns:
+        `tuple`: `"whole"`, `"split"` or `"stream"`; the tokens of a packed sequence or pass; the numbers, as a text.
+
+    Example:
+
+    ```python
+    >>> from transformers import Qwen3Config
+    >>> choose_overflow([], Qwen3Config(num_hidden_layers=1, hidden_size=64), max_tokens=8192, checkpointing=True)
+    ('whole', 8192, 'no tree has more than 8,192 tokens')
+
+    ```
+    """
+    longest, streamed, divided = 0, np.zeros(3), np.zeros(3)
+    for tree in trees:
+        stats = tree.stats()
+        longest = max(longest, stats.longest_path)
+        streamed += (stats.tree_tokens, stats.supervised_tokens, stats.tree_pairs)
+        for part in split_tree(tree, max_tokens) if stats.longest_path <= max_tokens else []:
+            stats = part.stats()
+            divided += (stats.tree_tokens, stats.supervised_tokens, stats.tree_pairs)
+    if not longest:
+        return "whole", max_tokens, f"no tree has more than {max_tokens:,} tokens"
+    sizes, costs = _Sizes(config.get_text_config()), model_costs(config)
+    per_token = costs.checkpointed_bytes if checkpointing else costs.activation_bytes
+    waiting = 2.0 * sizes.layers * sizes.hidden if checkpointing else costs.activation_bytes
+    waiting += 12 * sizes.keys * costs.attention_layers  # both in bfloat16, the gradients of both in float32
+    room = max_tokens * per_token - longest * waiting
+    passes = int(min(room / per_token, _LARGEST_PASS)) // 128 * 128
+    ratio = float(costs.flops @ divided / (costs.flops @ streamed)) if longest <= max_tokens else math.inf
+    numbers = (
+        f"the longest path has {longest:,} tokens of {max_tokens:,}; splitting computes {divided[0]:,.0f} tokens for "
+        f"{streamed[0]:,.0f}, {ratio:.2f}x the FLOPs; streaming keeps {longest * waiting / 2**30:.1f} GiB beside a "
+        f"pass, a packed sequence {max_tokens * per_token / 2**30:.1f} GiB"
+    )
+    smallest = min(_SMALLEST_PASS, max_tokens)
+    if ratio <= _WORTH_STREAMING or (passes < smallest and ratio < math.inf):
+        return "split", max_tokens, numbers
+    if passes < smallest:
+        numbers += "; it may not fit: set `activation_offloading=True`"
+    return "stream", max(passes, smallest), numbers
+
+
+_LARGEST_PASS, _SMALLEST_PASS = 8192, 1024  # tokens
+_WORTH_STREAMING = 1.1
 
 
 def _uncounted(config: Any) -> str:

@@ -36,6 +36,7 @@ from hf_prefix_tree.modeling.fingerprint import CodeWatch
 from hf_prefix_tree.modeling.loss import weighted_token_loss
 from hf_prefix_tree.modeling.positions import place_by_depth, place_images
 from hf_prefix_tree.modeling.recurrent.hooks import follow_branches, followed_functions
+from hf_prefix_tree.modeling.streaming import take_section
 from hf_prefix_tree.modeling.verify import is_materialized, verify_images, verify_loss, verify_tree_forward
 from hf_prefix_tree.modeling.verify_adapters import verify_adapters, verify_training
 
@@ -92,8 +93,7 @@ def prepare_model(
     ("You must specify exactly one of input_ids or inputs_embeds") instead of reading the tree as one sequence.
 
     Args:
-        model (`PreTrainedModel` or `PeftModel`):
-            A causal LM. Wrap it with DDP, FSDP or `torch.compile` afterwards.
+        model (`PreTrainedModel` or `PeftModel`): A causal LM. Wrap it with DDP, FSDP or `torch.compile` afterwards.
         attn_backend (`str`, *optional*, defaults to `"auto"`):
             `"flex"` runs FlexAttention, `"flash"` the kernels of `flash-attn-4` (on Hopper), `"sdpa"` a dense
             mask; each raises where it cannot serve. `"auto"` takes FLASH where it is right and pays, FlexAttention
@@ -301,9 +301,8 @@ def check_call(module: PreTrainedModel, kwargs: dict[str, Any], is_weighted: boo
     call_checks.refuse_long_branches(kwargs["prefix_tree"], state.rope_limit)
     call_checks.refuse_missing_labels(kwargs, trains)
     if module.training:
-        call_checks.refuse_noisy_embeddings(
-            module.get_input_embeddings() if state.watch is None else state.watch.embeddings
-        )
+        embeddings = module.get_input_embeddings() if state.watch is None else state.watch.embeddings
+        call_checks.refuse_noisy_embeddings(embeddings)
     if not state.verifying:
         (_verify_outside_graphs if torch.compiler.is_compiling() else _verify_call)(module, state, trains)
     call_checks.refuse_other_inputs(module, kwargs, state.image_refusal)
@@ -340,7 +339,7 @@ def _verify_call(module: PreTrainedModel, state: _TreeState, trains: bool) -> No
         )
 
 
-# It looks at the model's code, and runs the model where it has changed. The wrapper alone takes 9 microseconds.
+# It looks at the model's code, and runs it where that has changed. The wrapper alone takes 9 microseconds.
 _verify_outside_graphs = torch.compiler.disable(_verify_call)
 
 
@@ -362,19 +361,20 @@ def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[TreeContext
                 "`unprepare_model(model)` before it."
             )
         return None
+    section = take_section()  # before the model is checked, which may call it
     sentinel = kwargs.get(UNPREPARED_SENTINEL)
     if isinstance(sentinel, torch.Tensor) and not sentinel.is_floating_point():
         del kwargs[UNPREPARED_SENTINEL]
     is_weighted = bool(kwargs.pop(WEIGHTED_BY_CALLER, False))
     check_call(module, kwargs, is_weighted)
-    state: _TreeState = state_of(module)
-    tree = kwargs["prefix_tree"]
-    labels = kwargs.get("labels")
+    state, tree, labels = state_of(module), kwargs["prefix_tree"], kwargs.get("labels")
+    if section is not None:
+        call_checks.refuse_section(module, tree, bool(state.recurrent), state.rope_limit)
     supervised = None if labels is None else gather_supervised(tree, labels, kwargs.get("loss_weights"))
     # The check of the model may run in another precision than training, and on short sequences. Before FLASH is
     # taken, it is compared with Triton on the packed sequences themselves.
     backend = "auto" if state.verifying and state.attn_backend == "flash" else state.attn_backend
-    context = TreeContext(tree, supervised, backend, state.has_sinks)
+    context = TreeContext(tree, supervised, backend, state.has_sinks, section)
     context.is_weighted = is_weighted
     token_branches = kwargs.get("token_branches")
     beside_model = ("loss_weights", "token_branches", "tree_stats")

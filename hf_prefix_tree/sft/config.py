@@ -56,11 +56,16 @@ class TreeSFTConfig(SFTConfig):
             What happens to a dataset row that cannot be rendered: `"raise"` or `"skip"` (counted and logged).
         max_packed_tokens (`int`, *optional*):
             Most tokens of a packed sequence. Small trees are packed together up to it; `overflow` says what happens to
-            a larger one. At least `max_length`. A packed sequence is then a batch by itself: batch sizes must be 1,
-            unless `pack_trees=False`.
+            a larger one. At least `max_length`, unless larger ones are streamed. A packed sequence is then a batch by
+            itself: batch sizes must be 1, unless `pack_trees=False`.
         overflow (`str`, *optional*, defaults to `"split"`):
             What happens to a tree of more than `max_packed_tokens` tokens: `"split"` into dataset rows of one
-            optimizer step that have the whole tree's gradient together, `"drop"` or `"raise"`.
+            optimizer step that have the whole tree's gradient together, `"stream"` through the model in passes of at
+            most so many tokens, none of them computed twice, with the activations of one path in memory, `"drop"` or
+            `"raise"`. A branch may be longer than `max_packed_tokens` only if it is streamed. With
+            `activation_offloading=True` all that waits is kept by the host. `"auto"` splits or streams, by counted
+            FLOPs and memory ([`choose_overflow`]), where `max_packed_tokens` is the largest packed sequence that fits;
+            the log says which and why.
         pack_trees (`bool`, *optional*, defaults to `True`):
             Whether several trees share a packed sequence under `max_packed_tokens`. With `False` a dataset row is one
             tree, or one part of a split tree, and `per_device_train_batch_size` counts those.
@@ -132,7 +137,9 @@ class TreeSFTConfig(SFTConfig):
         None, "Most tokens of a packed sequence; see `overflow` and `pack_trees`. `None` sets no limit."
     )
     overflow: str = option_field(
-        "split", "What happens to a tree of more than `max_packed_tokens` tokens.", PREPARATION_CHOICES["overflow"]
+        "split",
+        "What happens to a tree of more than `max_packed_tokens` tokens.",
+        ["auto", *PREPARATION_CHOICES["overflow"]],
     )
     pack_trees: bool = option_field(True, "Whether several trees share a packed sequence under `max_packed_tokens`.")
     selection_metric: str | None = option_field(
@@ -161,8 +168,43 @@ class TreeSFTConfig(SFTConfig):
             self.max_packed_tokens = self.max_packed_tokens or self.max_length
             if self.process_index == 0:
                 logger.warning("`packing=True` packs trees: it is `max_packed_tokens=%d`.", self.max_packed_tokens)
-        check_config(self, choices=("mode", "attn_backend"), at_least={"stop_token_ids": 0})
+        check_config(self, choices=("mode", "attn_backend", "overflow"), at_least={"stop_token_ids": 0})
+        check_streaming_config(self)
         if self.dataset_text_field != "text":
             self.column_names = {"text": self.dataset_text_field, **(self.column_names or {})}  # type: ignore[dict-item]
         check_tree_config(self, PREPARATION)
-        check_preparation(**{name: getattr(self, name) for name in CHECKED_OPTIONS if hasattr(self, name)})
+        options = {name: getattr(self, name) for name in CHECKED_OPTIONS if hasattr(self, name)}
+        if self.overflow == "auto":  # chosen when the trees are known
+            options["overflow"] = "stream"
+        check_preparation(**options)
+
+
+def check_streaming_config(config: Any) -> None:
+    """Raises `ValueError` for options under which trees cannot be streamed (`overflow="stream"`)."""
+    if config.overflow not in ("stream", "auto"):
+        return
+    given = f"`overflow={config.overflow!r}`"
+    if config.max_packed_tokens is None:
+        raise ValueError(f"{given} needs `max_packed_tokens`, of a pass or a packed sequence: set it, to 8192 say.")
+    if config.mode == "grouped":
+        raise ValueError(f"{given} has no meaning under `mode='grouped'`, which computes branch by branch.")
+    if "lomo" in str(config.optim).lower():
+        raise ValueError(
+            f"`optim={str(config.optim)!r}` changes weights in the backward, and {given} may have several in a step: "
+            "use another optimizer."
+        )
+
+
+def check_streaming(trainer: Any) -> None:
+    """Raises `ValueError` where an engine or the loss of a router does not allow that trees are streamed."""
+    if trainer.is_deepspeed_enabled or trainer.get_tp_size() > 1:
+        engine = "DeepSpeed" if trainer.is_deepspeed_enabled else "Tensor parallelism"
+        raise ValueError(
+            f"{engine} does not allow the several backwards of a micro-batch that `overflow='stream'` does. Use DDP "
+            "or FSDP2, or `overflow='split'`."
+        )
+    if trainer.aux_loss_enabled:
+        raise ValueError(
+            "The router's auxiliary loss is that of all tokens of a micro-batch together, which `overflow='stream'` "
+            "computes apart: set `router_aux_loss_coef=0`, or use `overflow='split'`."
+        )

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import recursively_apply
+from accelerate.utils import gather_object, recursively_apply
 from datasets import Dataset, IterableDataset
-from transformers import default_data_collator
+from transformers import AutoConfig, default_data_collator
 from trl import SFTTrainer
 from trl.chat_template_utils import get_training_chat_template
 
@@ -30,8 +30,10 @@ from hf_prefix_tree.data.rows import MESSAGE_KINDS, RowOptions, columns_of, row_
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
 from hf_prefix_tree.data.trees import write_files
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
+from hf_prefix_tree.modeling.flops import choose_overflow
+from hf_prefix_tree.modeling.streaming import Section, kept_on_host, sections_of, stream
 from hf_prefix_tree.sft.collator import BranchCollator, DataCollatorForPrefixTree, EvaluationCollator, branch_batches
-from hf_prefix_tree.sft.config import PREPARATION, TreeSFTConfig
+from hf_prefix_tree.sft.config import PREPARATION, TreeSFTConfig, check_streaming
 from hf_prefix_tree.sft.mixin import TreeLossMixin
 from hf_prefix_tree.training import checks
 from hf_prefix_tree.training.step import PreparationMixin
@@ -118,6 +120,7 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         check_not_empty(train_dataset, "train_dataset")
         # `SFTTrainer` prepares the training dataset first; the same object may be an evaluation dataset as well
         self._to_select_from: Any = train_dataset
+        self._model_to_count: Any = model
         self._format: Callable[[Any], str] | None = kwargs.get("formatting_func")
         # TRL would look for a training template of its own, which trees do not need
         self._asked, args.assistant_only_loss = args.assistant_only_loss, False
@@ -125,6 +128,8 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         super().__init__(model, args, collator, train_dataset, eval_dataset, processing_class, **kwargs)
         args.assistant_only_loss = self._asked
         checks.check_texts(self)
+        if args.overflow == "stream":
+            check_streaming(self)
         if data_collator is None:
             pad_token_id, multiple = checks.padding_token_of(self._tokenizer), args.pad_to_multiple_of or BLOCK_SIZE
             self.data_collator = DataCollatorForPrefixTree(pad_token_id, args.weighting, multiple)
@@ -145,12 +150,32 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
                 "rows, completions, assistants' turns or whole texts are trained on; leave out what does not fit."
             )
         names = {"weighting", *PREPARATION} - {"shuffle_dataset", "column_names"}  # columns have been renamed
-        options = {name: getattr(args, name) for name in names}
+        options = {name: getattr(args, name) for name in names} | {"num_proc": args.dataset_num_proc}
         if is_selected_from:
             self._to_select_from = None
         else:
             options |= {"selection_metric": None, "selection_num_proc": None, "max_examples": None}
-        return prepare_trees(dataset, self._tokenizer, num_proc=args.dataset_num_proc, **options)
+        if args.overflow == "auto":
+            if isinstance(dataset, IterableDataset):
+                raise ValueError("`overflow='auto'` counts all trees, but a stream is read once; pass 'split', say.")
+            trees = prepare_trees(
+                dataset, self._tokenizer, **options | {"max_packed_tokens": None, "overflow": "split"}
+            )
+            self._choose_overflow(trees, args)
+            options |= {"overflow": args.overflow, "max_packed_tokens": args.max_packed_tokens}
+        return prepare_trees(dataset, self._tokenizer, **options)
+
+    def _choose_overflow(self, trees: Dataset, args: TreeSFTConfig) -> None:
+        model, most = self._model_to_count, args.max_packed_tokens
+        assert most is not None  # checked with the configuration
+        config = AutoConfig.from_pretrained(model) if isinstance(model, str) else model.config
+        large = [index for index, ids in enumerate(trees["input_ids"]) if len(ids) > most]
+        choice, args.max_packed_tokens, numbers = choose_overflow(
+            (PrefixTree.from_dict(trees[index]) for index in large), config, most, args.gradient_checkpointing
+        )
+        args.overflow = "stream" if choice == "stream" else "split"
+        if args.process_index == 0:
+            logger.warning("`overflow='auto'`: %s, as %s.", choice, numbers)
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         is_skipped = (self.args.dataset_kwargs or {}).get("skip_prepare_dataset")
@@ -187,6 +212,50 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
                 losses.append(super().training_step(model, branch, *args))
         self.current_gradient_accumulation_steps = steps
         return torch.stack(losses).sum()
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if self.args.overflow != "stream":
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        on_host = self.args.activation_offloading and self._is_training
+        sections = sections_of(inputs, self.args.max_packed_tokens, on_host=on_host)
+        # Every rank runs all of them: metrics are gathered with each, and FSDP2 reduces gradients.
+        names = set().union(*gather_object([[section.name for section in sections]]))
+        if len(names) == 1:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if return_outputs:
+            raise ValueError(
+                f"Predictions of a tree of more than `max_packed_tokens={self.args.max_packed_tokens}` tokens cannot "
+                "be streamed: leave out `compute_metrics`, or raise it for evaluation."
+            )
+        (empty,) = sections_of(inputs | {"attention_mask": torch.zeros_like(inputs["attention_mask"])}, 1)
+        part_loss, losses, is_training = super().compute_loss, [], self._is_training
+        device = inputs["input_ids"].device
+
+        def forward(section: Section | None) -> torch.Tensor:
+            part = {name: tensor.to(device) for name, tensor in (section or empty).inputs.items()}
+            with kept_on_host(part["input_ids"].shape[1]) if on_host else nullcontext():
+                loss: Any = part_loss(model, part, num_items_in_batch=num_items_in_batch)
+            losses.append(loss.detach())
+            return loss
+
+        def backward(loss: torch.Tensor) -> None:
+            if is_training:  # inside of the forward's autocast and of TRL's offloading, neither of which it takes
+                with torch.autocast(device.type, enabled=False), kept_on_host(0) if on_host else nullcontext():
+                    self.accelerator.backward(loss)
+
+        # DDP reduces gradients once, with an empty row.
+        waits = is_training and self.accelerator.num_processes > 1 and not self.accelerator.is_fsdp2
+        items = self._step_items
+        self._step_items = self.count_items(inputs) if items is None else items  # an evaluation has those of its batch
+        try:
+            with self.accelerator.no_sync(model) if waits else nullcontext():
+                stream(sections, names, forward, backward)
+            last = forward(None) if waits else losses[-1].requires_grad_(is_training)  # for the backward of Trainer
+        finally:
+            self._step_items = items
+        return last + (torch.stack(losses).sum().detach() - last.detach())
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None

@@ -197,6 +197,8 @@ def check_tree_config(config: Any, preparation: Sequence[str]) -> None:
                     f"`{name}={getattr(config, name)}` would concatenate sequences of `max_packed_tokens="
                     f"{config.max_packed_tokens}`. Set `{name}=1`: a packed sequence is a batch by itself."
                 )
+    if config.overflow == "stream":  # which is not the preparation's work
+        preparation = [name for name in preparation if name not in ("overflow", "max_packed_tokens")]
     defaults = {name: config.__dataclass_fields__[name].default for name in preparation}
     refuse_ignored(
         config, [f"`{n}={getattr(config, n)!r}`" for n, default in defaults.items() if getattr(config, n) != default]
@@ -349,7 +351,7 @@ def check_split_stream(args: Any) -> None:
     if getattr(args, "overflow", "split") == "split":
         raise ValueError(
             "`train_dataset` is a stream with `tree_ids`, and nothing keeps the parts of a split tree of a stream in "
-            "one optimizer step. Set `overflow='drop'` or `'raise'`, or load the dataset whole."
+            "one optimizer step. Set `overflow='stream'`, `'drop'` or `'raise'`, or load the dataset whole."
         )
 
 

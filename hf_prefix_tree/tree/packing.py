@@ -11,21 +11,20 @@ of the layout into runs of leaves duplicates 4 % more.
 **Packing** goes by size, largest tree first, except for trees that must not share a sequence. The sampler, not the
 packing, keeps the parts of a split tree in one optimizer step.
 
-Cost: O(n log n) comparisons to pack n trees, O(L log^2 L) to split one of L leaves, and a fold of each part.
+Cost: O(n log n) comparisons to pack n trees, O(L log^2 L) to split one of L leaves, the rest vectorised.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_prefix_tree.tree import layout
 from hf_prefix_tree.tree.folding import INT32_MAX, check_integer, integer_array
-from hf_prefix_tree.tree.prefix_tree import PrefixTree, fold
+from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 
 def split_tree(tree: PrefixTree, max_tokens: int) -> list[PrefixTree]:
@@ -71,26 +70,17 @@ def split_tree(tree: PrefixTree, max_tokens: int) -> list[PrefixTree]:
     path_tokens = layout.node_depths(tree.node_lengths, tree.node_parents) + tree.node_lengths
     check_integer(max_tokens, "max_tokens", path_tokens.max())  # no branch can be split
     parents = tree.node_parents.tolist()
-    first_part = np.full(len(parents), -1)  # by node: the part that supervises it
-    plan = _plan(parents, path_tokens.tolist(), max_tokens)
-    for index, leaves in enumerate(plan):
-        for node in leaves:
-            while node >= 0 and first_part[node] < 0:
-                first_part[node] = index
-                node = parents[node]
-    branches, paths, part_of_token = tree.branches(), tree.paths(), np.repeat(first_part, tree.node_lengths)
+    first_part = np.full(len(parents), -1)
     parts = []
-    for index in range(len(plan)):
-        members = np.flatnonzero(first_part[tree.branch_nodes] == index)
-        part = fold([branches[b] for b in members], tree.weighting)
-        token_of_tree = np.empty(len(part), dtype=np.int64)
-        for path, b in zip(part.paths(), members, strict=True):
-            token_of_tree[path] = paths[b]
-        supervises = part_of_token[token_of_tree] == index
-        weights = np.where(supervises, tree.weights[token_of_tree], 0.0)
-        branch_count = np.where(supervises, tree.branch_count[token_of_tree], 0)
-        parts.append(replace(part, num_branches=tree.num_branches, weights=weights, branch_count=branch_count))
-    return parts
+    for index, leaves in enumerate(_plan(parents, path_tokens.tolist(), max_tokens)):
+        nodes: set[int] = set()
+        for node in leaves:
+            while node >= 0 and node not in nodes:
+                nodes.add(node)
+                node = parents[node]
+        parts.append(np.array(sorted(nodes)))
+        first_part[parts[-1][first_part[parts[-1]] < 0]] = index
+    return [_part(tree, nodes, first_part == index) for index, nodes in enumerate(parts)]
 
 
 def _plan(parents: list[int], path_tokens: list[int], max_tokens: int) -> list[list[int]]:
@@ -120,6 +110,44 @@ def _plan(parents: list[int], path_tokens: list[int], max_tokens: int) -> list[l
         if node >= 0:
             below[parents[node]].append(groups)
     return sorted(members.values(), key=min)
+
+
+def _part(tree: PrefixTree, nodes: npt.NDArray[np.int64], is_supervised: npt.NDArray[np.bool_]) -> PrefixTree:
+    """The part of these nodes, ascending. `is_supervised` marks the nodes of the tree that the part supervises."""
+    branches = np.flatnonzero(is_supervised[tree.branch_nodes])
+    new_index = np.full(len(is_supervised) + 1, -1)  # the last entry is for the parent of roots, -1
+    new_index[nodes] = np.arange(len(nodes))
+    parents = new_index[tree.node_parents[nodes]]
+    ends = new_index[tree.branch_nodes[branches]]
+
+    # A node continues its parent if the parent has no other child left and ends no branch.
+    starts_node = np.bincount(parents + 1, minlength=len(nodes) + 1) != 1  # by parent, the roots' first
+    starts_node[ends + 1] = True
+    starts_node[0] = True
+    starts_node = starts_node[parents + 1]
+    merged = np.append(np.cumsum(starts_node) - 1, -1)
+    (first,) = starts_node.nonzero()
+    lengths = np.add.reduceat(tree.node_lengths[nodes], first)
+    parents, ends = merged[parents[first]], merged[ends]
+
+    order, new_index = layout.heavy_first_order(lengths, parents, ends)
+    moved = layout.ranges(layout.node_starts(lengths)[order], lengths[order])
+    tokens = layout.ranges(tree.node_starts[nodes], tree.node_lengths[nodes])[moved]
+    supervises = np.repeat(is_supervised[nodes], tree.node_lengths[nodes])[moved]
+    runs = layout.ranges(layout.node_starts(tree.run_counts)[branches], tree.run_counts[branches])
+    return PrefixTree(
+        input_ids=tree.input_ids[tokens],
+        node_lengths=lengths[order],
+        node_parents=new_index[parents[order]],
+        weights=np.where(supervises, tree.weights[tokens], 0.0),
+        branch_count=np.where(supervises, tree.branch_count[tokens], 0),
+        num_branches=tree.num_branches,
+        weighting=tree.weighting,
+        branch_nodes=new_index[ends],
+        run_counts=tree.run_counts[branches],
+        run_lengths=tree.run_lengths[runs],
+        run_values=tree.run_values[runs],
+    )
 
 
 def pack_rows(lengths: npt.ArrayLike, max_tokens: int, apart: Sequence[int] = ()) -> list[list[int]]:

@@ -11,7 +11,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from benchmarks import attention, call_overhead, fold, mask, packed, prepare, step
+from benchmarks import attention, call_overhead, fold, mask, packed, prepare, step, streaming
 from benchmarks.common import write_csv
 from benchmarks.flops import MODELS, flop_counts, model_config
 from benchmarks.microbatches import BranchStep, pack, scan_starts_anew
@@ -318,3 +318,19 @@ def test_conversations_make_one_tree_per_group(shared_data):
     (tree,) = conversation_trees(data, shared_data("tokenizers/qwen3"), tools, max_trees=1)
     stats = tree.stats()
     assert (stats.branches, stats.branch_tokens, stats.tree_tokens) == (60, 376_759, 27_706)
+
+
+def test_streaming_computes_every_token_once(tmp_path):
+    output = tmp_path / "streaming.csv"
+    rows = streaming.main(["--quick", "--only", *streaming.SHAPES, "--output", str(output)])
+    assert len(rows) == len(read(output)) == 7 and {"peak_gib", *ENVIRONMENT} <= read(output)[0].keys()
+    by_side = {(row["shape"], row["side"]): row for row in rows}
+    for (shape, side), row in by_side.items():
+        if side == "stream":
+            assert row["tokens"] == row["tree_tokens"] and row["passes"] > 2
+            assert row["longest_path"] > row["max_tokens"]
+        elif side == "path":
+            assert row["tokens"] == row["longest_path"]
+        else:
+            assert row["tokens"] > row["tree_tokens"]
+            assert row["loss"] == pytest.approx(by_side[shape, "stream"]["loss"], rel=1e-5)

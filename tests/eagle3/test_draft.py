@@ -11,11 +11,11 @@ from torch.nn.attention import flex_attention as flex_module
 
 from conformance.double import keep_double
 from hf_prefix_tree import Eagle3DraftConfig, Eagle3DraftModel
-from hf_prefix_tree.eagle3 import model as draft_module
+from hf_prefix_tree.eagle3 import attention as attention_module
 from hf_prefix_tree.eagle3 import model as layer_module
-from hf_prefix_tree.eagle3.attention import dense_steps, document_tree, flex_steps
+from hf_prefix_tree.eagle3.attention import dense_steps, document_tree, draft_slots, flex_steps
 from hf_prefix_tree.eagle3.config import default_aux_layer_ids
-from hf_prefix_tree.eagle3.loss import StepSums, accepted_length, supervised_positions
+from hf_prefix_tree.eagle3.loss import StepSums, accepted_length
 from hf_prefix_tree.eagle3.target import Eagle3Target
 from hf_prefix_tree.modeling.attention import kernels
 from hf_prefix_tree.modeling.context import TreeContext
@@ -85,6 +85,14 @@ def _without_documents(seq_lens, length):
     return document_tree(torch.full((len(seq_lens), 1), length), length)
 
 
+def _without_gate(batch, steps):
+    slots = SLOTS(batch, steps)
+    index = torch.arange(batch["loss_mask"].numel()).view_as(batch["loss_mask"])
+    sources = torch.stack([(index + ahead) % index.numel() for ahead in range(steps + 1)], dim=1)
+    weights = (batch["loss_mask"].flatten()[sources[:, 1:]] != 0).long()
+    return {**slots, "draft_sources": sources, "draft_weights": weights}
+
+
 def _without_step_positions(self, tokens, positions, hidden, documents, cache):
     return STEP(self, tokens, positions - len(cache) // 2, hidden, documents, cache)
 
@@ -93,16 +101,16 @@ def _without_diagonals(query, keys, values, documents):
     return ATTEND(query, keys[:1], values[:1], documents)
 
 
-STEP, ATTEND = Eagle3DraftModel._step, layer_module.step_attention
+STEP, ATTEND, SLOTS = Eagle3DraftModel._step, layer_module.step_attention, layer_module.draft_slots
 
 
 @pytest.mark.parametrize(
     ("where", "name", "wrong"),
     [
-        (draft_module, "document_tree", _without_documents),
+        (attention_module, "document_tree", _without_documents),
         (Eagle3DraftModel, "_step", _without_step_positions),
         (layer_module, "step_attention", _without_diagonals),
-        (draft_module, "supervised_positions", lambda mask, left, k: supervised_positions(mask, left + 99, k)),
+        (layer_module, "draft_slots", _without_gate),
     ],
     ids=["documents", "positions", "diagonals", "gate"],
 )
@@ -117,11 +125,11 @@ def test_the_comparison_can_fail(where, name, wrong, monkeypatch):
 
 def test_the_gate_of_the_golden_packing(shared_data):
     case = json.loads(shared_data("goldens/eagle3_packing.json").read_text())[0]
-    mask, remaining = (torch.tensor(case["collated"][name]) for name in ("loss_mask", "doc_remaining"))
+    batch = {name: torch.tensor(values) for name, values in case["collated"].items()}
     expected = (("01110110", "10100000"), ("11100100", "01000000"), ("11000000", "10000000"))
+    weights = draft_slots(batch, len(expected))["draft_weights"]
     for step, rows in enumerate(expected):
-        found = supervised_positions(mask, remaining, step).int().tolist()
-        assert ["".join(map(str, row)) for row in found] == list(rows)
+        assert ["".join(map(str, row)) for row in weights[:, step].tolist()] == list(rows)
 
 
 def test_accepted_length_counts_tokens_outside_of_the_vocabulary_as_misses():

@@ -26,7 +26,16 @@ from hf_prefix_tree.eagle3.loss import StepSums
 from hf_prefix_tree.eagle3.target import Eagle3Target, precompute_hidden_states
 from tests.support.drafts import AUX, TARGETS, VOCAB, collated, make_target
 from tests.support.eagle3_ranks import train_and_evaluate
-from tests.support.eagle3_runs import BY_LENGTH, distance, documents, small_draft, train, trainer_of, weights
+from tests.support.eagle3_runs import (
+    BY_LENGTH,
+    branch_rows,
+    distance,
+    documents,
+    small_draft,
+    train,
+    trainer_of,
+    weights,
+)
 from tests.support.ranks import run_ranks
 
 
@@ -383,8 +392,8 @@ def test_evaluation_under_autocast_asks_the_same_target(tmp_path):
     seen = []
 
     class Spy(Eagle3Target):
-        def states(self, batch):
-            seen.append(super().states(batch))
+        def hidden_states(self, batch):
+            seen.append(super().hidden_states(batch))
             return seen[-1]
 
     target = Spy(make_target(dtype=torch.float32), AUX)
@@ -393,7 +402,7 @@ def test_evaluation_under_autocast_asks_the_same_target(tmp_path):
     trainer.evaluate()
     trainer.train()
     assert len(seen) == 2
-    for evaluated, trained in zip(seen[0].values(), seen[1].values(), strict=True):
+    for evaluated, trained in zip(*seen, strict=True):
         assert evaluated.dtype == trained.dtype and torch.equal(evaluated, trained)
 
 
@@ -470,7 +479,9 @@ def test_two_processes_equal_one(tmp_path):
     for strategy in BY_LENGTH:
         options = {"gradient_accumulation_steps": 4, "train_sampling_strategy": strategy}
         by_length[strategy] = train(tmp_path, **sets, **options)
-    for kind in ("rows", "stream", "precomputed", *BY_LENGTH):
+    trees = {"rows": branch_rows(7), "eval_rows": branch_rows(5, seed=1)}
+    by_length["trees"] = train(tmp_path, **trees, gradient_accumulation_steps=4)
+    for kind in ("rows", "trees", "stream", "precomputed", *BY_LENGTH):
         one = by_length.get(kind, in_order)
         metrics = one.evaluate()
         two, log = torch.load(tmp_path / f"{kind}.pt"), json.loads((tmp_path / f"{kind}.json").read_text())

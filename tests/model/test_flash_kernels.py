@@ -18,6 +18,7 @@ from hf_prefix_tree.modeling.attention.kernels import attend_dense, one_graph_fo
 from hf_prefix_tree.modeling.attention.masks.causal import dense_mask
 from hf_prefix_tree.modeling.batch import concatenate_trees
 from hf_prefix_tree.modeling.context import TreeContext
+from hf_prefix_tree.modeling.streaming import sections_of
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
 
 STOCK, FIRST, LAST = object(), object(), object()  # orders of blocks
@@ -41,7 +42,7 @@ def _lane_wise(function):
     return lambda a, b: Lanes(function(a.values, b.values if isinstance(b, Lanes) else b))
 
 
-for _name in ("le", "lt", "eq", "sub", "floordiv", "and_"):
+for _name in ("le", "lt", "eq", "add", "sub", "floordiv", "and_"):
     setattr(Lanes, f"__{_name.strip('_')}__", _lane_wise(getattr(operator, _name)))
 
 
@@ -84,11 +85,11 @@ def cute(monkeypatch):
         function.cache_clear()
 
 
-def visible_pairs(blocks, rows, length, mod, scalars, transposed):
+def visible_pairs(blocks, rows, lengths, mod, scalars, transposed):
     """The dense mask that a kernel makes of the lists: partial blocks by `mod`, full ones without looking."""
     size = blocks.block_size[0]
     assert blocks.block_size == (size, size)
-    mask = torch.zeros(rows, length, length, dtype=torch.bool)
+    mask = torch.zeros(rows, *lengths, dtype=torch.bool)
     for row in range(rows):
         for full, count, index in ((False, *blocks[:2]), (True, *blocks[2:4])):
             for i, number in enumerate(count[0, 0].tolist()):
@@ -126,7 +127,8 @@ def plain_kernels(cute, monkeypatch):
 
     def run_forward(q, k, v, *, softmax_scale, return_lse, out, lse, mask_mod, aux_scalars, block_sparse_tensors):
         assert forward.SingleTileScheduler is LAST and return_lse
-        mask = visible_pairs(block_sparse_tensors, len(q), q.shape[1], mask_mod, aux_scalars, transposed=False)
+        lengths = q.shape[1], k.shape[1]
+        mask = visible_pairs(block_sparse_tensors, len(q), lengths, mask_mod, aux_scalars, transposed=False)
         for made, wanted in zip((out, lse), attend(q, k, v, mask, softmax_scale), strict=True):
             made.copy_(wanted)
 
@@ -134,7 +136,8 @@ def plain_kernels(cute, monkeypatch):
         q, k, v, out, dout, lse, *, softmax_scale, dq, dk, dv, mask_mod, aux_scalars, block_sparse_tensors
     ):
         assert backward.SingleTileScheduler is FIRST
-        mask = visible_pairs(block_sparse_tensors, len(q), q.shape[1], mask_mod, aux_scalars, transposed=True)
+        lengths = q.shape[1], k.shape[1]
+        mask = visible_pairs(block_sparse_tensors, len(q), lengths, mask_mod, aux_scalars, transposed=True)
         expected, log_sum = attend(q, k, v, mask, softmax_scale)
         torch.testing.assert_close(out, expected)
         torch.testing.assert_close(lse, log_sum.to(lse.dtype))
@@ -296,6 +299,32 @@ def test_the_order_of_blocks_is_given_back_after_an_error(monkeypatch):
     tree, leaves = inputs(1, (2, 2))
     with pytest.raises(RuntimeError, match="no kernel"):
         flash.attend_flash(*leaves, TreeContext(tree).mask(flex=True))
+
+
+@pytest.mark.usefixtures("plain_kernels")
+def test_queries_after_a_path():
+    """A section of a packed sequence: more keys than queries."""
+    batch = concatenate_trees(caterpillars(0), 0)
+    sections = [section for section in sections_of(batch, 300) if section.start]
+    assert {section.start for section in sections} != {0} and len(sections) > 1
+    for section in sections:
+        tree = section.inputs["prefix_tree"]
+        mask = TreeContext(tree, section=section).mask(flex=True)
+        generator = torch.Generator().manual_seed(0)
+        keys = section.start + section.length
+        leaves = [
+            torch.randn(1, heads, tokens, 8, generator=generator, dtype=torch.float64).requires_grad_()
+            for heads, tokens in ((4, section.length), (2, keys), (2, keys))
+        ]
+        found = flash.attend_flash(*leaves, mask, scale=0.3)
+        expected = attend_dense(*leaves, dense_mask(tree, section.path), scale=0.3)
+        torch.testing.assert_close(found, expected)
+        for got, wanted in zip(
+            torch.autograd.grad(found.square().sum(), leaves),
+            torch.autograd.grad(expected.square().sum(), leaves),
+            strict=True,
+        ):
+            torch.testing.assert_close(got, wanted)
 
 
 LIMITS = {"causal": {}, "window": {"window": 300}, "chunk": {"chunk": 256}}

@@ -13,6 +13,7 @@ import hf_prefix_tree.modeling.attention.kernels as kernels
 import hf_prefix_tree.modeling.attention.masks.causal as mask_module
 from hf_prefix_tree.modeling.attention.masks.causal import dense_mask, tree_block_mask
 from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.modeling.streaming import sections_of
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
 
 
@@ -44,6 +45,29 @@ def test_one_graph_for_each_kind_of_mask_whatever_the_length(monkeypatch, softca
             with torch.no_grad():
                 found = kernels.attend_flex(query, key, value, tree_block_mask(tree, window=window), **options)
                 expected = kernels.attend_dense(query, key, value, dense_mask(tree, window=window), **options)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        assert counters["stats"]["unique_graphs"] == expected_graphs
+    assert not counters["graph_break"]
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_one_graph_for_queries_after_a_path_whatever_its_length():
+    """Sections of a packed sequence, whose keys are the first of a longer buffer; one more graph without a path."""
+    rng = np.random.default_rng(0)
+    trunk = rng.integers(3, 90, size=1500)
+    branches = [trunk, *(np.append(trunk[:fork], rng.integers(3, 90, size=200)) for fork in range(600, 1500, 150))]
+    batch = concatenate_trees([fold([Branch(ids, np.ones(len(ids))) for ids in branches])], pad_token_id=0)
+    sections = sections_of(batch, 500)
+    assert len({(section.start, section.length) for section in sections}) > 4
+    buffers = [torch.randn(4096, 2, 32) for _ in "kv"]
+    for expected_graphs, window in ((2, None), (4, 40)):
+        for section in sections:
+            tree, end = section.inputs["prefix_tree"], section.start + section.length
+            query = torch.randn(1, section.length, 4, 32).transpose(1, 2)
+            key, value = (buffer[:end][None].transpose(1, 2) for buffer in buffers)
+            with torch.no_grad():
+                found = kernels.attend_flex(query, key, value, tree_block_mask(tree, section.path, window=window))
+                expected = kernels.attend_dense(query, key, value, dense_mask(tree, section.path, window=window))
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         assert counters["stats"]["unique_graphs"] == expected_graphs
     assert not counters["graph_break"]

@@ -6,18 +6,19 @@ from pathlib import Path
 import torch
 from datasets import Dataset, load_from_disk
 
-from tests.support.eagle3_runs import BY_LENGTH, documents, train, weights
+from tests.support.eagle3_runs import BY_LENGTH, branch_rows, documents, train, weights
 
 
 def train_and_evaluate(folder):
     """
-    On rows, on streams of them, on precomputed states, and under samplers that need lengths: an uneven last step in
-    training and evaluation each.
+    On rows, on trees, on streams of rows, on precomputed states, and under samplers that need lengths: an uneven last
+    step in training and evaluation each.
     """
     states = Path(folder, "states")
     sets = documents(7), documents(5, seed=1)
     kinds = {
         "rows": (*sets, None),
+        "trees": (branch_rows(7), branch_rows(5, seed=1), None),
         "stream": (*(Dataset.from_list(rows).to_iterable_dataset() for rows in sets), None),
         "group_by_length": (*sets, None),
         "batch_rebalance": (*sets, None),

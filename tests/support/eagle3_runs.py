@@ -67,3 +67,13 @@ def distance(got, expected, start):
 
 def documents(count, seed=0):
     return random_documents(seed, count=count, longest=14, shortest=5)
+
+
+def branch_rows(count, seed=0):
+    """Rows of two branches that fork."""
+    rows = []
+    for row in documents(count, seed):
+        ids, mask = row["input_ids"], row["loss_mask"]
+        other = [*ids[:3], *(3 + (token + 1) % (VOCAB - 3) for token in ids[3:])]
+        rows.append({"branches": [{"input_ids": path, "weights": list(map(float, mask))} for path in (ids, other)]})
+    return rows

@@ -209,19 +209,19 @@ def _flash_version() -> Version | None:
         return None
 
 
-_sparse: dict[tuple, str | None] = {}  # reasons by device and power of two of the length
+_sparse: dict[tuple, str | None] = {}  # reasons by device, kind of mask and power of two of the length
 _checked: dict[
     tuple, str | None
 ] = {}  # reasons by device, dtype, kind of mask, long or short sequences, and head sizes
 
 
 def _too_sparse(call: AttentionCall, mask: Callable[[], TreeBlockMask]) -> str | None:
-    if call.mask_kind != "causal":
+    if call.mask_kind not in ("causal", "path"):
         return f"its speed under a {call.mask_kind} was not measured"
     blocks = call.length // BLOCK_SIZE
     if blocks < _LEAST_FLASH_BLOCKS:
         return f"sequences of fewer than {_LEAST_FLASH_BLOCKS} blocks are not known to gain"
-    key = (call.device, blocks.bit_length())
+    key = (call.device, call.mask_kind, blocks.bit_length())
     if key not in _sparse:
         block_mask = mask()
         assert block_mask.full_kv_num_blocks is not None
@@ -248,17 +248,18 @@ def _agrees_with_triton(call: AttentionCall, mask: Callable[[], TreeBlockMask]) 
 def _difference_to_triton(call: AttentionCall, mask: TreeBlockMask) -> str | None:
     """Compares output and gradients of both kernels on random numbers under the mask; `None` where they agree."""
     batch_size = mask.kv_num_blocks.shape[0]
-    kv_heads = max(1, min(call.kv_heads, _CHECKED_TOKENS // (batch_size * call.length)))
+    kv_heads = max(1, min(call.kv_heads, _CHECKED_TOKENS // (batch_size * mask.subtree_end.shape[1])))
     heads = kv_heads * (call.heads // call.kv_heads)
     generator = torch.Generator(call.device).manual_seed(0)  # leaves the training's random state alone
 
-    def random(heads: int, size: int) -> Tensor:
-        shape = (batch_size, call.length, heads, size)  # as in a model: tokens before heads
+    def random(heads: int, size: int, length: int) -> Tensor:
+        shape = (batch_size, length, heads, size)  # as in a model: tokens before heads
         return torch.randn(shape, device=call.device, dtype=call.dtype, generator=generator).transpose(1, 2)
 
-    sizes = ((heads, call.head_dim), (kv_heads, call.head_dim), (kv_heads, call.value_dim))
+    keys = mask.subtree_end.shape[1]  # more than queries over a path
+    sizes = ((heads, call.head_dim, call.length), (kv_heads, call.head_dim, keys), (kv_heads, call.value_dim, keys))
     leaves = [random(*size).requires_grad_() for size in sizes]
-    grad = random(heads, call.value_dim)
+    grad = random(heads, call.value_dim, call.length)
 
     def run(attend: Callable) -> list[Tensor]:
         output = attend(*leaves, mask)

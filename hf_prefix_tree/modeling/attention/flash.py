@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hf_prefix_tree.modeling.attention.masks.causal import TreeBlockMask
 
-FLASH_KINDS = ("causal", "window", "chunk")  # of masks that are written in the language of the kernels
+FLASH_KINDS = ("causal", "window", "chunk", "path")  # of masks that are written in the language of the kernels
 
 
 def attend_flash(
@@ -41,11 +41,15 @@ def attend_flash(
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     tensors = [mask.subtree_end] if mask.limit is None else [mask.subtree_end, mask.depth, mask.limit]
+    kind = mask.kind
+    if mask.skipped is not None:
+        assert kind == "causal"  # `choose_backend` takes no other
+        kind, tensors = "path", [mask.subtree_end, mask.skipped]
     lists = [
         *(mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices),
         *(mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices),
     ]
-    output, _ = _flash(query, key, value, tensors, lists, mask.kind, scale)
+    output, _ = _flash(query, key, value, tensors, lists, kind, scale)
     return output.transpose(1, 2)
 
 
@@ -172,7 +176,7 @@ def _mask(index: int, tensors: Sequence[Tensor], lists: Sequence[Tensor], kind: 
 
     assert all(x.is_contiguous() and x.dtype == torch.int32 for x in tensors)  # they are read by address
     of_sequence = [x[index] if x.dim() == 2 else x for x in tensors]  # a limit is the same for all
-    size = tensors[0].shape[1] // lists[0].shape[-1]
+    size = tensors[0].shape[1] // max(x.shape[-1] for x in lists[:2])  # the blocks of keys, no fewer than of queries
     return {
         "mask_mod": _mask_mod(kind),
         "aux_scalars": tuple(Int64(x.data_ptr()) for x in of_sequence),
@@ -210,7 +214,11 @@ def _mask_mod(kind: str) -> Callable:
         same = lookup(scalars[1], q[0]) // size == lookup(scalars[1], k[0]) // size
         return (k <= q) & (q < lookup(scalars[0], k[0])) & same
 
-    chosen = {"causal": causal, "window": window, "chunk": chunk}[kind]
+    @cute.jit
+    def path(b: Any, h: Any, q: Any, k: Any, info: Any, tensors: Any, scalars: Any) -> Any:
+        return (k <= q + lookup(scalars[1], 0)) & (q < lookup(scalars[0], k[0]))
+
+    chosen = {"causal": causal, "window": window, "chunk": chunk, "path": path}[kind]
     # compiled kernels are kept under it, on disk as well
     chosen.__cute_hash__ = f"hf_prefix_tree {_digest()}: {kind}"
     return chosen

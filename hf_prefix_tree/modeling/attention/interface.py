@@ -99,8 +99,13 @@ def prefix_tree_mask(
         no_flex = "this architecture computes its attention by itself and takes a dense mask"
     elif _DERIVED_MASKS & set(getattr(config, "layer_types", None) or []) or not (allow_is_causal_skip or is_overlaid):
         no_flex = "this architecture computes sparse masks from a dense one"
+    if context.section is not None and no_flex is not None:
+        raise ValueError(f"{type(config).__name__} cannot be streamed: {no_flex}. Use `overflow='split'`.")
     length = context.prefix_tree.shape[-1]
-    options = {"sinks": context.sinks, "mask_kind": kind_of(limit)[0]}
+    kind = kind_of(limit)[0]
+    if context.section is not None and context.section.start:
+        kind = "path" if kind == "causal" else f"{kind} over a path"
+    options = {"sinks": context.sinks, "mask_kind": kind}
     call = AttentionCall.of(config, device, attention_dtype(device, dtype), length, **options)
     build: Any = functools.partial(context.mask, flex=True, **limit)
     backend = choose_backend(context.attn_backend, call, build, no_flex)
@@ -130,7 +135,7 @@ def prefix_tree_attention(
     Args:
         module (`torch.nn.Module`): The attention layer.
         query (`torch.Tensor` of shape `(B, heads, N, head_dim)`): Queries.
-        key (`torch.Tensor` of shape `(B, kv_heads, N, head_dim)`): Keys.
+        key (`torch.Tensor` of shape `(B, kv_heads, N, head_dim)`): Keys. Of a section, those of its path come before.
         value (`torch.Tensor` of shape `(B, kv_heads, N, value_dim)`): Values.
         attention_mask (`torch.Tensor` or `BlockMask`, *optional*): The result of [`prefix_tree_mask`].
         prefix_tree ([`TreeContext`], *optional*): The call's tree; without it the model's default attention runs.
@@ -151,6 +156,12 @@ def prefix_tree_attention(
     assert attention_mask is not None
     if is_causal is False:
         raise ValueError(f"{type(module).__name__} attends to both sides, which no tree does. {FALLBACK_HINT}")
+    if context is not None and context.section is not None:
+        if prefix_tree is None or indices is not None:
+            reason = "does not hand the tree to its attention" if indices is None else "picks keys by an indexer"
+            raise ValueError(f"{type(module).__name__} cannot be streamed: it {reason}. Use `overflow='split'`.")
+        dtype = attention_dtype(query.device, value.dtype)
+        key, value = context.section.extend(module, key.to(dtype), value.to(dtype))
     if indices is not None:
         attention_mask = _keep_chosen(attention_mask, indices, key.shape[2], query.dtype)
     return _attend(module, query, key, value, attention_mask, FALLBACK_HINT, **kwargs)

@@ -93,17 +93,19 @@ def kind_of(limit: Mapping[str, int | None]) -> tuple[str, int | None]:
     return given[0] if given else ("causal", None)
 
 
-def dense_mask(prefix_tree: Tensor, **limit: int | None) -> Tensor:
+def dense_mask(prefix_tree: Tensor, path: Tensor | None = None, **limit: int | None) -> Tensor:
     """
     The mask as one boolean per pair of tokens.
 
     Args:
         prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): As in the batch contract.
+        path (`torch.Tensor` of shape `(B, 2, P)`, int32, *optional*): Tokens before these, whose keys come first:
+            their `subtree_end`, counted from the first of the N tokens (at most 0: visible to none), and depth.
         limit: At most one of `window` (`int`), tokens of path distance that a token sees, and `chunk` (`int`): a token
             sees the tokens of its chunk, of so many tokens of depth.
 
     Returns:
-        `torch.Tensor` of shape `(B, 1, N, N)`, bool: `True` where the query (third axis) sees the key (fourth).
+        `torch.Tensor` of shape `(B, 1, N, P + N)`, bool: `True` where the query (third axis) sees the key (fourth).
 
     Example:
 
@@ -118,12 +120,13 @@ def dense_mask(prefix_tree: Tensor, **limit: int | None) -> Tensor:
     ```
     """
     kind, number = kind_of(limit)
-    subtree_end, depth = prefix_tree[:, SUBTREE_END], prefix_tree[:, DEPTH]
-    index = torch.arange(subtree_end.shape[1], device=subtree_end.device, dtype=subtree_end.dtype)
-    mask = (index[:, None] < subtree_end[:, None, :]).tril_()  # in place: no other N x N tensor
+    subtree_end, depth = _bounds_and_depths(prefix_tree, path)
+    index = torch.arange(prefix_tree.shape[2], device=subtree_end.device, dtype=subtree_end.dtype)
+    before = subtree_end.shape[1] - len(index)
+    mask = (index[:, None] < subtree_end[:, None, :]).tril_(before)  # in place: no other N x N tensor
     for start in range(0, len(index) if number is not None else 0, 1024):
         queries = slice(start, start + 1024)
-        mask[:, queries] &= KINDS[kind].sees(depth[:, queries, None], depth[:, None, :], number)
+        mask[:, queries] &= KINDS[kind].sees(depth[:, before:][:, queries, None], depth[:, None, :], number)
     return mask[:, None]
 
 
@@ -131,13 +134,14 @@ class TreeBlockMask(BlockMask):
     """A block mask, what runs it (`"flex"`: Triton, or `"flash"`), and what the pairs of a partial block depend on."""
 
     backend: str = "flex"
-    subtree_end: Tensor  # [B, N] int32
-    depth: Tensor  # [B, N] int32
+    subtree_end: Tensor  # [B, P + N] int32
+    depth: Tensor  # [B, P + N] int32
     kind: str  # "causal" or one of `KINDS`
     limit: Tensor | None  # [1] int32: the window, or the size of chunks
+    skipped: Tensor | None = None  # [1] int32: P, where it is above 0
 
 
-def tree_block_mask(prefix_tree: Tensor, **limit: int | None) -> TreeBlockMask:
+def tree_block_mask(prefix_tree: Tensor, path: Tensor | None = None, **limit: int | None) -> TreeBlockMask:
     """
     The mask as FlexAttention's [`~torch.nn.attention.flex_attention.BlockMask`].
 
@@ -147,37 +151,41 @@ def tree_block_mask(prefix_tree: Tensor, **limit: int | None) -> TreeBlockMask:
 
     Args:
         prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): As in the batch contract; N a multiple of 128.
+        path (`torch.Tensor` of shape `(B, 2, P)`, int32, *optional*): As in [`dense_mask`]; P a multiple of 128.
         limit: As in [`dense_mask`].
     """
     kind, number = kind_of(limit)
     length = prefix_tree.shape[2]
     assert length % BLOCK_SIZE == 0  # `why_not_flex` refuses others
-    subtree_end, depth = _bounds_and_depths(prefix_tree)
-    size = block_size(length)
+    subtree_end, depth = _bounds_and_depths(prefix_tree, path)
+    skipped = subtree_end.shape[1] - length
+    size = block_size(length) if path is None else BLOCK_SIZE
     end_low, end_high = _block_bounds(subtree_end, size)
-    block = torch.arange(end_low.shape[1], device=subtree_end.device, dtype=subtree_end.dtype)
+    key_block = torch.arange(end_low.shape[1], device=subtree_end.device, dtype=subtree_end.dtype) - skipped // size
+    block = key_block[skipped // size :]
     first_query = (block * size)[:, None]
     last_query = (block * size + size - 1).clamp(max=length - 1)[:, None]
-    before = block[None, :] < block[:, None]
+    before = key_block[None, :] < block[:, None]
     visible = before & (end_high[:, None, :] > first_query)  # [B, query blocks, key blocks]
     full = before & (end_low[:, None, :] > last_query)
     if number is not None:
         low, high = _block_bounds(depth, size)
-        some, every = KINDS[kind].block_bounds(low[:, :, None], high[:, :, None], low[:, None], high[:, None], number)
+        of_queries = (x[:, skipped // size :, None] for x in (low, high))
+        some, every = KINDS[kind].block_bounds(*of_queries, low[:, None], high[:, None], number)
         visible &= some
         full &= every
-    partial = visible.logical_and_(~full).logical_or_(block[None, :] == block[:, None])
-    number_on_device = _on_device(number, depth)
+    partial = visible.logical_and_(~full).logical_or_(key_block[None, :] == block[:, None])
+    number_on_device, skipped_on_device = _on_device(number, depth), _on_device(skipped or None, depth)
     mask = TreeBlockMask(
-        (length, length),
+        (length, skipped + length),
         *listed_blocks(partial),
         *listed_blocks(full),
         *listed_blocks(partial.transpose(1, 2)),  # the queries of a block of keys, for the backward
         *listed_blocks(full.transpose(1, 2)),
         (size, size),
-        _mask_mod(subtree_end, depth, kind, number_on_device),
+        _mask_mod(subtree_end, depth, kind, number_on_device, skipped_on_device),
     )
-    mask.subtree_end, mask.depth = subtree_end, depth
+    mask.subtree_end, mask.depth, mask.skipped = subtree_end, depth, skipped_on_device
     mask.kind, mask.limit = kind, number_on_device
     return mask
 
@@ -228,9 +236,11 @@ def tree_mask_mod(prefix_tree: Tensor, **limit: int | None) -> Callable[..., Ten
     return _mask_mod(subtree_end, depth, kind, _on_device(number, depth))
 
 
-def _bounds_and_depths(prefix_tree: Tensor) -> tuple[Tensor, Tensor]:
+def _bounds_and_depths(prefix_tree: Tensor, path: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`subtree_end` and depth of every key, `[B, P + N]`."""
     # Clones, not views: the compiler would also specialise on the tensor that they are views of.
-    subtree_end, depth = (prefix_tree[:, x].clone(memory_format=torch.contiguous_format) for x in (SUBTREE_END, DEPTH))
+    parts = [prefix_tree] if path is None else [path, prefix_tree]
+    subtree_end, depth = (torch.cat([part[:, x] for part in parts], dim=1) for x in (SUBTREE_END, DEPTH))
     return subtree_end, depth
 
 
@@ -269,13 +279,13 @@ def _block_bounds(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def listed_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Per block of queries, how many blocks are set, `[B, 1, nb]`, and which, those first, `[B, 1, nb, nb]`; int32."""
-    batch_size, num_blocks, _ = blocks.shape
+    """Per row of `[B, rows, nb]` blocks, how many are set, `[B, 1, rows]`, and which, those first; int32."""
+    batch_size, rows, num_blocks = blocks.shape
     column = torch.arange(num_blocks, device=blocks.device, dtype=torch.int32)
-    counts = torch.empty((batch_size, 1, num_blocks), dtype=torch.int32, device=blocks.device)
-    indices = torch.empty((batch_size, 1, num_blocks, num_blocks), dtype=torch.int32, device=blocks.device)
+    counts = torch.empty((batch_size, 1, rows), dtype=torch.int32, device=blocks.device)
+    indices = torch.empty((batch_size, 1, rows, num_blocks), dtype=torch.int32, device=blocks.device)
     at_once = max(1, _LISTED_AT_ONCE // (batch_size * num_blocks))
-    for start in range(0, num_blocks, at_once):
+    for start in range(0, rows, at_once):
         listed = blocks[:, start : start + at_once]
         rank = listed.cumsum(dim=-1, dtype=torch.int32)  # set blocks up to this one
         count = rank[..., -1:]
@@ -289,17 +299,23 @@ def _on_device(number: int | None, like: Tensor) -> Tensor | None:
     return None if number is None else torch.full((1,), number, device=like.device, dtype=like.dtype)
 
 
-def _mask_mod(subtree_end: Tensor, depth: Tensor, kind: str, limit: Tensor | None) -> Callable[..., Tensor]:
+def _mask_mod(
+    subtree_end: Tensor, depth: Tensor, kind: str, limit: Tensor | None, skipped: Tensor | None = None
+) -> Callable[..., Tensor]:
     # Code objects that read tensors, never Python numbers: FlexAttention compiles each once for each kind. A window
     # may be a scalar of the model, but the kernel reads it from a tensor: one compiled graph for all windows.
+    def among_keys(q: Tensor) -> Tensor:
+        return q if skipped is None else q + skipped[0]
+
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q) & (q < subtree_end[b, k])
+        return (k <= among_keys(q)) & (q < subtree_end[b, k])
 
     if limit is None:
         return visible
     sees = KINDS[kind].sees
 
     def visible_and_seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q) & (q < subtree_end[b, k]) & sees(depth[b, q], depth[b, k], limit[0])
+        near = sees(depth[b, among_keys(q)], depth[b, k], limit[0])
+        return (k <= among_keys(q)) & (q < subtree_end[b, k]) & near
 
     return visible_and_seen

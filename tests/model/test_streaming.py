@@ -1,0 +1,265 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""A packed sequence in sections: loss and all gradients are those of the whole and of the branches, in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from conformance.double import keep_double
+from hf_prefix_tree import prepare_model
+from hf_prefix_tree.modeling import streaming
+from hf_prefix_tree.modeling.attention.masks.causal import dense_mask, tree_block_mask
+from hf_prefix_tree.modeling.batch import concatenate_trees, summed_weights
+from hf_prefix_tree.modeling.streaming import kept_on_host, plan, sections_of, stream
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
+from tests.support.hybrids import make_hybrid
+from tests.support.models import VOCAB, branch_runs, gradients, random_branches, relative_error
+from tests.support.ranks import run_ranks
+from tests.support.streaming_runs import KINDS, compare_ranks, forest, make_model
+
+TOLERANCE = 1e-10
+
+
+def streamed(model, trees, max_tokens, **options):
+    """The loss, with gradients, and the sections."""
+    batch = concatenate_trees(trees, pad_token_id=0, pad_to_multiple_of=1)
+    divisor, losses = summed_weights(batch).item(), []
+
+    def forward(section):
+        loss = model(**section.inputs, num_items_in_batch=divisor).loss
+        losses.append(loss.item())
+        return loss
+
+    model.zero_grad()
+    sections = sections_of(batch, max_tokens, **{"multiple": 4, **options})
+    stream(sections, [section.name for section in sections], forward, lambda loss: loss.backward())
+    return sum(losses), sections
+
+
+def whole(model, trees):
+    model.zero_grad()
+    loss = model(**concatenate_trees(trees, pad_token_id=0, pad_to_multiple_of=1)).loss
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def check(model, seed):
+    trees = forest(seed)
+    max_tokens = int(np.random.default_rng([seed, 1]).integers(1, 24))
+    with keep_double():
+        loss, expected = whole(model, trees)
+        model.zero_grad()
+        of_branches, _ = branch_runs(model, trees)
+        of_branches.backward()
+        by_branch = gradients(model)
+        got, sections = streamed(model, trees, max_tokens, on_host=bool(seed % 2))
+        found = gradients(model)
+    assert max(section.inputs["attention_mask"].sum() for section in sections) <= max_tokens
+    assert got == pytest.approx(loss, rel=TOLERANCE) and got == pytest.approx(of_branches.item(), rel=TOLERANCE)
+    assert relative_error(found, expected) < TOLERANCE and relative_error(found, by_branch) < TOLERANCE
+    return len(sections)
+
+
+def with_weight(seeds):
+    return [seed for seed in seeds if any(tree.weights.any() for tree in forest(seed))]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_sections_are_the_whole_and_the_branches(name):
+    model = make_model(name)
+    assert max(check(model, seed) for seed in with_weight(range(KINDS.index(name), 40, 13))) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_200_forests(name):
+    model = make_model(name)
+    seeds = with_weight(range(1000 + 100 * KINDS.index(name), 1100 + 100 * KINDS.index(name)))[:23]
+    assert len(seeds) == 23 and sum(check(model, seed) > 3 for seed in seeds) > 10
+
+
+@pytest.mark.parametrize(
+    ("kinds", "seeds"),
+    [(["gpt_oss"], [1, 2, 4]), pytest.param(KINDS, list(range(100, 120)), marks=pytest.mark.slow)],
+    ids=["few", "many"],
+)
+def test_two_ranks(tmp_path, kinds, seeds):
+    """Forests of other sizes on each rank, under DDP."""
+    run_ranks(compare_ranks, tmp_path, kinds, seeds, ranks=2, timeout=1200)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_checkpointing(reentrant, offloaded):
+    """Recomputed layers read the same path, and add their gradients once."""
+    model, trees = make_model("gpt_oss"), forest(5)
+    _, expected = whole(model, trees)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert model.model.layers[0].gradient_checkpointing
+    forward = model.forward
+
+    def offload(*args, **kwargs):
+        with kept_on_host(kwargs["input_ids"].shape[1]):
+            return forward(*args, **kwargs)
+
+    if offloaded:
+        model.forward = offload
+    _, sections = streamed(model, trees, 4, on_host=offloaded)
+    assert len(sections) > 5
+    assert relative_error(gradients(model), expected) < 1e-6  # norms and routers compute in float32
+
+
+def test_a_deep_path_is_a_chain_of_sections():
+    """Longer than a section, without a fork: what is passed down the chain comes up again."""
+    rng = np.random.default_rng(0)
+    model = make_model("gemma3")
+    trees = [fold([Branch(rng.integers(3, VOCAB, size=60), np.ones(60))])]
+    with keep_double():
+        _, expected = whole(model, trees)
+        _, sections = streamed(model, trees, 7)
+        assert [len(section.name) for section in sections] == list(range(1, 10))
+        assert relative_error(gradients(model), expected) < TOLERANCE
+
+
+# ---- negative controls ----
+
+
+def test_without_handed_over_gradients_the_comparison_fails(monkeypatch):
+    handed_over = streaming._Layer.handed_over
+
+    def forget(layer, index, grad, section):
+        layer.filled[index] = min(layer.filled[index], section.start)
+        return handed_over(layer, index, grad, section)
+
+    monkeypatch.setattr(streaming._Layer, "handed_over", forget)
+    model = make_model("llama")
+    with keep_double():
+        _, expected = whole(model, forest(3))
+        streamed(model, forest(3), 6)
+    assert relative_error(gradients(model), expected) > 1e-2
+
+
+def test_labels_that_stay_with_their_token_fail(monkeypatch):
+    """A token that begins a section is predicted in an earlier one."""
+    cut = streaming._cut
+    monkeypatch.setattr(streaming, "_cut", lambda *args: cut(*args[:3], args[3][:0], args[4]))
+    model = make_model("llama")
+    with keep_double():
+        loss, _ = whole(model, forest(3))
+        got, _ = streamed(model, forest(3), 6)
+    assert abs(loss - got) > 1e-2
+
+
+def test_a_window_by_index_fails(monkeypatch):
+    """Positions of a section continue its path."""
+    cut = streaming._cut
+
+    def from_zero(*args):
+        inputs = cut(*args)
+        for depth in (inputs["position_ids"], inputs["prefix_tree"][:, 1]):
+            depth.sub_(depth[:, :1].clone()).clamp_(min=0)
+        return inputs
+
+    monkeypatch.setattr(streaming, "_cut", from_zero)
+    model = make_model("mistral")
+    with keep_double():
+        loss, _ = whole(model, forest(0))
+        got, _ = streamed(model, forest(0), 6)
+    assert abs(loss - got) > 1e-3
+
+
+def test_a_backward_that_misses_a_layer_raises():
+    model, batch = make_model("llama"), concatenate_trees(forest(3), pad_token_id=0)
+    sections = sections_of(batch, 6)
+
+    def forward(section):
+        loss = model(**section.inputs).loss
+        return 0 * model.lm_head.weight.sum() if section.is_open else loss
+
+    with pytest.raises(RuntimeError, match="did not reach all layers"):
+        stream(sections, [section.name for section in sections], forward, lambda loss: loss.backward())
+
+
+# ---- the cut ----
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_token_is_computed_once_on_its_path(seed):
+    trees = forest(seed)
+    batch = concatenate_trees(trees, pad_token_id=0)
+    max_tokens = 1 + seed
+    sections = sections_of(batch, max_tokens)
+    tokens = [section.inputs["input_ids"][section.inputs["attention_mask"] == 1] for section in sections]
+    assert torch.equal(torch.cat(tokens), batch["input_ids"][batch["attention_mask"] == 1])
+    labels = torch.cat([section.inputs["labels"][section.inputs["prefix_tree"][:, 2] >= 0] for section in sections])
+    kept = batch["labels"][(batch["labels"] >= 0) & (batch["prefix_tree"][:, 2] >= 0)]
+    assert torch.equal(labels[labels >= 0].sort()[0], kept.sort()[0])
+    summed = sum(summed_weights(section.inputs).item() for section in sections)
+    assert summed == pytest.approx(summed_weights(batch).item(), rel=1e-12)
+    # in order, an open section has room for its own tokens behind those that it reads
+    ends = {(): 0}
+    for section in sections:
+        assert section.start == ends[section.name[:-1]]
+        ends[section.name] = section.start + section.length if section.is_open else None
+
+
+def test_sections_of_completions_wait_for_their_prompt_alone():
+    """A prompt of 4 sections and 16 completions: one at a time waits beside it, and short ones share a pass."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(3, VOCAB, size=400)
+    tails = [[first, *rng.integers(3, VOCAB, size=89)] for first in range(3, 19)]
+    branches = [Branch(np.append(prompt, tail), np.ones(490)) for tail in tails]
+    planned = plan(fold(branches).subtree_end, 100)
+    assert [is_open for *_, is_open in planned] == [True] * 4 + [False] * 16
+    assert [is_open for *_, is_open in plan(fold(branches).subtree_end, 200)] == [True] * 2 + [False] * 8
+
+
+def test_a_caterpillars_side_branches_share_passes():
+    trunk = np.arange(3, 93)
+    sides = [Branch(np.append(trunk[:end], [1, 2]), np.ones(end + 2)) for end in range(10, 90)]
+    tree = fold([*sides, Branch(trunk, np.ones(90))])
+    planned = plan(tree.subtree_end, 50)
+    assert len(planned) <= -(-len(tree) // 50) + 1
+
+
+# ---- masks ----
+
+
+@pytest.mark.parametrize("limit", [{}, {"window": 5}, {"window": 200}, {"chunk": 8}, {"chunk": 300}])
+def test_block_masks_with_a_path_are_the_dense_ones(limit):
+    rng = np.random.default_rng(0)
+    branches = random_branches(rng, num_branches=30, max_length=500)
+    batch = concatenate_trees([fold(branches)], pad_token_id=0)
+    seen = 0
+    for section in sections_of(batch, 200):
+        tree, path = section.inputs["prefix_tree"], section.path
+        dense, blocks = dense_mask(tree, path, **limit), tree_block_mask(tree, path, **limit)
+        assert dense.shape[-1] == path.shape[-1] + tree.shape[-1]
+        query, key = torch.arange(dense.shape[2])[:, None], torch.arange(dense.shape[3])
+        assert torch.equal(blocks.mask_mod(torch.tensor(0), None, query, key), dense[0, 0])
+        in_blocks = dense.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128))[0, 0].permute(0, 2, 1, 3)
+        assert torch.equal(blocks.to_dense()[0, 0].bool(), in_blocks.any(-1).any(-1) | blocks.to_dense()[0, 0].bool())
+        full = torch.zeros_like(blocks.to_dense()[0, 0], dtype=torch.bool)
+        for row, count in enumerate(blocks.full_kv_num_blocks[0, 0].tolist()):
+            full[row, blocks.full_kv_indices[0, 0, row, :count].long()] = True
+        assert in_blocks.all(-1).all(-1)[full].all()
+        seen += path.shape[-1] > 0
+    assert seen > 2
+
+
+# ---- refused ----
+
+
+def test_recurrent_layers_are_refused():
+    model = prepare_model(make_hybrid("qwen3_next")).train()
+    with pytest.raises(ValueError, match="recurrent layers, whose states are not handed"):
+        streamed(model, forest(1), 6)
+
+
+def test_a_layer_that_attends_twice_is_refused():
+    model = make_model("llama")
+    model.model.layers[1].self_attn = model.model.layers[0].self_attn
+    with pytest.raises(ValueError, match="attends twice in a call"):
+        streamed(model, forest(3), 6)

@@ -1,0 +1,260 @@
+# Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
+"""`overflow="stream"` takes the steps of whole trees: under every engine, checkpointing and adapters, and resumed.
+
+Whole trees in one process are the reference, see `test_engines.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.flops import shape_config
+from hf_prefix_tree import TreeSFTTrainer, prepare_trees
+from hf_prefix_tree.modeling import streaming
+from hf_prefix_tree.modeling.flops import choose_overflow, model_costs
+from hf_prefix_tree.tree.prefix_tree import Branch, fold
+from tests.support.engine_runs import (
+    FSDP2,
+    check,
+    make_trainer,
+    needs_transformers,
+    read,
+    train_and_die,
+    train_compiled,
+    train_engine,
+    train_saving,
+)
+from tests.support.ranks import run_ranks
+from tests.support.trainer_runs import (
+    config,
+    distance,
+    make_model,
+    make_trees,
+    tokenizer,
+    train,
+    tree_dataset,
+    weights,
+)
+
+STREAM = {"overflow": "stream", "max_packed_tokens": 16}
+FSDP2_CHECKPOINTED = {**FSDP2, "fsdp_config": {**FSDP2["fsdp_config"], "activation_checkpointing": True}}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Weights and logs of whole trees in one process."""
+    made = {}
+
+    def run(**options):
+        key = json.dumps(options)
+        if key not in made:
+            folder = tmp_path_factory.mktemp("whole")
+            train_engine(str(folder), dict(options))
+            made[key] = read(folder)
+        return made[key]
+
+    return run
+
+
+@pytest.mark.parametrize("accumulated", [4, 1])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    ],
+    ids=["plain", "checkpoint", "reentrant"],
+)
+def test_one_process(tmp_path, whole, options, accumulated):
+    trainer = make_trainer(tmp_path, {**STREAM, **options, "step_rows": accumulated})
+    trainer.train()
+    expected, log = whole(step_rows=accumulated)
+    start = weights(make_model())
+    assert distance(expected, start) > 1e-2 and distance(weights(trainer.model), expected, start) < 1e-5
+    for ours, theirs in zip(trainer.state.log_history, log, strict=True):
+        for key in {"loss", "loss/sum", "loss/token_count", "grad_norm", "eval_loss", "num_tokens"} & theirs.keys():
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-5), key
+
+
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [({}, "MULTI_CPU"), (FSDP2, "FSDP"), pytest.param(FSDP2_CHECKPOINTED, "FSDP", marks=pytest.mark.slow)],
+    ids=["ddp", "fsdp2", "fsdp2_checkpointed"],
+)
+def test_two_ranks(tmp_path, whole, engine, name):
+    """Ranks with rows of other sizes, and so other sections, some without weight or empty."""
+    run_ranks(train_engine, tmp_path, {**engine, **STREAM}, 2, ranks=2)
+    check(tmp_path, whole(), name)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpoint"])
+def test_lora(tmp_path, whole, options):
+    trainer = make_trainer(tmp_path, {**STREAM, **options, "lora": True})
+    trainer.train()
+    expected, _ = whole(lora=True)
+    got = {name: value for name, value in weights(trainer.model).items() if "lora_" in name}
+    expected = {name: value for name, value in expected.items() if "lora_" in name}
+    start = {name: value * ("lora_A" in name) for name, value in got.items()}
+    assert min(value.norm() for name, value in expected.items() if "lora_B" in name) > 1e-3
+    of_b = [{name: value for name, value in run.items() if "lora_B" in name} for run in (got, expected, start)]
+    assert distance(*of_b) < 1e-5
+
+
+@pytest.mark.slow
+def test_compiled_layers(tmp_path, whole):
+    train_compiled(tmp_path, {"max_steps": 2, **STREAM}, 1)
+    check(tmp_path, whole(max_steps=2), "NO", num_steps=2)
+
+
+def test_lost_gradients_are_noticed(tmp_path, whole, monkeypatch):
+    """Negative control: without what later sections hand over, other weights are trained."""
+    handed_over = streaming._Layer.handed_over
+
+    def forget(layer, index, grad, section):
+        layer.filled[index] = min(layer.filled[index], section.start)
+        return handed_over(layer, index, grad, section)
+
+    monkeypatch.setattr(streaming._Layer, "handed_over", forget)
+    trainer = make_trainer(tmp_path, dict(STREAM))
+    trainer.train()
+    assert distance(weights(trainer.model), whole()[0], weights(make_model())) > 1e-2
+
+
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=needs_transformers("5.24", "older ones load no optimizer state of a CPU rank"))]
+)
+def test_killed_and_resumed(tmp_path, ranks):
+    broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
+    if ranks == 1:
+        train_saving(unbroken, dict(STREAM), 1, False)
+        train_saving(broken, {**STREAM, "num_train_epochs": 1}, 1, False)  # its last checkpoint is removed below
+        expected = torch.load(unbroken / "weights.pt")
+        for name in ("checkpoint-6", "checkpoint-4"):
+            for file in (broken / name).glob("*"):
+                file.unlink()
+            (broken / name).rmdir()
+        train_saving(broken, dict(STREAM), 1, True)
+    else:
+        codes = run_ranks(train_and_die, broken, STREAM, 2, ranks=2, may_die=True)
+        assert codes[1] == -signal.SIGKILL and codes[0] != 0
+        run_ranks(train_saving, broken, STREAM, 2, True, ranks=2)
+        run_ranks(train_saving, unbroken, STREAM, 2, False, ranks=2)
+        expected = torch.load(unbroken / "weights.pt")
+    got = torch.load(broken / "weights.pt")
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+
+
+def test_every_token_is_computed_once(tmp_path):
+    """In passes of at most so many tokens; recomputation under checkpointing calls the layers, not the model."""
+    trees, seen = make_trees(2, num_branches=12), []
+    trainer = make_sft(tmp_path, trees, gradient_accumulation_steps=2, gradient_checkpointing=True, **STREAM)
+    trainer.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(int(kwargs["attention_mask"].sum())), with_kwargs=True
+    )
+    trainer.train()
+    seen = [tokens for tokens in seen if tokens][-sum(map(len, trees)) :]
+    of_step = seen[next(start for start in range(len(seen)) if sum(seen[start:]) == sum(map(len, trees))) :]
+    assert len(of_step) > 5 and max(of_step) <= 16
+
+
+def make_sft(folder, trees, model=None, **options):
+    return TreeSFTTrainer(
+        model=model or make_model(),
+        args=config(folder, **options),
+        train_dataset=tree_dataset(trees),
+        processing_class=tokenizer(),
+    )
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_larger_trees_have_a_row_of_their_own(streams):
+    trees = sorted(make_trees(4, num_branches=3) + make_trees(1, seed=1, num_branches=12), key=len)
+    limit = len(trees[-2])
+    dataset = tree_dataset(trees)
+    rows = prepare_trees(
+        dataset.to_iterable_dataset() if streams else dataset, max_packed_tokens=limit, overflow="stream"
+    )
+    sizes = [[len(tree["input_ids"]) for tree in row["trees"]] for row in rows]
+    assert sorted(size for row in sizes for size in row) == [len(tree) for tree in trees]
+    assert [len(trees[-1])] in sizes and all(sum(row) <= limit for row in sizes if row != [len(trees[-1])])
+    assert {number for row in rows for number in row["num_parts"]} == {1}
+
+
+@pytest.mark.parametrize(
+    ("limit", "choice", "why"),
+    [
+        (500, "split", "whole, as no tree has more than 500 tokens"),
+        (40, "split", "beside a pass"),
+        (20, "stream", "it may not fit: set `activation_offloading=True`"),
+    ],
+)
+def test_auto(tmp_path, caplog, limit, choice, why):
+    trees = make_trees(2, num_branches=12)
+    longest = max(tree.stats().longest_path for tree in trees)
+    assert 20 < longest < 40 < len(trees[0])
+    trainer = make_sft(tmp_path, trees, overflow="auto", max_packed_tokens=limit, gradient_accumulation_steps=4)
+    assert trainer.args.overflow == choice and why in caplog.text
+    trainer.train()
+    assert trainer.state.log_history[0]["tree/tokens"] >= sum(map(len, trees))
+
+
+def rollouts(prompt, completions, length):
+    paths = [np.append(np.arange(prompt), np.full(length, index)) for index in range(completions)]
+    return fold([Branch(path, np.arange(prompt + length) >= prompt) for path in paths])
+
+
+@pytest.mark.parametrize(
+    ("tree", "max_tokens", "checkpointing", "expected"),
+    [
+        (rollouts(8192, 16, 1024), 16_384, False, ("stream", 5504)),  # 2 parts repeat 8k; 16,384 less 9,216 x 1.171
+        (rollouts(8192, 16, 1024), 16_384, True, ("split", 16_384)),  # beside a path with keys and values no pass fits
+        (rollouts(512, 16, 1024), 16_384, False, ("split", 16_384)),  # repeats little
+        (rollouts(8192, 2, 16_384), 16_384, True, ("stream", 1024)),  # a path that no packed sequence holds
+    ],
+)
+def test_what_auto_counts(tree, max_tokens, checkpointing, expected):
+    costs = model_costs(shape_config("0.6b"))
+    *choice, numbers = choose_overflow([tree], shape_config("0.6b"), max_tokens, checkpointing)
+    assert tuple(choice) == expected
+    longest = tree.stats().longest_path
+    waiting = (28 * 2 * 1024 if checkpointing else costs.activation_bytes) + 28 * 1024 * (2 + 2 + 4 + 4)
+    assert f"keeps {longest * waiting / 2**30:.1f} GiB beside" in numbers
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_packed_tokens": None}, "`overflow='stream'` needs `max_packed_tokens`"),
+        ({"mode": "grouped"}, "no meaning under `mode='grouped'`"),
+        ({"optim": "lomo"}, "changes weights in the backward"),
+        ({"overflow": "streem"}, "`overflow` is 'streem'; pass one of 'auto', 'split', 'stream'"),
+    ],
+)
+def test_refused_options(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **{**STREAM, **options})
+
+
+def test_refused_models_and_calls(tmp_path):
+    with pytest.raises(ValueError, match="set `router_aux_loss_coef=0`"):
+        make_sft(tmp_path, make_trees(1), make_model("qwen3_moe", attn_implementation=None), **STREAM)
+    trainer = make_sft(tmp_path, make_trees(1, num_branches=12), **STREAM)
+    with pytest.raises(ValueError, match="Predictions of a tree of more than `max_packed_tokens=16` tokens"):
+        trainer.predict(trainer.train_dataset)
+
+
+def test_mixture_of_experts(tmp_path):
+    trees, ends = make_trees(2, num_branches=12), []
+    for options in ({}, STREAM):
+        model = make_model("qwen3_moe", attn_implementation=None)
+        run = train(tmp_path, trees, model, router_aux_loss_coef=0.0, gradient_accumulation_steps=2, **options)
+        ends.append(weights(run.model))
+    start = weights(make_model("qwen3_moe", attn_implementation=None))
+    assert distance(ends[0], start) > 1e-3 and distance(ends[1], ends[0], start) < 1e-5
