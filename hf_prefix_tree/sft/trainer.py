@@ -196,9 +196,9 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
             )
         return BranchCollator(self.data_collator)
 
-    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any) -> torch.Tensor:
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         if "branch_lengths" not in inputs:
-            return super().training_step(model, inputs, *args)
+            return super().training_step(model, inputs, *args, **kwargs)
         number = torch.tensor([inputs["branch_lengths"].numel()], device=self.args.device)
         branches = branch_batches(inputs, number=self.accelerator.gather(number).max().item())
         steps = self.current_gradient_accumulation_steps
@@ -209,7 +209,7 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
             # FSDP2: those that wait there are whole, and the end of an inner `no_sync` would end the caller's.
             waits = index < len(branches) - 1 and not self.accelerator.is_fsdp2
             with self.accelerator.no_sync(model) if waits else nullcontext():
-                losses.append(super().training_step(model, branch, *args))
+                losses.append(super().training_step(model, branch, *args, **kwargs))
         self.current_gradient_accumulation_steps = steps
         return torch.stack(losses).sum()
 
