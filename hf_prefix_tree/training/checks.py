@@ -393,16 +393,12 @@ def split_tree_ids(tree_ids: Sequence[Sequence[int]], num_parts: Sequence[Sequen
     return [[tree_id for tree_id, _ in row] for row in split]
 
 
-def _warn_of_newer_versions() -> None:
-    for name, (_, highest) in TESTED.items():
-        if Version(version(name)) > Version(highest):
-            logging.getLogger(__name__).warning(
-                "%s %s is newer than %s, the newest version that hf_prefix_tree is tested with: it may have options "
-                "that are neither honoured nor refused.",
-                name,
-                version(name),
-                highest,
-            )
-
-
-_warn_of_newer_versions()  # once, when a trainer is imported
+for _name, (_, _highest) in TESTED.items():  # once, when a trainer is imported
+    if Version(version(_name)) > Version(_highest):
+        logging.getLogger(__name__).warning(
+            "%s %s is newer than %s, the newest version that hf_prefix_tree is tested with: it may have options that "
+            "are neither honoured nor refused.",
+            _name,
+            version(_name),
+            _highest,
+        )

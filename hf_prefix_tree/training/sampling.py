@@ -211,7 +211,8 @@ def _even_out(costs: npt.NDArray[np.float64], batches: list[list[int]]) -> npt.N
             return work
         i, light, j, change = swap
         batches[heavy][i], batches[light][j] = batches[light][j], batches[heavy][i]
-        work[[heavy, light]] += -change, change
+        work[heavy] -= change
+        work[light] += change
 
 
 # Values of `train_sampling_strategy` for which Trainer needs the length of every row.
