@@ -204,11 +204,12 @@ class TreePolicyMixin(FoldedForwardMixin):
         return loss * part.scale
 
     def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, **kwargs: Any
+        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *args: Any, **kwargs: Any
     ) -> Scored:
         if self._known is not None:
             return self._known
-        compute, batch_size = super()._get_per_token_logps_and_entropies, kwargs.pop("batch_size", None)
+        compute = super()._get_per_token_logps_and_entropies
+        batch_size = args[0] if args else kwargs.pop("batch_size", None)  # RLOO passes it by position, GRPO by name
         inputs = {name: value for name, value in kwargs.items() if value is not None and value is not False}
         max_parts = -(-len(input_ids) // (batch_size or len(input_ids)))
         has_flags = any(value is True for value in inputs.values())

@@ -400,8 +400,7 @@ class PassCounter(TrainerCallback):
     last pass when the next one begins, and a resumed training begins in the middle of one.
     """
 
-    def __init__(self) -> None:
-        self.epoch = 0
+    epoch = 0
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self.epoch = -1
