@@ -15,14 +15,11 @@ import sys
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from hf_prefix_tree import __version__
-
-if TYPE_CHECKING:
-    from hf_prefix_tree.report.gain import Estimate, Folded
 
 app = typer.Typer(
     add_completion=False,
@@ -114,10 +111,16 @@ def gain(
     if html is not None:
         tables = [("", table), ("Groups", per_group)]
         drawn, decode = shown[:10], None if loaded is None else loaded.decode
-        content = page(f"Gain of {Path(data).name}", lines, tables, notes, drawn, decode)
-        write_files({html: content.encode(errors="replace")})
+        written = page(f"Gain of {Path(data).name}", lines, tables, notes, drawn, decode)
+        write_files({html: written.encode(errors="replace")})
     if as_json:
-        print(json.dumps(_as_json(folded, predicted, gpu, total, of_groups), indent=2))
+        ways = {name: {k: n for k, n in vars(way).items() if k != "at_depth"} for name, way in folded.ways.items()}
+        named = [{"name": name, **counts} for name, counts in of_groups]
+        content = {**vars(folded), "ways": ways, "total": total, "groups": named}
+        if predicted is not None:
+            hours = {} if gpu is None else {"hours": predicted.hours(gpu)}
+            content["estimate"] = {**dataclasses.asdict(predicted), **hours, "verdict": predicted.verdict()}
+        print(json.dumps(content, indent=2))
         return
     out = text.console()
     for line in lines:
@@ -206,15 +209,3 @@ def _set_chat_template(tokenizer: Any, template: str) -> None:
         tokenizer.chat_template = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"`--chat-template` is {template!r}, which is no text: {error}.") from error
-
-
-def _as_json(
-    folded: Folded, predicted: Estimate | None, gpu: str | None, total: dict[str, Any], groups: list[Any]
-) -> dict[str, Any]:
-    ways = {name: {key: n for key, n in vars(way).items() if key != "at_depth"} for name, way in folded.ways.items()}
-    per_group = [{"name": name, **counts} for name, counts in groups]
-    counts = {**vars(folded), "ways": ways, "total": total, "groups": per_group}
-    if predicted is not None:
-        hours = {} if gpu is None else {"hours": predicted.hours(gpu)}
-        counts["estimate"] = {**dataclasses.asdict(predicted), **hours, "verdict": predicted.verdict()}
-    return counts

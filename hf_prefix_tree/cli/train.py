@@ -112,25 +112,21 @@ class Eagle3Arguments(WeightsArguments):
 
 
 class Method(NamedTuple):
-    """A method: its arguments, and the names of its classes here and of TRL's trainer, which are imported on use."""
+    """A method: its arguments, and the name of its trainer, which is imported on use."""
 
     arguments: type[TrainArguments]
-    config: str
-    trainer: str
-    stock: str = ""
+    trainer: str  # the configuration ends in `Config` instead, and TRL's trainer does not begin with `Tree`
     columns: tuple[str, ...] = ()  # that TRL's trainer reads unchecked
 
 
 METHODS = {
-    "sft": Method(SFTArguments, "TreeSFTConfig", "TreeSFTTrainer", "SFTTrainer"),
-    "dpo": Method(PreferenceArguments, "TreeDPOConfig", "TreeDPOTrainer", "DPOTrainer", ("chosen", "rejected")),
-    "kto": Method(
-        PreferenceArguments, "TreeKTOConfig", "TreeKTOTrainer", "KTOTrainer", ("prompt", "completion", "label")
-    ),
-    "grpo": Method(PolicyArguments, "TreeGRPOConfig", "TreeGRPOTrainer", "GRPOTrainer", ("prompt",)),
-    "rloo": Method(PolicyArguments, "TreeRLOOConfig", "TreeRLOOTrainer", "RLOOTrainer", ("prompt",)),
-    "diffusion": Method(WeightsArguments, "DiffusionSFTConfig", "DiffusionSFTTrainer"),
-    "eagle3": Method(Eagle3Arguments, "Eagle3Config", "Eagle3Trainer"),
+    "sft": Method(SFTArguments, "TreeSFTTrainer"),
+    "dpo": Method(PreferenceArguments, "TreeDPOTrainer", ("chosen", "rejected")),
+    "kto": Method(PreferenceArguments, "TreeKTOTrainer", ("prompt", "completion", "label")),
+    "grpo": Method(PolicyArguments, "TreeGRPOTrainer", ("prompt",)),
+    "rloo": Method(PolicyArguments, "TreeRLOOTrainer", ("prompt",)),
+    "diffusion": Method(WeightsArguments, "DiffusionSFTTrainer"),
+    "eagle3": Method(Eagle3Arguments, "Eagle3Trainer"),
 }
 
 
@@ -154,7 +150,7 @@ def parse(
     """
     check_choice(method, "METHOD", METHODS)
     spec, has_no_gpu = METHODS[method], not torch.accelerator.is_available()
-    config = getattr(importlib.import_module("hf_prefix_tree"), spec.config)
+    config = getattr(importlib.import_module("hf_prefix_tree"), spec.trainer.replace("Trainer", "Config"))
     parser = Parser((arguments or spec.arguments, config, ModelConfig), prog=f"hf-prefix-tree train {method}")
     parser.set_defaults(**defaults or {})
     return parser.parse_args_and_config([*(("--bf16", "false") if has_no_gpu else ()), *options])
@@ -237,12 +233,10 @@ def run(
         options |= {"model": model, "peft_config": get_peft_config(model_args)}
     if isinstance(arguments, PolicyArguments) and "reward_funcs" not in options:
         options["reward_funcs"] = _reward_functions(arguments)
-    module, name_of_trainer = ("trl", spec.stock) if is_stock else ("hf_prefix_tree", spec.trainer)
-    trainer_class = getattr(importlib.import_module(module), name_of_trainer)
-    train_rows, test_rows = [*datasets, None][:2]
-    trainer = trainer_class(
-        args=args, train_dataset=train_rows, eval_dataset=test_rows, processing_class=tokenizer, **options
-    )
+    module, trainer_name = ("trl", spec.trainer.removeprefix("Tree")) if is_stock else ("hf_prefix_tree", spec.trainer)
+    trainer_class = getattr(importlib.import_module(module), trainer_name)
+    options |= dict(zip(("train_dataset", "eval_dataset"), datasets, strict=False))
+    trainer = trainer_class(args=args, processing_class=tokenizer, **options)
     if not (args.bf16 or torch.accelerator.is_available()):
         trainer.add_callback(_WithoutBf16)
     resumed = args.resume_from_checkpoint
@@ -367,9 +361,8 @@ def _model_settings(args: Any, model_args: ModelConfig, attention: str | None) -
         settings |= args.target_model_init_kwargs or {}
     else:
         settings["trust_remote_code"] = args.trust_remote_code
-    quantization = get_quantization_config(model_args)
-    settings |= {} if quantization is None else {"quantization_config": quantization}
-    return settings | ({} if attention is None else {"attn_implementation": attention})
+    further = {"quantization_config": get_quantization_config(model_args), "attn_implementation": attention}
+    return settings | {name: value for name, value in further.items() if value is not None}
 
 
 def _load_tokenizer(arguments: TrainArguments, model_args: ModelConfig) -> Any:

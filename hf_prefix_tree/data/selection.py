@@ -61,12 +61,11 @@ def order_units(dataset: Dataset, units: list[list[int]] | None, plan: Plan, rep
         desc="Scoring rows",
     )
     scores, lasts = np.array(scored["score"][:]), np.array(scored["last"][:])
-    totals = np.array(
-        [
-            scores[rows].sum() + lasts[rows[:-1]].sum() if scores[rows].min() >= 0 else scores[rows].min()
-            for rows in (units if units is not None else ([row] for row in range(len(dataset))))
-        ]
-    )
+    totals = scores
+    if units is not None:
+        lowest = np.array([scores[rows].min() for rows in units])
+        sums = np.array([scores[rows].sum() + lasts[rows[:-1]].sum() for rows in units])
+        totals = np.where(lowest < 0, lowest, sums)
     if plan.selection_metric == "branching_score":
         report.further["too_long"] = int((totals == _TOO_LONG).sum())
         if report.further["too_long"] == len(totals):
@@ -144,12 +143,8 @@ def _score_row(
     row: Mapping[str, Any], index: int, selection_metric: str, options: RowOptions, on_error: str
 ) -> dict[str, int]:
     try:
-        conversations = [
-            _turns(normalize_messages(messages), num_prompt_messages)
-            for messages, num_prompt_messages in row_conversations(
-                checked_row(row, options, Counter()), options.kind, Counter()
-            )
-        ]
+        read = row_conversations(checked_row(row, options, Counter()), options.kind, Counter())
+        conversations = [_turns(normalize_messages(messages), num_prompt) for messages, num_prompt in read]
     except ValueError as error:
         skipped_row(index, error, on_error)
         return {"score": _UNREADABLE, "last": 0}
@@ -163,18 +158,12 @@ def _score_row(
         reasoning = sum(reasons for turns in conversations for _, reasons in turns)
         score = (reasoning + 1) * max(int(row.get("num_turns") or 0), num_turns)
         return {"score": _TOO_LONG if estimate > (options.max_length or np.inf) else score, "last": 0}
+    keeps, is_per_turn = options.reasoning == "keep", options.reasoning == "per_turn"
     score = last = 0
-    for turns in filter(None, conversations):
-        score += last
-        (*earlier, (context, reasons)) = turns
-        reasons = reasons and options.reasoning != "keep"
-        score += sum(
-            before
-            for before, has_reasoning in earlier
-            if options.reasoning == "per_turn" or (has_reasoning and options.reasoning != "keep")
-        )
-        score += context if reasons else 0
-        last = 0 if reasons else context
+    for *earlier, (context, reasons) in filter(None, conversations):
+        score += last + sum(before for before, forks in earlier if is_per_turn or (forks and not keeps))
+        last = 0 if reasons and not keeps else context
+        score += context - last
     return {"score": score, "last": last}
 
 
@@ -194,10 +183,8 @@ def _characters(message: Message) -> int:
     parts = [content] if isinstance(content, str) else content
     texts = [str(part.get("text", "") if isinstance(part, Mapping) else part) for part in parts]
     for call in message.get("tool_calls", ()):
-        function = call.get("function", call)
-        function = function if isinstance(function, Mapping) else {"name": function}
-        arguments = function.get("arguments", "")
-        texts += [str(function.get("name", "")), arguments if isinstance(arguments, str) else json.dumps(arguments)]
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        texts += [name, arguments if isinstance(arguments, str) else json.dumps(arguments)]
     return sum(map(len, texts))
 
 

@@ -76,7 +76,24 @@ def read_sample(row: Mapping[str, Any], where: str = "", *, weighted: bool = Fal
     ```
     """
     with located(where):
-        sample = _read(row, weighted)
+        folding.check_mapping(row, "row", ["input_ids"])
+        columns = {name: _array(value) for name, value in row.items() if name in _COLUMNS and value is not None}
+        ids = folding.integer_array(columns["input_ids"], "input_ids")
+        weights = _supervised(columns, ids)
+        if weights is None:
+            if len(ids) and not weighted:
+                raise ValueError(
+                    f"it has the keys {list(row)} and none of {', '.join(SUPERVISION)}; add a `loss_mask` (ones to "
+                    "supervise everything). If a `Trainer` removed it, set `remove_unused_columns=False`."
+                )
+            weights = np.ones(len(ids))
+        if "weights" in columns:
+            if not weighted:
+                raise ValueError("`weights` are for trees; pass a `loss_mask`.")
+            weights = weights * _per_token(folding.weight_array(columns["weights"], "weights"), "weights", ids)
+        attended = _mask(columns, "attention_mask", ids) if "attention_mask" in columns else np.ones(len(ids))
+        sample = Sample(ids, weights, attended.astype(np.int64))
+        _check_one_sequence(columns, sample)
         return sample if padded else sample.without_padding()
 
 
@@ -95,28 +112,6 @@ def check_features(features: Any) -> None:
     folding.check_not_empty(features, "features")
     for index, feature in enumerate(features):
         folding.check_mapping(feature, f"features[{index}]")
-
-
-def _read(row: Mapping[str, Any], weighted: bool) -> Sample:
-    folding.check_mapping(row, "row", ["input_ids"])
-    columns = {name: _array(value) for name, value in row.items() if name in _COLUMNS and value is not None}
-    ids = folding.integer_array(columns["input_ids"], "input_ids")
-    weights = _supervised(columns, ids)
-    if weights is None:
-        if len(ids) and not weighted:
-            raise ValueError(
-                f"it has the keys {list(row)} and none of {', '.join(SUPERVISION)}; add a `loss_mask` (ones to "
-                "supervise everything). If a `Trainer` removed it, set `remove_unused_columns=False`."
-            )
-        weights = np.ones(len(ids))
-    if "weights" in columns:
-        if not weighted:
-            raise ValueError("`weights` are for trees; pass a `loss_mask`.")
-        weights = weights * _per_token(folding.weight_array(columns["weights"], "weights"), "weights", ids)
-    attended = _mask(columns, "attention_mask", ids) if "attention_mask" in columns else np.ones(len(ids))
-    sample = Sample(ids, weights, attended.astype(np.int64))
-    _check_one_sequence(columns, sample)
-    return sample
 
 
 _COLUMNS = ("input_ids", *SUPERVISION, "weights", "attention_mask", "position_ids", "seq_lengths")

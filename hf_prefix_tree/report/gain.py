@@ -8,9 +8,7 @@ in memory together.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -223,14 +221,12 @@ def fold_rows(
                 group_by = None
         if group_by is not None or reasoning != as_served:
             trees, counts = _prepare(dataset, tokenizer, **options, reasoning=reasoning, group_by=group_by)
-        features = dict(dataset.features)
-        reading = RowOptions(kind, tokenizer, features, group_column=group_by or "group", **options)
+        reading = RowOptions(kind, tokenizer, dict(dataset.features), group_column=group_by or "group", **options)
         at_best = stock_at_best(reading)
         ways = sequences_of_rows(branches, dataset, reading, at_best)
     if max_packed_tokens is not None and (problem := overflow_problem(counts, max_packed_tokens, "split")):
         raise ValueError(f"{name}: {problem}")
-    missing = 0 if reasoning == as_served else None
-    cut = {"truncated": counts["truncated"], "missing": missing}
+    cut = {"truncated": counts["truncated"], "missing": 0 if reasoning == as_served else None}
     ways["tree"] = sequences_of_trees(list(trees.values()), max_packed_tokens, **cut)
     label = group_by or ("group" if "group" in dataset.column_names else None)
     of_row = ["all"] * len(dataset) if label is None else list(map(str, dataset[label]))
@@ -275,7 +271,8 @@ def stock_at_best(reading: RowOptions) -> RowOptions | None:
 
 
 def _summed(trees: Iterable[PrefixTree]) -> Any:
-    return functools.reduce(operator.add, (tree.stats() for tree in trees))
+    stats = [tree.stats() for tree in trees]
+    return sum(stats[1:], stats[0])
 
 
 _SIZES = ("branches", "branch_tokens", "tree_tokens", "supervised_tokens", "token_ratio", "pair_ratio", "longest_path")

@@ -7,6 +7,7 @@ Cost: the mask is drawn from at most 1,024 sampled tokens, so a picture costs th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 
@@ -21,10 +22,8 @@ _PIXELS = 1024
 
 def check_matplotlib() -> None:
     """Raises `ValueError` where matplotlib is not installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ValueError("a plot needs matplotlib; run `pip install matplotlib`.") from None
+    if find_spec("matplotlib") is None:
+        raise ValueError("a plot needs matplotlib; run `pip install matplotlib`.")
 
 
 def plot_trees(trees: Sequence[PrefixTree], shown: PrefixTree, path: Path) -> None:

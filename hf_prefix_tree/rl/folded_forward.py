@@ -6,15 +6,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from accelerate.utils import extract_model_from_parallel
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel
 
 from hf_prefix_tree.data.images import mark_images
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
@@ -26,7 +26,7 @@ from hf_prefix_tree.rl.config import MIN_REUSE, FoldingOptions
 from hf_prefix_tree.rl.folded_rows import FoldedRows, fold_rows, images_of_rows, row_multiple
 from hf_prefix_tree.training.checks import refuse_engines
 from hf_prefix_tree.training.options import refuse_options
-from hf_prefix_tree.training.step import CheckpointMixin
+from hf_prefix_tree.training.step import CheckpointMixin, replaced
 
 logger = logging.getLogger(__name__)
 
@@ -103,30 +103,14 @@ def fold_shared_prefixes(
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     base = base_causal_lm(inner)
     if attn_backend is not None or not is_prepared(inner):
-        with _without_autocast(base):
+        # A reference model arrives with Accelerate's mixed precision, which would round the logits of the self-check.
+        original = base.__dict__.get("_original_forward")
+        with nullcontext() if original is None else replaced(base, forward=original):
             install_tree_hooks(inner, attn_backend=attn_backend or "auto")
-    calls = getattr(base, _STATE, None)
-    if calls is None:
-        setattr(base, _STATE, _FoldedCalls(base, min_reuse))
-    else:
-        calls.min_reuse = min_reuse
+    if not hasattr(base, _STATE):
+        setattr(base, _STATE, _FoldedCalls(base))
+    getattr(base, _STATE).min_reuse = min_reuse
     return model
-
-
-@contextmanager
-def _without_autocast(base: PreTrainedModel) -> Iterator[None]:
-    """
-    Restores the forward that a model had before Accelerate's mixed precision, during the self-check: a reference model
-    arrives with mixed precision, and the self-check would see the rounding of bfloat16 in float32 logits.
-    """
-    wrapped, original = base.__dict__.get("forward"), base.__dict__.get("_original_forward")
-    if original is not None:
-        base.forward = original
-    try:
-        yield
-    finally:
-        if original is not None:
-            base.forward = wrapped
 
 
 def ids_to_fold(
@@ -155,8 +139,9 @@ def ids_to_fold(
 class _FoldedCalls:
     """The hooks around one causal LM, and a stack of its running calls (the self-check runs calls inside a call)."""
 
-    def __init__(self, base: PreTrainedModel, min_reuse: float) -> None:
-        self.min_reuse = min_reuse
+    min_reuse: float
+
+    def __init__(self, base: PreTrainedModel) -> None:
         self.row_tokens = self.packed_tokens = 0  # of the folded training calls since the last log
         self._running: list[_Call | None] = []
         self._warned: set[str] = set()
@@ -316,10 +301,8 @@ class FoldedForwardMixin(CheckpointMixin):
 
     def fold_models(self) -> None:
         """Folds the models that the trainer has so far; called early where `__init__` already scores rows."""
-        for kind in type(self.args).__mro__:
-            if issubclass(kind, FoldingOptions) and not issubclass(kind, TrainingArguments):
-                for option in dataclasses.fields(kind):
-                    setattr(self, option.name, getattr(self.args, option.name))
+        if isinstance(self.args, FoldingOptions):
+            self.min_reuse, self.attn_backend = self.args.min_reuse, self.args.attn_backend
         if self.args.torch_compile:
             self.min_reuse = math.inf
         for model in (self.model, getattr(self, "ref_model", None)):

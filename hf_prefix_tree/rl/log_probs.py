@@ -100,8 +100,9 @@ def tree_log_probs(
         if not sequences:
             return []
         ids, is_token, is_wanted = _padded(sequences, completion_mask)
-        options: Any = {"completion_mask": is_wanted, "temperature": temperature, "min_reuse": min_reuse}
-        rows = tree_log_probs(model, ids, is_token, **options)
+        rows = tree_log_probs(
+            model, ids, is_token, completion_mask=is_wanted, temperature=temperature, min_reuse=min_reuse
+        )
         return [row[: len(sequence)] for row, sequence in zip(rows, sequences, strict=True)]
     if input_ids.dim() != 2 or not input_ids.numel():
         raise ValueError(
@@ -127,20 +128,17 @@ def tree_log_probs(
     return torch.nn.functional.pad(log_probs, (1, 0))
 
 
-def _padded(
-    sequences: list[torch.Tensor], completion_mask: Sequence[torch.Tensor] | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _padded(sequences: list[torch.Tensor], completion_mask: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
     """Sequences as rows padded on the right: their ids, attention mask and completion mask."""
     for index, ids in enumerate(sequences):
         if ids.dim() != 1 or len(ids) == 0:
             raise ValueError(f"`input_ids[{index}]` has the shape {tuple(ids.shape)}: pass 1-D tensors with a token.")
-    tensors = [sequences, [torch.ones_like(ids) for ids in sequences]]
-    if completion_mask is not None:
-        tensors.append([torch.as_tensor(mask, device=sequences[0].device) for mask in completion_mask])
-        if [mask.shape for mask in tensors[-1]] != [ids.shape for ids in sequences]:
-            raise ValueError("`completion_mask` must hold one mask per sequence, as long as the sequence.")
-    ids, is_token, *is_wanted = (pad_sequence(values, batch_first=True) for values in tensors)
-    return ids, is_token, is_wanted[0] if is_wanted else None
+    is_token = [torch.ones_like(ids) for ids in sequences]
+    wanted = is_token if completion_mask is None else completion_mask
+    is_wanted = [torch.as_tensor(mask, device=sequences[0].device) for mask in wanted]
+    if [mask.shape for mask in is_wanted] != [ids.shape for ids in sequences]:
+        raise ValueError("`completion_mask` must hold one mask per sequence, as long as the sequence.")
+    return [pad_sequence(values, batch_first=True) for values in (sequences, is_token, is_wanted)]
 
 
 @contextmanager

@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,11 +30,16 @@ from hf_prefix_tree.modeling.checks import base_causal_lm
 from hf_prefix_tree.rl.folded_forward import FoldedForwardMixin, ids_to_fold
 from hf_prefix_tree.rl.folded_rows import TOO_MANY, SortedRows, row_multiple, select_rows
 from hf_prefix_tree.rl.rollouts import ROLLOUTS, PaddedRows, Rollout, RolloutRowsMixin
+from hf_prefix_tree.training.step import replaced
 
 logger = logging.getLogger(__name__)
 
 Scored = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # log-probs, entropies, auxiliary loss
 REGROUPED = "regrouped"  # key of a micro-batch that is not TRL's own
+# How each `loss_type` normalises the loss of a micro-batch: as a mean over its completions, or as a sum with a divisor
+# of the whole step. (`bnpo` divides by the tokens of the micro-batch.)
+MEANS_OVER_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")
+SUMS = ("dapo", "cispo", "vespo")
 
 
 @dataclass
@@ -79,14 +83,16 @@ class TreePolicyMixin(FoldedForwardMixin):
     """
 
     max_row_tokens: int = 0
+    loss_type = "grpo"  # RLOO has no such option; its loss is a mean over completions, too
     _buffered_inputs: list[dict[str, Any]] | None
     _metrics: dict[str, Any]
     _regrouped: Regrouped | None = None  # the micro-batch whose loss is being computed
     _known: Scored | None = None  # the forward returns it without computing anything
-    _rollouts: list[Rollout] | None = None  # of the completions at hand, if they have several rows
+    _rollouts: list[Rollout] | None = None  # of the completions that are scored, if they have several rows
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.max_row_tokens = getattr(self.args, "max_row_tokens", self.max_row_tokens)
         reason = self._why_not_regroup()
         self._regroups = reason is None
         if reason is not None:
@@ -101,10 +107,6 @@ class TreePolicyMixin(FoldedForwardMixin):
         if self.aux_loss_enabled:
             return "the router's auxiliary loss is that of a micro-batch (`router_aux_loss_coef=0` turns it off)"
         return None
-
-    def _loss_is_a_mean(self) -> bool:
-        """Whether a micro-batch's loss is a mean over its completions, not a sum with a divisor of the whole step."""
-        return True
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         if not self.use_transformers_continuous_batching:
@@ -142,12 +144,12 @@ class TreePolicyMixin(FoldedForwardMixin):
         names = ("prompt_ids", "completion_ids"), ("prompt_mask", "completion_mask")
         input_ids, attention_mask = (torch.cat([whole[name] for name in pair], dim=1) for pair in names)
         rows = {**whole, "input_ids": input_ids, "attention_mask": attention_mask}
-        with self.scoring(whole.get(ROLLOUTS)):
+        with replaced(self, _rollouts=whole.get(ROLLOUTS)):
             parts = self._parts(self.model, rows, whole["completion_ids"].shape[1], len(batches))
         window = Window(batches, parts)
         regrouped = []
         for index, part in enumerate(parts):
-            scale = len(part) * len(batches) / len(input_ids) if self._loss_is_a_mean() else 1.0
+            scale = len(part) * len(batches) / len(input_ids) if self.loss_type in MEANS_OVER_COMPLETIONS else 1.0
             batch = unsplit_pixel_values_by_grid(select_rows([whole], part))
             regrouped.append({**batch, REGROUPED: Regrouped(window, index, scale)})
         # Ranks reduce their gradients in the backward that ends a step, so the empty micro-batches come first.
@@ -185,54 +187,29 @@ class TreePolicyMixin(FoldedForwardMixin):
 
     # ---- the loss ----
 
-    @contextmanager
-    def scoring(self, rollouts: list[Rollout] | None) -> Iterator[None]:
-        """While active, completions that are scored are those of these rollouts."""
-        before, self._rollouts = self._rollouts, rollouts
-        try:
-            yield
-        finally:
-            self._rollouts = before
-
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> torch.Tensor:
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         if not inputs:
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         part: Regrouped | None = inputs.get(REGROUPED)
         if part is None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        metrics, self._metrics = self._metrics, {mode: defaultdict(list) for mode in self._metrics}
-        self._regrouped = part
-        try:
-            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        finally:
-            self._metrics, self._regrouped = metrics, None
-        if part.part == len(part.window.parts) - 1:
-            self._log_metrics(model, part.window)
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        ignored: dict[str, Any] = {mode: defaultdict(list) for mode in self._metrics}
+        with replaced(self, _metrics=ignored, _regrouped=part):
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+        window = part.window
+        if part.part == len(window.parts) - 1:  # TRL logs the metrics of its own micro-batches, from these log-probs
+            for batch, scored in zip(window.batches, window.scored_batches(), strict=True):
+                with torch.no_grad(), replaced(self, _known=scored):
+                    self._compute_loss(model, batch)
         return loss * part.scale
 
-    @torch.no_grad()
-    def _log_metrics(self, model: Any, window: Window) -> None:
-        """Lets TRL log the metrics of its own micro-batches, from the log-probs of the parts."""
-        try:
-            for batch, self._known in zip(window.batches, window.scored_batches(), strict=True):
-                self._compute_loss(model, batch)
-        finally:
-            self._known = None
-
     def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        **kwargs: Any,
+        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *args: Any, **kwargs: Any
     ) -> Scored:
         if self._known is not None:
             return self._known
         compute = super()._get_per_token_logps_and_entropies
+        batch_size = args[0] if args else kwargs.pop("batch_size", None)  # RLOO passes it by position, GRPO by name
         inputs = {name: value for name, value in kwargs.items() if value is not None and value is not False}
         max_parts = -(-len(input_ids) // (batch_size or len(input_ids)))
         has_flags = any(value is True for value in inputs.values())
@@ -247,14 +224,9 @@ class TreePolicyMixin(FoldedForwardMixin):
         rollouts, log_probs = self._rollouts, []
         for part in parts:
             batch = unsplit_pixel_values_by_grid(select_rows([rows], part))
-            with self.scoring(None if rollouts is None else [rollouts[index] for index in part]):
+            with replaced(self, _rollouts=None if rollouts is None else [rollouts[index] for index in part]):
                 log_probs.append(compute(model, logits_to_keep=logits_to_keep, **batch)[0])
         return _in_row_order(log_probs, parts), None, None
-
-
-# How each `loss_type` normalises the loss of a micro-batch. (`bnpo` divides by the tokens of the micro-batch.)
-MEANS_OVER_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")
-SUMS = ("dapo", "cispo", "vespo")
 
 
 class TreeGRPOTrainer(TreePolicyMixin, RolloutRowsMixin):
@@ -315,9 +287,6 @@ class TreeGRPOTrainer(TreePolicyMixin, RolloutRowsMixin):
         if self.top_entropy_quantile < 1.0:
             return f"`top_entropy_quantile={self.top_entropy_quantile}` is a quantile of a micro-batch"
         return super()._why_not_regroup()
-
-    def _loss_is_a_mean(self) -> bool:
-        return self.loss_type in MEANS_OVER_COMPLETIONS
 
 
 class TreeRLOOTrainer(TreePolicyMixin, RLOOTrainer):

@@ -20,8 +20,8 @@ from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOTrainer
 from trl.trainer.utils import is_async_callable, nanstd
 
-from hf_prefix_tree.rl.config import TreeGRPOConfig
-from hf_prefix_tree.tree.folding import common_prefixes
+from hf_prefix_tree.training.step import replaced
+from hf_prefix_tree.tree.folding import common_prefix
 
 ROLLOUTS = "rollouts"  # key of a micro-batch: its rollouts, a list of rows each
 
@@ -190,22 +190,21 @@ class SampledTurns:
         that the context of the next turn does not repeat.
         """
         output: dict[str, Any] = {name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask")}
-        num_rows = num_tokens = num_lost = 0
+        num_rows = num_tokens = num_lost = num_sampled = 0
         for turns in self.turns:
             rows: list[tuple[list[int], list[int], list[float], list[int]]] = []
-            last: tuple[list[int], list[int]] = [], []
             for context, all_ids, all_log_probs, position in turns:
                 ids = all_ids[position]
                 if rows and not ids:  # the loop left no room for it
                     continue
                 log_probs = [0.0] * len(ids) if all_log_probs is None else all_log_probs[position]
                 if rows:
-                    shared = common_prefixes([np.array(last[0] + last[1]), np.array(context)])[1]
-                    num_lost += min(len(last[0]) + len(last[1]) - shared, len(last[1]))
-                    num_tokens += len(last[1])
-                last = context, ids
-                start = len(rows[-1][0]) + len(rows[-1][1]) if rows else 0
-                if not rows or context[:start] != rows[-1][0] + rows[-1][1]:
+                    before = rows[-1][0] + rows[-1][1]  # the context and the tokens of the turn before
+                    start = common_prefix(np.array(before), np.array(context))
+                    num_lost += min(len(before) - start, num_sampled)
+                    num_tokens += num_sampled
+                num_sampled = len(ids)
+                if not rows or start < len(before):
                     rows.append((context, [], [], []))
                     start = len(context)
                 _, row_ids, row_log_probs, mask = rows[-1]
@@ -225,18 +224,12 @@ class RolloutRowsMixin(GRPOTrainer):
     Put it after `TreePolicyMixin`: `rollout_func` may return rollouts of several rows, and completions may be empty.
     """
 
-    rollout_func: Any
-    chat_template: Any
-    reward_funcs: list[Any]
-    scoring: Any
     _rollouts: list[Rollout] | None
     _turns: SampledTurns | None = None
-    rollout_rows = "one"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if isinstance(self.args, TreeGRPOConfig):
-            self.rollout_rows = self.args.rollout_rows
+        self.rollout_rows = getattr(self.args, "rollout_rows", "one")
         if self.rollout_rows == "as_sampled" and (not self.tools or self.rollout_func is not None or self._is_vlm):
             raise ValueError(
                 "`rollout_rows='as_sampled'` needs `tools` or an `environment_factory`, and serves neither "
@@ -256,11 +249,8 @@ class RolloutRowsMixin(GRPOTrainer):
             self._returned_ids = returned.get("completion_ids")
             return output
 
-        self.rollout_func = in_trl_form
-        try:
+        with replaced(self, rollout_func=in_trl_form):
             prompt_ids, *generated = super()._generate(prompts)
-        finally:
-            self.rollout_func = rollout_func
         if self._rollouts is not None:
             prompt_ids = [rows[0].prompt_ids.tolist() for rows in self._rollouts]  # TRL has counted those of all rows
         return prompt_ids, *generated
@@ -270,11 +260,8 @@ class RolloutRowsMixin(GRPOTrainer):
     def _tokenize_prompts(self, prompts: list[Any]) -> tuple:
         if self.rollout_rows == "one":
             return super()._tokenize_prompts(prompts)
-        kept, self.chat_template = self.chat_template, None  # TRL's own keeps what the model's template strips
-        try:
+        with replaced(self, chat_template=None):  # TRL's own keeps what the model's template strips
             return super()._tokenize_prompts(prompts)
-        finally:
-            self.chat_template = kept
 
     def _tool_call_loop(
         self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, logprobs: Any, *args: Any
@@ -282,13 +269,11 @@ class RolloutRowsMixin(GRPOTrainer):
         loop = super()._tool_call_loop
         if self.rollout_rows == "one":
             return loop(prompts, prompt_ids, completion_ids, completions, logprobs, *args)
-        self._turns = turns = SampledTurns(prompts, [[] for _ in prompts])
+        turns = SampledTurns(prompts, [[] for _ in prompts])
         first = [list(log_probs) for log_probs in logprobs] if logprobs is not None else None
         turns.add(list(range(len(prompts))), prompt_ids, list(completion_ids), first)  # the loop appends to both
-        try:
+        with replaced(self, _turns=turns):
             _, completions, _, _, *counts = loop(prompts, prompt_ids, completion_ids, completions, logprobs, *args)
-        finally:
-            self._turns = None
         returned, numbers = turns.rows()
         output, self._rollouts = join_rows(returned, self._tokenizer.pad_token_id)
         self._returned_ids = returned["completion_ids"]
@@ -314,13 +299,11 @@ class RolloutRowsMixin(GRPOTrainer):
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids: Any) -> torch.Tensor:
         if self._rollouts is None:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids)
-        functions, weights = self.reward_funcs, self.reward_weights
+        weights = self.reward_weights
         self._deviations = [np.zeros(len(rows)) for rows in self._rollouts]
-        self.reward_funcs = [self._mean_of_rows(*pair) for pair in zip(functions, weights.tolist(), strict=True)]
-        try:
+        functions = [self._mean_of_rows(*pair) for pair in zip(self.reward_funcs, weights.tolist(), strict=True)]
+        with replaced(self, reward_funcs=functions):
             rewards = super()._calculate_rewards(inputs, prompts, completions, self._returned_ids)
-        finally:
-            self.reward_funcs = functions
         self._rewards = (rewards * weights.to(rewards.device)).nansum(dim=1)
         self._rewards[rewards.isnan().all(dim=1)] = torch.nan  # as in TRL, no part of the group's statistics
         return rewards
@@ -344,15 +327,13 @@ class RolloutRowsMixin(GRPOTrainer):
         return function if isinstance(function, torch.nn.Module) or is_async_callable(function) else means
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        try:
+        with replaced(self, _rollouts=None):  # `_generate` sets it
             output = super()._generate_and_score_completions(inputs)
             if self._rollouts is not None:
                 output[ROLLOUTS] = self._rollouts
                 if any(values.any() for values in self._deviations):
                     output["advantages"] = self._row_advantages(output)
             return output
-        finally:
-            self._rollouts = None
 
     def _row_advantages(self, output: dict[str, Any]) -> torch.Tensor:
         """The advantage of each token, `(B, T)`: TRL's of its rollout, plus its row's deviation on the same scale."""
@@ -375,21 +356,15 @@ class RolloutRowsMixin(GRPOTrainer):
         return per_token
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self.scoring(inputs.get(ROLLOUTS)):
+        with replaced(self, _rollouts=inputs.get(ROLLOUTS)):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        **kwargs: Any,
+        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *args: Any, **kwargs: Any
     ) -> tuple:
         score = super()._get_per_token_logps_and_entropies
         if self._rollouts is None:
-            return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+            return score(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
         images = [name for name, value in kwargs.items() if value is not None and not isinstance(value, bool)]
         if images:
             raise ValueError(

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hf_prefix_tree.data.baselines import branch_shares
 from hf_prefix_tree.data.nodes import as_branch, rollout_branches
+from hf_prefix_tree.data.rows import rows_of_batch
 from hf_prefix_tree.data.supervision import IGNORE_INDEX, located
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE, concatenate_trees
 from hf_prefix_tree.training.sampling import PADDING_FEATURE
@@ -38,8 +39,7 @@ class RowCounts:
         self.collator = collator
 
     def __call__(self, columns: Mapping[str, Sequence[Any]]) -> dict[str, list[list[int]]]:
-        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        return {"counts": [self.of(row) for row in rows]}
+        return {"counts": [self.of(row) for row in rows_of_batch(columns)]}
 
     def of(self, row: Any) -> list[int]:
         """The counts of one row."""
@@ -129,6 +129,9 @@ def _is_padding(feature: object) -> bool:
 
 
 def _trees(feature: object, weighting: str) -> list[PrefixTree]:
+    if isinstance(feature, PrefixTree):
+        return [feature]
+    given = type(feature).__name__
     if isinstance(feature, Mapping):
         # Arrow fills the columns of the remaining forms with nulls
         feature = {name: value for name, value in feature.items() if value is not None}
@@ -138,15 +141,8 @@ def _trees(feature: object, weighting: str) -> list[PrefixTree]:
         if "trees" in feature:
             trees = as_list(feature["trees"], "trees")
             return [tree if isinstance(tree, PrefixTree) else PrefixTree.from_dict(tree) for tree in trees]
-    return [_as_tree(feature, weighting)]
-
-
-def _as_tree(feature: object, weighting: str) -> PrefixTree:
-    if isinstance(feature, PrefixTree):
-        return feature
-    if isinstance(feature, Mapping):
         if "node_parents" in feature:
-            return PrefixTree.from_dict(feature)
+            return [PrefixTree.from_dict(feature)]
         if "node_lengths" in feature and "sample_paths" in feature:
             raise ValueError(
                 "it holds `node_lengths` and `sample_paths`: convert it with `PrefixTree.from_node_paths` "
@@ -154,12 +150,10 @@ def _as_tree(feature: object, weighting: str) -> PrefixTree:
             )
         if "branches" in feature:
             branches = as_list(feature["branches"], "branches")
-            return fold([as_branch(branch, index) for index, branch in enumerate(branches)], weighting)
+            return [fold([as_branch(branch, index) for index, branch in enumerate(branches)], weighting)]
         if "prompt_ids" in feature and "completions" in feature:
-            return fold(rollout_branches(feature["prompt_ids"], feature["completions"]), weighting)
+            return [fold(rollout_branches(feature["prompt_ids"], feature["completions"]), weighting)]
         given = f"the keys {list(feature)}"
-    else:
-        given = type(feature).__name__
     raise ValueError(
         f"it must be a tree, or have `branches`, or `prompt_ids` with `completions`, got {given}. Turn conversations "
         "into trees with `hf_prefix_tree.prepare_trees`, or let `TreeSFTTrainer` do it. If these were trees, Trainer "
@@ -188,14 +182,11 @@ class BranchCollator:
             for tree in trees
             for branch, weights in zip(tree.branches(), branch_shares(tree), strict=True)
         ]
-        sequences = [self._sequence(chain) for chain in chains or [[]]]
+        sequences = [self.collator(chain) for chain in chains or [[]]]
         batch = {name: torch.cat([part[name] for part in sequences], dim=-1) for name in sequences[0]}
-        batch["tree_stats"] = self._sequence(trees)["tree_stats"]
+        batch["tree_stats"] = self.collator(trees)["tree_stats"]
         batch["branch_lengths"] = torch.tensor([[part["input_ids"].shape[1] for part in sequences]])
         return batch
-
-    def _sequence(self, trees: Sequence[PrefixTree]) -> dict[str, torch.Tensor]:
-        return concatenate_trees(trees, self.collator.pad_token_id, self.collator.pad_to_multiple_of)
 
 
 @dataclass
@@ -234,11 +225,9 @@ def branch_batches(batch: Mapping[str, torch.Tensor], number: int) -> list[dict[
         batch (`Mapping[str, torch.Tensor]`): The batch.
         number (`int`): Sequences to return, at least as many as the batch has.
     """
-    ends = batch["branch_lengths"][0].cumsum(0).tolist()
-    names = [name for name in batch if name not in ("branch_lengths", "tree_stats")]
-    sequences = [
-        {name: batch[name][..., start:end] for name in names} for start, end in zip([0, *ends[:-1]], ends, strict=True)
-    ]
+    lengths = batch["branch_lengths"][0].tolist()
+    parts = {name: batch[name].split(lengths, -1) for name in batch if name not in ("branch_lengths", "tree_stats")}
+    sequences = [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
     # The shortest sequence again, as if it were padding: collectives need a forward and a backward on every rank.
     shortest = min(sequences, key=lambda part: part["input_ids"].shape[1])
     filler = shortest | {

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import RandomSampler, Sampler
 from trl import SFTTrainer
@@ -124,10 +122,7 @@ class TreeLossMixin(StepMixin):
                 if not metrics[name]:
                     del metrics[name]
 
-    def window_metrics(
-        self, sums: torch.Tensor, counts: torch.Tensor | None, peaks: torch.Tensor | None
-    ) -> dict[str, float]:
-        assert counts is not None and peaks is not None  # those of the window's batches
+    def window_metrics(self, sums: torch.Tensor, counts: torch.Tensor, peaks: torch.Tensor) -> dict[str, float]:
         weights, *stats, tokens, positions, flops = counts.tolist()
         stat = dict(zip(STATS, stats, strict=True))
         mean = flops * self._copies() / self.accelerator.num_processes
@@ -167,9 +162,8 @@ class TreeLossMixin(StepMixin):
             if "num_parts" in dataset.column_names:
                 tree_ids = checks.split_tree_ids(tree_ids, list(dataset["num_parts"][:]))
             units = linked_rows(tree_ids)
-            if len(units) < len(dataset) and getattr(
-                self.model.config.get_text_config(), "output_router_logits", False
-            ):
+            routes = getattr(self.model.config.get_text_config(), "output_router_logits", False)
+            if len(units) < len(dataset) and routes:
                 logger.warning_once(  # type: ignore[attr-defined]
                     "`train_dataset` has parts of split trees. The router's auxiliary loss is that of a micro-batch, "
                     "so that of such a tree is inexact: raise `max_packed_tokens`, or set `router_aux_loss_coef=0`."
@@ -187,19 +181,18 @@ class TreeLossMixin(StepMixin):
                 return RandomSampler(dataset) if strategy in BY_LENGTH else None  # Trainer's knows no cost of a tree
             if not is_collated and strategy != "batch_rebalance":  # Trainer's sampler for it would repeat rows
                 return None
-        else:
-            checks.check_split_strategy(strategy, STRATEGIES)
+        elif strategy not in STRATEGIES:
+            raise ValueError(
+                f"`train_sampling_strategy={strategy!r}` would tear the parts of split trees apart. Set it to one of "
+                f"{STRATEGIES}."
+            )
         costs = None
         if is_collated and (ranks > 1 or strategy == "group_by_length"):
-            costs = self._row_costs(dataset)
+            counts, num_proc = RowCounts(self.data_collator), getattr(args, "dataset_num_proc", None)
+            # `datasets` caches the counts of the first rank; other kinds of datasets are counted by every rank at once
+            with self.accelerator.main_process_first() if hasattr(dataset, "map") else nullcontext():
+                costs = row_costs(dataset, counts, self.model.config, num_proc)
         return step_sampler(self, units, costs, batch_size, ranks)
-
-    def _row_costs(self, dataset: Any) -> npt.NDArray[np.float64]:
-        """FLOPs of every row."""
-        # `datasets` caches the counts of the first rank; the other kinds of datasets are counted by every rank at once
-        with self.accelerator.main_process_first() if hasattr(dataset, "map") else nullcontext():
-            counts, num_proc = RowCounts(self.data_collator), getattr(self.args, "dataset_num_proc", None)
-            return row_costs(dataset, counts, self.model.config, num_proc)
 
 
 class _WeightedLogProbs:

@@ -20,6 +20,7 @@ from accelerate.utils import gather_object, recursively_apply
 from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, default_data_collator
 from trl import SFTTrainer
+from trl.chat_template_utils import get_training_chat_template
 
 from hf_prefix_tree import __version__
 from hf_prefix_tree.data.baselines import difference
@@ -40,22 +41,6 @@ from hf_prefix_tree.tree.folding import check_not_empty
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 logger = logging.getLogger(__name__)
-
-
-_CARD_SECTION = """
-### Prefix trees
-
-Sequences that share prefixes were folded into trees, and each shared token computed once, with
-[hf_prefix_tree](https://github.com/hf-prefix-tree/hf_prefix_tree) {version}.
-
-| | |
-|---|---|
-| weighting | `{weighting}` |
-| branches trained on | {branches:,.0f} |
-| tokens of the branches | {branch_tokens:,.0f} |
-| tokens computed | {tree_tokens:,.0f} |
-| token ratio | {ratio:.2f} |
-"""
 
 
 class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
@@ -139,15 +124,8 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         self._format: Callable[[Any], str] | None = kwargs.get("formatting_func")
         # TRL would look for a training template of its own, which trees do not need
         self._asked, args.assistant_only_loss = args.assistant_only_loss, False
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=data_collator or default_data_collator,  # until the tokenizer is there
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            **kwargs,
-        )
+        collator = data_collator or default_data_collator  # until the tokenizer is there
+        super().__init__(model, args, collator, train_dataset, eval_dataset, processing_class, **kwargs)
         args.assistant_only_loss = self._asked
         checks.check_texts(self)
         if args.overflow == "stream":
@@ -211,14 +189,16 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
             return EvaluationCollator(self.data_collator)
         if self.args.mode != "grouped":
             return self.data_collator
-        checks.check_grouped_mode(self)
+        if self.is_deepspeed_enabled:
+            raise ValueError(
+                "`mode='grouped'` does several backwards in a micro-batch, and DeepSpeed may step after each. Use DDP "
+                "or FSDP, or `mode='tree'`."
+            )
         return BranchCollator(self.data_collator)
 
-    def training_step(
-        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         if "branch_lengths" not in inputs:
-            return super().training_step(model, inputs, num_items_in_batch)
+            return super().training_step(model, inputs, *args, **kwargs)
         number = torch.tensor([inputs["branch_lengths"].numel()], device=self.args.device)
         branches = branch_batches(inputs, number=self.accelerator.gather(number).max().item())
         steps = self.current_gradient_accumulation_steps
@@ -229,7 +209,7 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
             # FSDP2: those that wait there are whole, and the end of an inner `no_sync` would end the caller's.
             waits = index < len(branches) - 1 and not self.accelerator.is_fsdp2
             with self.accelerator.no_sync(model) if waits else nullcontext():
-                losses.append(super().training_step(model, branch, num_items_in_batch))
+                losses.append(super().training_step(model, branch, *args, **kwargs))
         self.current_gradient_accumulation_steps = steps
         return torch.stack(losses).sum()
 
@@ -324,7 +304,11 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         options["chat_template_kwargs"] = args.chat_template_kwargs or {}
         reading = RowOptions(kind, self._tokenizer, rows.features, **options)
         try:
-            counts = difference(rows, reading, self.stock_rows(dataset, self._format))
+            processor = self.processing_class
+            if args.assistant_only_loss:
+                self.chat_template = get_training_chat_template(processor)  # `None` leaves the tokenizer's
+            stock = SFTTrainer._prepare_dataset(self, dataset, processor, args, False, self._format, "train")
+            counts = difference(rows, reading, stock)
         except Exception as error:  # TRL does not read all columns and messages that are read here
             counts = f"the first dataset rows can't be compared with TRL: {str(error).rstrip('.')}"
         if self.is_world_process_zero():
@@ -344,13 +328,19 @@ def add_tree_section(card: Path, log_history: Sequence[Mapping[str, Any]], weigh
         return
     branches = sum(entry["tree/branches"] for entry in windows)
     branch_tokens = sum(entry["tree/tokens"] * entry["tree/token_ratio"] for entry in windows)
-    section = _CARD_SECTION.format(
-        version=__version__,
-        weighting=weighting,
-        branches=branches,
-        branch_tokens=branch_tokens,
-        tree_tokens=tree_tokens,
-        ratio=branch_tokens / tree_tokens,
-    )
+    section = f"""
+### Prefix trees
+
+Sequences that share prefixes were folded into trees, and each shared token computed once, with
+[hf_prefix_tree](https://github.com/hf-prefix-tree/hf_prefix_tree) {__version__}.
+
+| | |
+|---|---|
+| weighting | `{weighting}` |
+| branches trained on | {branches:,.0f} |
+| tokens of the branches | {branch_tokens:,.0f} |
+| tokens computed | {tree_tokens:,.0f} |
+| token ratio | {branch_tokens / tree_tokens:.2f} |
+"""
     before, heading, after = card.read_text(encoding="utf-8").partition("\n### Framework versions")
     write_files({card: (before.rstrip() + "\n" + section + heading + after).encode()})

@@ -315,15 +315,6 @@ def check_vocabulary_rows(rows: Any) -> None:
         raise ValueError("`train_dataset` is needed to choose the draft vocabulary: pass it, or a `model`.")
 
 
-def check_grouped_mode(trainer: Any) -> None:
-    """Raises `ValueError` where several backwards of a micro-batch could mean several optimizer steps."""
-    if trainer.is_deepspeed_enabled:
-        raise ValueError(
-            "`mode='grouped'` does several backwards in a micro-batch, and DeepSpeed may step after each. Use DDP or "
-            "FSDP, or `mode='tree'`."
-        )
-
-
 def refuse_tensor_parallelism(trainer: Any) -> None:
     """Raises `ValueError` under tensor parallelism."""
     if trainer.get_tp_size() > 1:
@@ -361,15 +352,6 @@ def check_split_stream(args: Any) -> None:
         raise ValueError(
             "`train_dataset` is a stream with `tree_ids`, and nothing keeps the parts of a split tree of a stream in "
             "one optimizer step. Set `overflow='stream'`, `'drop'` or `'raise'`, or load the dataset whole."
-        )
-
-
-def check_split_strategy(strategy: str, allowed: Sequence[str]) -> None:
-    """Raises `ValueError` for a `train_sampling_strategy` that knows nothing of split trees."""
-    if strategy not in allowed:
-        raise ValueError(
-            f"`train_sampling_strategy={strategy!r}` would tear the parts of split trees apart. Set it to one of "
-            f"{allowed}."
         )
 
 
@@ -411,26 +393,12 @@ def split_tree_ids(tree_ids: Sequence[Sequence[int]], num_parts: Sequence[Sequen
     return [[tree_id for tree_id, _ in row] for row in split]
 
 
-def check_unit_sizes(largest: int, block_size: int) -> None:
-    """Raises `ValueError` where rows that belong together do not fit into one optimizer step."""
-    if largest > block_size:
-        raise ValueError(
-            f"{largest} rows hold parts of the same split trees and must be in one optimizer step, which has "
-            f"{block_size} (`gradient_accumulation_steps` x processes x `per_device_train_batch_size`). Raise "
-            "`gradient_accumulation_steps`, or raise `max_packed_tokens`, so that trees have fewer parts."
+for _name, (_, _highest) in TESTED.items():  # once, when a trainer is imported
+    if Version(version(_name)) > Version(_highest):
+        logging.getLogger(__name__).warning(
+            "%s %s is newer than %s, the newest version that hf_prefix_tree is tested with: it may have options that "
+            "are neither honoured nor refused.",
+            _name,
+            version(_name),
+            _highest,
         )
-
-
-def _warn_of_newer_versions() -> None:
-    for name, (_, highest) in TESTED.items():
-        if Version(version(name)) > Version(highest):
-            logging.getLogger(__name__).warning(
-                "%s %s is newer than %s, the newest version that hf_prefix_tree is tested with: it may have options "
-                "that are neither honoured nor refused.",
-                name,
-                version(name),
-                highest,
-            )
-
-
-_warn_of_newer_versions()  # once, when a trainer is imported

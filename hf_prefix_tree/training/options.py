@@ -146,10 +146,8 @@ class Parser(TrlParser):
             raise ValueError(f"the file of `--config` can't be read: {error}.") from error
         except JSONDecodeError as error:  # Transformers reads options that are dicts, and names none
             words = [word for argument in args or () for word in argument.split("=", 1)]
-            names = [name for name, value in pairwise(words) if value == error.doc]
-            raise ValueError(
-                f"`{(names or ['--config'])[0]}` has {error.doc!r}, which is no JSON: {error}."
-            ) from error
+            name = next((name for name, value in pairwise(words) if value == error.doc), "--config")
+            raise ValueError(f"`{name}` has {error.doc!r}, which is no JSON: {error}.") from error
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message.rstrip('.')}; `{self.prog} --help` lists all options.")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +27,6 @@ from transformers import TrainerCallback
 
 from hf_prefix_tree.data.trees import cached_map
 from hf_prefix_tree.modeling.flops import cost_per_count
-from hf_prefix_tree.training.checks import check_unit_sizes
 from hf_prefix_tree.tree.packing import next_fit, pack_rows
 
 if TYPE_CHECKING:
@@ -91,23 +91,8 @@ class PaddedStream(torch.utils.data.IterableDataset):
             self.dataset.generator.manual_seed(epoch)
 
 
-def padded(trainer: Trainer, dataset: Any, multiple: int, description: str) -> PaddedDataset:
-    """
-    `dataset` without the columns that Trainer would remove, as a [`PaddedDataset`].
-
-    Args:
-        trainer (`Trainer`): The trainer.
-        dataset (`Dataset`): Of `datasets`, or of torch, which has no columns to remove.
-        multiple (`int`): The length is a multiple of it.
-        description (`str`): As `_get_dataloader` gets it.
-    """
-    if hasattr(dataset, "column_names"):
-        dataset = trainer._remove_unused_columns(dataset, description=description)
-    return PaddedDataset(dataset, multiple)
-
-
 def fill_uneven_steps(
-    trainer: Trainer, dataset: Any, rows: int, *, is_training: bool, description: str, sampler: Sampler | None = None
+    trainer: Trainer, dataset: Any, rows: int, is_training: bool, description: str, sampler: Sampler | None
 ) -> Any:
     """
     The dataset for a trainer's `_get_dataloader`, of which no row is counted twice or in another epoch.
@@ -119,8 +104,6 @@ def fill_uneven_steps(
         is_training (`bool`), description (`str`): As `_get_dataloader` gets them.
         sampler ([`StepSampler`], *optional*): Lays out the steps, if not Trainer's sampler.
     """
-    if sampler is not None:  # it fills every step; the dataset is as long, or Accelerate would cut the last metrics
-        return padded(trainer, dataset, len(sampler), description)  # type: ignore[arg-type]
     args, is_distributed = trainer.args, trainer.accelerator.num_processes > 1
     if isinstance(dataset, torch.utils.data.IterableDataset):
         # Trainer doesn't know where a stream ends, and would carry the gradients of an uneven last step over into the
@@ -129,10 +112,17 @@ def fill_uneven_steps(
         if is_distributed:
             trainer.accelerator.dataloader_config.dispatch_batches = False  # not set means `True` for streams
         return PaddedStream(dataset, multiple) if is_distributed or multiple > rows else dataset
-    # an evaluation is of all rows, and what is dropped in training has no last step to fill
-    drops = args.dataloader_drop_last
-    is_filled = is_distributed and not drops if is_training else is_distributed or drops
-    return padded(trainer, dataset, rows, description) if is_filled and len(dataset) % rows else dataset
+    if sampler is not None:  # it fills every step; the dataset is as long, or Accelerate would cut the last metrics
+        rows, is_filled = len(sampler), True  # type: ignore[arg-type]
+    elif is_training:  # what is dropped has no last step to fill
+        is_filled = is_distributed and not args.dataloader_drop_last
+    else:  # an evaluation is of all rows
+        is_filled = is_distributed or args.dataloader_drop_last
+    if not is_filled or len(dataset) % rows == 0:
+        return dataset
+    if hasattr(dataset, "column_names"):  # Trainer removes none from a dataset of torch
+        dataset = trainer._remove_unused_columns(dataset, description=description)
+    return PaddedDataset(dataset, rows)
 
 
 def row_costs(
@@ -206,30 +196,23 @@ def assign_rows(costs: npt.NDArray[np.float64], ranks: int, batch_size: int) -> 
 def _even_out(costs: npt.NDArray[np.float64], batches: list[list[int]]) -> npt.NDArray[np.float64]:
     """Exchanges rows of the heaviest batch with lighter ones as long as that helps; returns the work of each batch."""
     work = np.array([costs[rows].sum() for rows in batches])
-    while (swap := _best_swap(costs, batches, work)) is not None:
-        heavy, i, light, j = swap
-        change = costs[batches[heavy][i]] - costs[batches[light][j]]
+    while True:
+        heavy = int(work.argmax())
+        lowest, swap = work[heavy] * (1 - 1e-6), None
+        for light, rows in enumerate(batches):
+            if light == heavy:
+                continue
+            changes = costs[batches[heavy]][:, None] - costs[rows][None]
+            heavier = np.maximum(work[heavy] - changes, work[light] + changes)
+            i, j = np.unravel_index(heavier.argmin(), heavier.shape)
+            if heavier[i, j] < lowest:
+                lowest, swap = heavier[i, j], (int(i), light, int(j), changes[i, j])
+        if swap is None:
+            return work
+        i, light, j, change = swap
         batches[heavy][i], batches[light][j] = batches[light][j], batches[heavy][i]
         work[heavy] -= change
         work[light] += change
-    return work
-
-
-def _best_swap(
-    costs: npt.NDArray[np.float64], batches: list[list[int]], work: npt.NDArray[np.float64]
-) -> tuple[int, int, int, int] | None:
-    """The exchange of two rows that relieves the heaviest batch most, without loading the second one as much."""
-    heavy = int(work.argmax())
-    lowest, swap = work[heavy] * (1 - 1e-6), None
-    for light, rows in enumerate(batches):
-        if light == heavy:
-            continue
-        change = costs[batches[heavy]][:, None] - costs[rows][None]
-        heavier = np.maximum(work[heavy] - change, work[light] + change)
-        i, j = np.unravel_index(heavier.argmin(), heavier.shape)
-        if heavier[i, j] < lowest:
-            lowest, swap = heavier[i, j], (heavy, int(i), light, int(j))
-    return swap
 
 
 # Values of `train_sampling_strategy` for which Trainer needs the length of every row.
@@ -275,6 +258,7 @@ def linked_rows(tree_ids: Sequence[Sequence[int]]) -> list[list[int]]:
     return list(units.values())
 
 
+@dataclass(eq=False, kw_only=True)
 class StepSampler(Sampler[int]):
     """
     Yields blocks of indices, one block per optimizer step, and never cuts a unit in two.
@@ -305,28 +289,30 @@ class StepSampler(Sampler[int]):
         `ValueError`: If a unit is larger than a block.
     """
 
-    def __init__(
-        self,
-        units: list[list[int]],
-        block_size: int,
-        *,
-        strategy: str,
-        seed: int,
-        global_step: Callable[[], int],
-        costs: npt.NDArray[np.float64] | None = None,
-        ranks: int = 1,
-        batch_size: int = 1,
-    ) -> None:
-        sizes = np.array([len(unit) for unit in units])
-        check_unit_sizes(sizes.max(), block_size)
-        self.units, self.block_size, self.strategy, self.seed = units, block_size, strategy, seed
-        self.global_step, self.ranks, self.batch_size = global_step, ranks, batch_size
-        self.padding_index = int(sizes.sum())
-        self.unit_sizes = sizes
-        self.costs = None if costs is None else np.append(costs, 0.0)  # an empty row costs nothing
-        self.unit_costs = None if costs is None else np.array([costs[unit].mean() for unit in units])
-        pack = next_fit if strategy == "sequential" else pack_rows
-        self.blocks = pack(sizes, block_size)
+    units: list[list[int]] = field(kw_only=False)
+    block_size: int = field(kw_only=False)
+    strategy: str
+    seed: int
+    global_step: Callable[[], int]
+    costs: npt.NDArray[np.float64] | None = None
+    ranks: int = 1
+    batch_size: int = 1
+
+    def __post_init__(self) -> None:
+        self.unit_sizes = np.array([len(unit) for unit in self.units])
+        if self.unit_sizes.max() > self.block_size:
+            raise ValueError(
+                f"{self.unit_sizes.max()} rows hold parts of the same split trees and must be in one optimizer step, "
+                f"which has {self.block_size} (`gradient_accumulation_steps` x processes x "
+                "`per_device_train_batch_size`). Raise `gradient_accumulation_steps`, or raise `max_packed_tokens`, "
+                "so that trees have fewer parts."
+            )
+        self.padding_index = int(self.unit_sizes.sum())
+        if self.costs is not None:
+            self.unit_costs = np.array([self.costs[unit].mean() for unit in self.units])
+            self.costs = np.append(self.costs, 0.0)  # an empty row costs nothing
+        pack = next_fit if self.strategy == "sequential" else pack_rows
+        self.blocks = pack(self.unit_sizes, self.block_size)
 
     def __len__(self) -> int:
         return len(self.blocks) * self.block_size
@@ -355,7 +341,7 @@ class StepSampler(Sampler[int]):
         Shuffled units so that those one after another cost alike, within a window: of a quarter of the steps, as in
         Transformers, or epochs would consist of the same steps, and at least of two, or nothing would be sorted.
         """
-        if self.strategy != "group_by_length" or self.unit_costs is None:
+        if self.strategy != "group_by_length" or self.costs is None:
             return units
         window = min(_WINDOW, max(2, len(self.blocks) // 4)) * self.block_size
         windows = [units[start : start + window] for start in range(0, len(units), window)]
@@ -415,8 +401,7 @@ class PassCounter(TrainerCallback):
     last pass when the next one begins, and a resumed training begins in the middle of one.
     """
 
-    def __init__(self) -> None:
-        self.epoch = 0
+    epoch = 0
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self.epoch = -1

@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,7 +23,6 @@ from torch.utils.data import Sampler, SequentialSampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, has_length, rotate_checkpoints
 from trl import SFTTrainer
-from trl.chat_template_utils import get_training_chat_template
 from trl.trainer.utils import global_then_local_main_first
 
 from hf_prefix_tree.data.trees import PARTIAL, checksums, write_files
@@ -31,6 +31,19 @@ from hf_prefix_tree.training.options import refuse_options
 from hf_prefix_tree.training.sampling import fill_uneven_steps, is_stream, length_sampler
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Inside, some attributes of an object are `values`."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 class LossTerms(NamedTuple):
@@ -98,14 +111,13 @@ class CheckpointMixin(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         run = self._get_output_dir(trial)
         folder = Path(run, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        limit, self.args.save_total_limit = self.args.save_total_limit, None  # older ones are deleted below
+        limit = self.args.save_total_limit
         try:
-            super()._save_checkpoint(model, trial)
+            with replaced(self.args, save_total_limit=None):  # older ones are deleted below
+                super()._save_checkpoint(model, trial)
         except Exception as error:  # on a full disk; those of torch and safetensors name no file
             error.add_note(f"The checkpoint {folder} was not saved whole.")
             raise
-        finally:
-            self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()  # all ranks write
         if self.args.should_save:
             files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != PARTIAL]
@@ -152,14 +164,14 @@ class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer wh
         """
         raise NotImplementedError
 
-    def count_details(self, batch: dict[str, Any]) -> torch.Tensor | None:
+    def count_details(self, batch: dict[str, Any]) -> torch.Tensor:
         """
         Counts of a micro-batch that only metrics need, a vector.
 
         Args:
             batch (`dict`): The micro-batch.
         """
-        return None
+        return torch.zeros(0)
 
     def loss_terms(
         self, model: torch.nn.Module, inputs: dict[str, Any], items: torch.Tensor, return_outputs: bool
@@ -175,9 +187,7 @@ class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer wh
         """
         raise NotImplementedError
 
-    def window_metrics(
-        self, sums: torch.Tensor, counts: torch.Tensor | None, peaks: torch.Tensor | None
-    ) -> dict[str, float]:
+    def window_metrics(self, sums: torch.Tensor, counts: torch.Tensor, peaks: torch.Tensor) -> dict[str, float]:
         """
         The metrics of a logging window besides its loss.
 
@@ -236,8 +246,7 @@ class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer wh
         counts = []
         for batch in batch_samples:
             details, items = self.count_details(batch), self.count_items(batch)
-            parts = [items.reshape(-1)] if details is None else [items.reshape(-1), details]
-            counts.append(torch.cat([part.double().to(device) for part in parts]))
+            counts.append(torch.cat([part.reshape(-1).double().to(device) for part in (items, details)]))
         by_rank = self.accelerator.gather(torch.stack(counts)[None])  # [rank, micro-batch, count]
         total = by_rank.sum(dim=1).sum(dim=0) / self._copies()
         self._counted = {"counts": total, "peaks": by_rank.amax(dim=0).sum(dim=0)}
@@ -251,24 +260,16 @@ class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer wh
             self._add(name, value)
         return result
 
-    def training_step(
-        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        self._is_training, self._step_items, self._has_loss = True, num_items_in_batch, False
-        try:
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        self._has_loss = False
+        with replaced(self, _is_training=True, _step_items=num_items_in_batch):
             loss = super().training_step(model, inputs, num_items_in_batch)
-        finally:
-            self._is_training, self._step_items = False, None
         if not self._has_loss:
             raise ValueError(own_loss(self))
         return loss
 
     def compute_loss(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | None = None,
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         is_training = self._is_training
         # Not the argument: an override of `compute_loss` may not hand it on, and evaluation divides by its own items.
@@ -306,7 +307,7 @@ class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer wh
         # only a window's end logs "loss", on every rank; evaluations and users log too, the latter on one rank perhaps
         sums = self._gathered("train") if "loss" in logs else None
         if sums is not None:
-            logs |= self.window_metrics(sums, self._sums.pop("counts", None), self._sums.pop("peaks", None))
+            logs |= self.window_metrics(sums, self._sums.pop("counts"), self._sums.pop("peaks"))
         super().log(logs, *args, **kwargs)
 
     def _check_ranks_agree(self, name: str, number: int) -> None:
@@ -339,14 +340,9 @@ class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer wh
         if sampler is not None:
             kwargs["sampler_fn"] = lambda _: sampler
         rows = self._reading_ranks() * batch_size
-        dataset = fill_uneven_steps(
-            self, dataset, rows, is_training=is_training, description=description, sampler=sampler
-        )
-        collator, self.data_collator = self.data_collator, self.loader_collator(is_training)
-        try:
+        dataset = fill_uneven_steps(self, dataset, rows, is_training, description, sampler)
+        with replaced(self, data_collator=self.loader_collator(is_training)):
             return super()._get_dataloader(dataset, description, batch_size, **kwargs)
-        finally:
-            self.data_collator = collator
 
     def _reading_ranks(self) -> int:
         """Ranks that take `batch_size` rows of every round; with `split_batches` all of them do together."""
@@ -390,18 +386,6 @@ class PreparationMixin(SFTTrainer):
             dataset = dataset.shuffle(seed=args.seed)
         prepared.add(dataset)
         return dataset
-
-    def stock_rows(self, dataset: Any, formatting_func: Any) -> Any:
-        """
-        The rows that `SFTTrainer` makes of a dataset: `input_ids` and `labels`, not packed.
-
-        Args:
-            dataset (`Dataset`): The user's.
-            formatting_func (`Callable`, *optional*): As for `SFTTrainer`.
-        """
-        if self.args.assistant_only_loss:
-            self.chat_template = get_training_chat_template(self.processing_class)  # `None` leaves the tokenizer's
-        return super()._prepare_dataset(dataset, self.processing_class, self.args, False, formatting_func, "train")
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hf_prefix_tree.rl.rollouts import Row, join_rows
+from hf_prefix_tree.training.step import replaced
 from tests.support.policy_runs import assert_same_training, build, rollouts, run
 from tests.support.ranks import run_ranks
 from tests.support.rollout_loss import GivenRollout, GivenRow
@@ -221,5 +222,5 @@ def test_tools_do_not_extend_rollouts_of_several_rows(tmp_path):
 def test_images_with_rollouts_of_several_rows_are_refused(tmp_path):
     trainer = build(tmp_path, "grpo", "tree")
     ids = torch.ones(1, 4, dtype=torch.int64)
-    with trainer.scoring([[Row(torch.tensor([5]), 2)]]), pytest.raises(ValueError, match="pixel_values"):
+    with replaced(trainer, _rollouts=[[Row(torch.tensor([5]), 2)]]), pytest.raises(ValueError, match="pixel_values"):
         trainer._get_per_token_logps_and_entropies(trainer.model, ids, ids, 2, pixel_values=ids)
