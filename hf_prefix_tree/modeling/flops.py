@@ -105,14 +105,12 @@ def activation_bytes(config: PretrainedConfig, tokens: int, checkpointing: bool)
     """
     sizes = counted_sizes(config)
     rule = sizes.delta_rule
-    if rule is None:
-        layer = 16 * sizes.hidden + 10 * sizes.queries + 10 * sizes.keys + 8 * sizes.mlp
-        largest, all_layers = layer, sizes.layers * layer
-    else:
-        layer = 20 * sizes.hidden + 8 * sizes.mlp
-        attention, recurrent = 16 * sizes.queries + 12 * sizes.keys, rule.activation_bytes()
-        largest = layer + max(attention if sizes.attention_layers else 0, recurrent)
-        all_layers = sizes.layers * layer + sizes.attention_layers * attention + rule.layers * recurrent
+    layer = (20 if rule else 16) * sizes.hidden + 8 * sizes.mlp
+    attention = 16 * sizes.queries + 12 * sizes.keys if rule else 10 * sizes.queries + 10 * sizes.keys
+    recurrent = rule.activation_bytes() if rule else 0
+    largest = layer + max(attention if sizes.attention_layers else 0, recurrent)
+    all_layers = sizes.layers * layer + sizes.attention_layers * attention
+    all_layers += (sizes.layers - sizes.attention_layers) * recurrent
     return (sizes.layers * 2 * sizes.hidden + largest if checkpointing else all_layers) * tokens
 
 

@@ -317,19 +317,19 @@ def _forest_with_images(model: PreTrainedModel, flat: bool) -> Forest:
     patches = [torch.randn([int(grid.prod()), *shape], generator=generator) for grid in grids]
     shared, single = (np.full(int(grid.prod()) // merge**2, token) for grid in grids)
     start = [trunk[:3], shared, trunk[3:]]
-    paths = [
-        ([*start, first, single, second], [0, 1]),
-        ([*start, last], [0]),
-        ([*start, first[:6]], [0]),
-        ([last], []),
-    ]
-    branches: list[dict[str, Any]] = []
-    for pieces, chosen in paths:
+
+    def branch(pieces: list[np.ndarray], images: list[int]) -> dict[str, Any]:
         ids = np.concatenate(pieces)
-        branch: dict[str, Any] = {"input_ids": ids, "weights": np.ones(len(ids))}
-        if chosen:
-            branch |= {"pixel_values": torch.cat([patches[i] for i in chosen]), "image_grid_thw": grids[chosen]}
-        branches.append(branch)
+        text = {"input_ids": ids, "weights": np.ones(len(ids))}
+        pixels = torch.cat([patches[i] for i in images]) if images else None
+        return {**text, "pixel_values": pixels, "image_grid_thw": grids[images]} if images else text
+
+    branches = [
+        branch([*start, first, single, second], [0, 1]),
+        branch([*start, last], [0]),
+        branch([*start, first[:6]], [0]),
+        branch([last], []),
+    ]
     tree, images = fold_images(branches, image_token_id=token)
     branch_images = [{name: x for name, x in branch.items() if isinstance(x, torch.Tensor)} for branch in branches]
     return Forest([tree], images, branch_images)

@@ -48,13 +48,7 @@ def verify_adapters(model: PreTrainedModel, forward: Callable) -> None:
     layers = [module for module in model.modules() if hasattr(module, "adapter_layer_names")]
     if not layers:
         return
-    _refuse_inference_tensors(model)
-    with (
-        torch.inference_mode(False),
-        verify.undisturbed(model),
-        verify.coarsest_dtype(model) as dtypes,
-        _randomized(layers) as (parameters, reset),
-    ):
+    with _with_gradients(model) as dtypes, _randomized(layers) as (parameters, reset):
         # gradients of sharded weights are reduced by hooks
         runs = _Runs(model, forward, parameters if verify.is_materialized(model) else [], reset)
         expected, tree, again = runs.of_branches(), runs.of_tree(), runs.of_tree()
@@ -101,15 +95,9 @@ def verify_training(model: PreTrainedModel, forward: Callable, unknown: Sequence
     norms = {type(x).__name__ for x in model.modules() if isinstance(x, torch.nn.modules.batchnorm._BatchNorm)}
     if not unknown and not norms:
         return
-    _refuse_inference_tensors(model)
     small = [p for p in model.parameters() if p.is_floating_point() and p.numel() <= SMALL]
     compared = small if unknown and verify.is_materialized(model) else []
-    with (
-        torch.inference_mode(False),
-        verify.undisturbed(model),
-        verify.coarsest_dtype(model) as dtypes,
-        _in_training(model, compared),
-    ):
+    with _with_gradients(model) as dtypes, _in_training(model, compared):
         length = min(UNKNOWN_PATH, position_limit(model.config.get_text_config()))
         runs = _Runs(model, forward, compared, lambda: None, length)
         expected, tree, again = runs.of_branches(), runs.of_tree(), runs.of_tree()
@@ -136,12 +124,16 @@ def _judge(name: str, errors: dict[str, tuple[float, float]], rounding: float, i
     return reason and f"{reason} ({numbers})"
 
 
-def _refuse_inference_tensors(model: PreTrainedModel) -> None:
+@contextmanager
+def _with_gradients(model: PreTrainedModel) -> Iterator[set[torch.dtype]]:
+    """An undisturbed model whose gradients can be had; gives the dtypes in which its linear layers answer."""
     if any(parameter.is_inference() for parameter in model.parameters()):
         raise ValueError(
             f"The weights of {type(model).__name__} were made under `torch.inference_mode()`, which leaves no "
             "gradients to check: make the model outside of it."
         )
+    with torch.inference_mode(False), verify.undisturbed(model), verify.coarsest_dtype(model) as dtypes:
+        yield dtypes
 
 
 @contextmanager

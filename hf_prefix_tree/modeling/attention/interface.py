@@ -11,7 +11,6 @@ the model asks for; a call without a layout is one of full attention.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,6 +41,7 @@ from hf_prefix_tree.modeling.attention.masks.causal import TreeBlockMask, kind_o
 from hf_prefix_tree.modeling.attention.masks.spans import block_mask, spans
 from hf_prefix_tree.modeling.attention.masks.spans import dense_mask as dense_mask_of_spans
 from hf_prefix_tree.modeling.context import DiffusionContext, Mask, TreeContext, active_context, active_tree
+from hf_prefix_tree.modeling.positions import tempered_by_depth
 
 # Layers that pick keys from a dense mask of what is visible.
 _DERIVED_MASKS = {"indexed_attention", "deepseek_sparse_attention"}  # two names of the same
@@ -67,24 +67,14 @@ def _foreign(module: torch.nn.Module, hint: str) -> ValueError:
     )
 
 
-def prefix_tree_mask(
-    *,
-    config: Any,
-    mask_function: Callable,
-    dtype: torch.dtype,
-    device: torch.device,
-    local_size: int | None = None,
-    use_vmap: bool = False,
-    allow_is_causal_skip: bool = True,
-    **kwargs: Any,
-) -> Mask | None:
+def prefix_tree_mask(**kwargs: Any) -> Mask | None:
     """The mask function behind `"prefix_tree"`; called by Transformers once per layer type and forward."""
-    context = active_tree()
+    context, config = active_tree(), kwargs["config"]
     if context is None:
-        kwargs |= {"config": config, "mask_function": mask_function, "dtype": dtype, "device": device}
-        kwargs |= {"use_vmap": use_vmap, "allow_is_causal_skip": allow_is_causal_skip}
-        kwargs |= {} if local_size is None else {"local_size": local_size}
         return AttentionMaskInterface()[default_implementation(config.__class__)](**kwargs)
+    mask_function, dtype, device = kwargs["mask_function"], kwargs["dtype"], kwargs["device"]
+    local_size, use_vmap = kwargs.get("local_size"), kwargs.get("use_vmap", False)
+    allow_is_causal_skip = kwargs.get("allow_is_causal_skip", True)
     if mask_function is bidirectional_mask_function:
         return None  # of a cross attention that this call does not use; an attention that does refuses it
     is_overlaid = use_vmap or (
@@ -141,6 +131,8 @@ def prefix_tree_attention(
         `tuple`: the output `(B, N, heads, value_dim)` and the attention weights where the default gives them.
     """
     context = TreeContext.at_layer(prefix_tree) or active_tree()
+    if prefix_tree is not None:
+        query = tempered_by_depth(module, query, prefix_tree.prefix_tree)
     if context is None and not _made_for_a_tree(module, attention_mask):
         if indices is not None:  # what eager and sdpa find in their mask
             attention_mask = _keep_chosen(attention_mask, indices, key.shape[2], query.dtype)
@@ -247,10 +239,8 @@ def diffusion_mask(
     if context.mask is None:  # of all layers that have one
         layout = context.layout
         if layout is None:
-            attended = attention_mask
-            if attended is None:
-                attended = torch.ones((batch_size, q_length), dtype=torch.bool, device=device)
-            layout = spans(attended)
+            everything = torch.ones((batch_size, q_length), dtype=torch.bool, device=device)
+            layout = spans(everything if attention_mask is None else attention_mask)
         call = AttentionCall.of(config, device, attention_dtype(device, dtype), q_length)
         flex = takes_flex(context.attn_backend, device, call.dtype, min(call.head_dim, call.value_dim), q_length)
         context.mask = block_mask(layout) if flex else dense_mask_of_spans(layout)

@@ -154,9 +154,7 @@ def segments_of(context: TreeContext) -> Segments:
     """The segments of a call, built at its first recurrent layer."""
     if context.segments is None:
         context.segments = Segments(context)
-    segments = context.segments
-    assert isinstance(segments, Segments)
-    return segments
+    return context.segments
 
 
 # The cost of a call, forward and backward, in tokens that it could scan instead. On a GPU a call is a millisecond or
