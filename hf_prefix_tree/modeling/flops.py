@@ -190,13 +190,8 @@ def model_costs(config: PretrainedConfig) -> ModelCosts:
         raise ValueError(f"`model` is a {config.model_type}, whose model can't be built: {error}") from error
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if not _uncounted(config):
-        return ModelCosts(
-            parameters,
-            cost_per_count(config),
-            float(activation_bytes(config, 1, checkpointing=False)),
-            float(activation_bytes(config, 1, checkpointing=True)),
-            _Sizes(config).attention_layers,
-        )
+        kept, checkpointed = (float(activation_bytes(config, 1, checkpointing=x)) for x in (False, True))
+        return ModelCosts(parameters, cost_per_count(config), kept, checkpointed, _Sizes(config).attention_layers)
     hidden, head = config.hidden_size, model.get_output_embeddings()
     token, outputs, heads = 0.0, 0.0, 0
     for module in model.modules():

@@ -59,7 +59,7 @@ class Override:
     Another value of an attribute, until `remove()` gives the object back what it had.
 
     Args:
-        owner (`torch.nn.Module` or `PretrainedConfig`): The object.
+        owner (`torch.nn.Module`, config or module of Python): The object.
         name (`str`): The attribute.
         value (`Any`): Its value from now on.
     """
@@ -250,11 +250,8 @@ def place_images(
         positions[:, index, path] = branch_positions
         placed[index, path] = True
     assert positions is not None  # there is an image, so a branch has one
-    device = input_ids.device
-    return {
-        "position_ids": torch.from_numpy(positions).to(device),
-        "mm_token_type_ids": torch.from_numpy(is_image.astype(np.int64)).to(device),
-    }
+    arrays = {"position_ids": positions, "mm_token_type_ids": is_image.astype(np.int64)}
+    return {name: torch.from_numpy(array).to(input_ids.device) for name, array in arrays.items()}
 
 
 def _check_images(

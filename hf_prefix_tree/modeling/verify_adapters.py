@@ -258,14 +258,13 @@ def _local(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _attributes(modules: list[torch.nn.Module]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    kept_attributes = []
-    for module in modules:
-        names = [
-            n for n in vars(module) if n in ("_buffers", "_disable_adapters") or (n[0] != "_" and n != "training")
-        ]
-        kept = {name: vars(module)[name] for name in names}
-        kept_attributes.append((vars(module), {n: dict(x) if isinstance(x, dict) else x for n, x in kept.items()}))
-    return kept_attributes
+    def is_kept(name: str) -> bool:
+        return name in ("_buffers", "_disable_adapters") or (name[0] != "_" and name != "training")
+
+    def copied(table: dict[str, Any]) -> dict[str, Any]:
+        return {name: dict(x) if isinstance(x, dict) else x for name, x in table.items() if is_kept(name)}
+
+    return [(vars(module), copied(vars(module))) for module in modules]
 
 
 def _restore(attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:

@@ -152,12 +152,13 @@ def _made_for_a_tree(module: torch.nn.Module, mask: Mask | None) -> bool:
     # Recomputation under checkpointing runs after the call, in models that drop its keyword arguments without them:
     # the mask tells. Only the tree path makes block masks, and boolean ones for models whose default is eager; where
     # it is sdpa the boolean masks of both mean the same.
-    if isinstance(mask, BlockMask):
-        return True
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        return False
     config: Any = module.config
-    return default_implementation(config.__class__) == "eager"
+    is_eager = default_implementation(config.__class__) == "eager"
+    return isinstance(mask, BlockMask) or (is_eager and _is_boolean(mask))
+
+
+def _is_boolean(mask: Mask | None) -> bool:
+    return isinstance(mask, Tensor) and mask.dtype == torch.bool
 
 
 def _attend(
@@ -263,10 +264,7 @@ def diffusion_attention(
     Returns:
         `tuple`: the output `(B, N, heads, value_dim)`, and `None` for the attention weights.
     """
-    is_ours = isinstance(attention_mask, BlockMask) or (
-        isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool
-    )
-    if not is_ours:
+    if not (isinstance(attention_mask, BlockMask) or _is_boolean(attention_mask)):
         raise _foreign(module, _DIFFUSION_HINT)
     assert attention_mask is not None
     return _attend(module, query, key, value, attention_mask, _DIFFUSION_HINT, **kwargs)
