@@ -158,7 +158,8 @@ def verify_loss(model: PreTrainedModel, forward: Callable) -> str | None:
     kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, "use_cache": False}
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         kwargs["output_router_logits"] = False  # the router's loss comes on top of the weighted one
-    # the loss function itself is checked at each call, since it may change
+    # the loss function itself is checked at each call, since it may change; here it may have been deleted
+    vars(model).setdefault("_loss_function", model.loss_function)
     stock_loss = changed([(vars(model), "_loss_function", ForCausalLMLoss)])
     with undisturbed(model), torch.no_grad(), _other_attention(model, None), stock_loss:
         for part in [x for x in model.modules() if isinstance(x, PreTrainedModel)]:
