@@ -92,8 +92,7 @@ def read_samples(
     if group_by is None and ("input_ids" in columns or not columns):
         return rows if on_error == "raise" else _readable(rows)
     kinds = (*SAMPLE_KINDS, "tokens")
-    reading = {"on_error": on_error, "group_by": group_by, "num_proc": num_proc}
-    folded, report = read_branches(rows, tokenizer, kinds, **reading, **options)
+    folded, report = read_branches(rows, tokenizer, kinds, on_error, num_proc, group_by, **options)
     if counts is not None:
         counts.update(report.as_dict())
     if isinstance(folded, list):
@@ -108,7 +107,6 @@ def read_branches(
     rows: Any,
     tokenizer: Any,
     kinds: Sequence[str],
-    *,
     on_error: str,
     num_proc: int | None,
     group_by: str | None = None,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,14 +16,10 @@ from transformers import PreTrainedModel
 
 from hf_prefix_tree.modeling.attention.implementations import DIFFUSION_IMPLEMENTATION
 from hf_prefix_tree.modeling.attention.masks.spans import FIRST, UNTIL
-from hf_prefix_tree.modeling.call import Kind, State, check_options, prepare, state_of, unprepare
+from hf_prefix_tree.modeling.call import Kind, check_options, prepare, state_of, unprepare
 from hf_prefix_tree.modeling.checks import base_causal_lm
 from hf_prefix_tree.modeling.context import DiffusionContext
-
-
-@dataclass
-class _DiffusionState(State):
-    previous_is_causal: dict[str, Any] = field(default_factory=dict)  # of the config, where it had one
+from hf_prefix_tree.modeling.positions import Override
 
 
 def prepare_diffusion_model(model: torch.nn.Module, *, attn_backend: str = "auto") -> torch.nn.Module:
@@ -71,12 +66,11 @@ def prepare_diffusion_model(model: torch.nn.Module, *, attn_backend: str = "auto
 
     ```
     """
-    base, is_new = prepare(model, DIFFUSION, attn_backend, _DiffusionState)
-    state: _DiffusionState = state_of(base)
+    base, is_new = prepare(model, DIFFUSION, attn_backend)
+    state = state_of(base)
     state.attn_backend = attn_backend
     if is_new:
-        state.previous_is_causal = {name: x for name, x in base.config.__dict__.items() if name == "is_causal"}
-        base.config.is_causal = False
+        state.handles.append(Override(base.config, "is_causal", False))
     return model
 
 
@@ -87,10 +81,7 @@ def unprepare_diffusion_model(model: torch.nn.Module) -> torch.nn.Module:
     Args:
         model (`PreTrainedModel` or `PeftModel`): The model.
     """
-    base, state = unprepare(model, DIFFUSION)
-    if state is not None:
-        del base.config.is_causal
-        base.config.__dict__.update(state.previous_is_causal)
+    unprepare(model, DIFFUSION)
     return model
 
 

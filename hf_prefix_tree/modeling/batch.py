@@ -237,11 +237,8 @@ def gather_supervised(
         return Supervised(index, ignored, torch.zeros((1, 1), dtype=torch.float64, device=labels.device))
     starts = torch.arange(batch_size, device=labels.device)[:, None] * length
     index = (predecessor + starts).view(-1)[where]
-    if loss_weights is None:
-        weights = torch.ones(where.numel(), dtype=torch.float64, device=labels.device)
-    else:
-        weights = decode_weights(loss_weights).reshape(-1)[where]
-    return Supervised(index, labels.reshape(-1)[where][None], weights[None])
+    labels, weights = (x.reshape(-1)[where][None] for x in (labels, _weights(labels, loss_weights)))
+    return Supervised(index, labels, weights)
 
 
 def summed_weights(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -252,9 +249,11 @@ def summed_weights(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         batch (`Mapping[str, torch.Tensor]`): A batch of the contract, with `labels`.
     """
     supervised = _is_supervised(batch["prefix_tree"], batch["labels"])
-    if batch.get("loss_weights") is None:
-        return supervised.sum().double()
-    return decode_weights(batch["loss_weights"]).masked_fill(~supervised, 0.0).sum()
+    return _weights(batch["labels"], batch.get("loss_weights")).masked_fill(~supervised, 0.0).sum()
+
+
+def _weights(labels: torch.Tensor, loss_weights: torch.Tensor | None) -> torch.Tensor:
+    return torch.ones_like(labels, dtype=torch.float64) if loss_weights is None else decode_weights(loss_weights)
 
 
 def _is_supervised(prefix_tree: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from transformers.utils.output_capturing import _active_collector
 from hf_prefix_tree.modeling.attention.kernels import one_graph_for_all_lengths
 from hf_prefix_tree.modeling.checks import backbone_of
 from hf_prefix_tree.modeling.context import TreeContext, active_tree
+from hf_prefix_tree.modeling.positions import Override
 from hf_prefix_tree.modeling.recurrent.hooks import has_convolution
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def compile_decoder_layers(model: PreTrainedModel) -> list[EagerForward | Compil
     return [*map(EagerForward, inside), *(CompiledForward(layer, not modules) for layer, modules in eager.items())]
 
 
-class EagerForward:
+class EagerForward(Override):
     """
     Stands in for the `forward` of a module that stays outside the graphs of its compiled layer.
 
@@ -77,22 +78,14 @@ class EagerForward:
     """
 
     def __init__(self, module: Any) -> None:
-        self.module = module
-        module.forward = self
+        super().__init__(module, "forward", self)
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.module).forward(self.module, *args, **kwargs)
-
-    def remove(self) -> None:
-        """Restores the `forward` of the module."""
-        self.module.__dict__.pop("forward", None)
-
-    def __reduce__(self) -> tuple:
-        return type(self), (self.module,)
+        return type(self.owner).forward(self.owner, *args, **kwargs)
 
 
-class CompiledForward:
+class CompiledForward(Override):
     """
     Stands in for a layer's `forward`.
 
@@ -104,7 +97,7 @@ class CompiledForward:
     def __init__(self, layer: Any, is_one_graph: bool) -> None:
         self.layer = layer
         self.is_one_graph = is_one_graph
-        layer.forward = self
+        super().__init__(layer, "forward", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(kwargs.get("prefix_tree"), TreeContext):
@@ -121,13 +114,6 @@ class CompiledForward:
         if checkpoints and self.layer.gradient_checkpointing and self.layer.training and torch.is_grad_enabled():
             return self.layer._gradient_checkpointing_func(run, *args)
         return run(*args)
-
-    def remove(self) -> None:
-        """Restores the `forward` of the layer."""
-        self.layer.__dict__.pop("forward", None)
-
-    def __reduce__(self) -> tuple:
-        return type(self), (self.layer, self.is_one_graph)
 
 
 def _makes_no_graph(module: Any) -> bool:
@@ -162,14 +148,11 @@ def _compiled(forward: Callable, is_one_graph: bool, backend: str) -> Callable:
 
 
 def _run(forward: Callable, is_one_graph: bool, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    errors = torch._dynamo.exc
     try:
         with one_graph_for_all_lengths(), _outputs_recorded(kwargs["prefix_tree"]):
             return _compiled(forward, is_one_graph, BACKEND)(layer, *args, **kwargs)
-    except (
-        torch._dynamo.exc.Unsupported,
-        torch._dynamo.exc.UserError,
-        torch._dynamo.exc.BackendCompilerFailed,
-    ) as error:
+    except (errors.Unsupported, errors.UserError, errors.BackendCompilerFailed) as error:
         raise ValueError(
             f"`compile_layers=True`: {type(layer).__name__} does not compile into one graph "
             f"({str(error).splitlines()[0]}). Leave it at `False`."

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from hf_prefix_tree.modeling.streaming import Section
 Mask = torch.Tensor | BlockMask
 
 
+@dataclass(eq=False)
 class CallContext:
     """
     The part of a context that every call of a prepared model has.
@@ -36,10 +38,9 @@ class CallContext:
             Indices into the flattened `(B * N)` of the hidden states that go to the head; `None` for all.
     """
 
-    def __init__(self, attn_backend: str, predict_positions: torch.Tensor | None) -> None:
-        self.attn_backend = attn_backend
-        self.predict_positions = predict_positions
-        self.gathered = False  # whether the hidden states of the call went through `gather`
+    attn_backend: str
+    predict_positions: torch.Tensor | None
+    gathered: bool = field(default=False, init=False)  # whether the hidden states of the call went through `gather`
 
     def gather(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The hidden states that go to the head: `(B, N, hidden)` to `(1, M, hidden)`, the first time."""
@@ -49,6 +50,7 @@ class CallContext:
         return hidden_states.reshape(-1, hidden_states.shape[-1])[self.predict_positions][None]
 
 
+@dataclass(eq=False)
 class DiffusionContext(CallContext):
     """
     The context of one call of a diffusion language model.
@@ -62,17 +64,9 @@ class DiffusionContext(CallContext):
         longest (`int`, *optional*): Tokens of the longest sequence, from its positions.
     """
 
-    def __init__(
-        self,
-        attn_backend: str,
-        predict_positions: torch.Tensor | None,
-        layout: torch.Tensor | None,
-        longest: int | None,
-    ) -> None:
-        super().__init__(attn_backend, predict_positions)
-        self.layout = layout
-        self.longest = longest
-        self.mask: Mask | None = None
+    layout: torch.Tensor | None
+    longest: int | None
+    mask: Mask | None = field(default=None, init=False)
 
 
 class TreeContext(CallContext):
@@ -118,7 +112,7 @@ class TreeContext(CallContext):
         self.attention_mask: torch.Tensor | None = None  # `(B, N)`, 0 at padding, where the call has one
         self.mask_counts_branches = False  # whether the causal LM got `token_branches` in its place
         self.recorded: tuple[str, ...] = ()  # outputs that hooks record in compiled layers (router logits)
-        self.segments: object = None  # of the scans, once a recurrent layer made them
+        self.segments: Any = None  # of the scans, once a recurrent layer made them
         self.followed: set[str] = set()  # the functions of recurrent layers that ran along the branches
         self.masks: dict[tuple[str, int | None], Mask] = {}  # that the model asked for, by kind and limit
 

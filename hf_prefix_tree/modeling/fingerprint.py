@@ -112,7 +112,7 @@ class CodeWatch:
         self._references, self._hook_functions = self._look(), self._look_at_hooks()
         self._remember_hooks()
         self._registered, self.embeddings = RemovableHandle.next_id, model.get_input_embeddings()
-        self._weights, self._weight = self._find_weight()
+        self._weights = [module._parameters for module in everything if module._parameters]
         self.kept: list[Any] = []
         self.unknown: list[str] = []
         self.key = self._make_key(model, modules, methods, len(functions))
@@ -145,14 +145,8 @@ class CodeWatch:
     @property
     def device_type(self) -> str:
         """The device of the weights, as `model.device` finds it in more time."""
-        if self._weights.get(self._weight) is None:  # pruned or parametrized since
-            self._weights, self._weight = self._find_weight()
-        return self._weights[self._weight].device.type
-
-    def _find_weight(self) -> tuple[dict[str, Any], str]:
-        """The first parameter of the model, as an entry of its module: `.to()` may replace the parameter."""
-        tables = (module._parameters for module in self._all.modules)
-        return next((table, name) for table in tables for name, weight in table.items() if weight is not None)
+        # by module: `.to()` may replace a parameter, pruning and parametrization take it away
+        return next(x for table in self._weights for x in table.values() if x is not None).device.type
 
     def _look(self) -> list[Any]:
         return [

@@ -110,14 +110,12 @@ def activation_bytes(config: PretrainedConfig, tokens: int, checkpointing: bool)
     """
     sizes = counted_sizes(config)
     rule = sizes.delta_rule
-    if rule is None:
-        layer = 16 * sizes.hidden + 10 * sizes.queries + 10 * sizes.keys + 8 * sizes.mlp
-        largest, all_layers = layer, sizes.layers * layer
-    else:
-        layer = 20 * sizes.hidden + 8 * sizes.mlp
-        attention, recurrent = 16 * sizes.queries + 12 * sizes.keys, rule.activation_bytes()
-        largest = layer + max(attention if sizes.attention_layers else 0, recurrent)
-        all_layers = sizes.layers * layer + sizes.attention_layers * attention + rule.layers * recurrent
+    layer = (20 if rule else 16) * sizes.hidden + 8 * sizes.mlp
+    attention = 16 * sizes.queries + 12 * sizes.keys if rule else 10 * sizes.queries + 10 * sizes.keys
+    recurrent = rule.activation_bytes() if rule else 0
+    largest = layer + max(attention if sizes.attention_layers else 0, recurrent)
+    all_layers = sizes.layers * layer + sizes.attention_layers * attention
+    all_layers += (sizes.layers - sizes.attention_layers) * recurrent
     return (sizes.layers * 2 * sizes.hidden + largest if checkpointing else all_layers) * tokens
 
 
@@ -197,13 +195,8 @@ def model_costs(config: PretrainedConfig) -> ModelCosts:
         raise ValueError(f"`model` is a {config.model_type}, whose model can't be built: {error}") from error
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if not _uncounted(config):
-        return ModelCosts(
-            parameters,
-            cost_per_count(config),
-            float(activation_bytes(config, 1, checkpointing=False)),
-            float(activation_bytes(config, 1, checkpointing=True)),
-            _Sizes(config).attention_layers,
-        )
+        kept, checkpointed = (float(activation_bytes(config, 1, checkpointing=x)) for x in (False, True))
+        return ModelCosts(parameters, cost_per_count(config), kept, checkpointed, _Sizes(config).attention_layers)
     hidden, head = config.hidden_size, model.get_output_embeddings()
     token, outputs, heads = 0.0, 0.0, 0
     for module in model.modules():

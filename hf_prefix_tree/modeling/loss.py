@@ -42,13 +42,9 @@ def weighted_token_loss(
     ```
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    nll = torch.nn.functional.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]).to(dtype),
-        labels.reshape(-1).to(logits.device),
-        ignore_index=IGNORE_INDEX,
-        reduction="none",
-    )
-    weights = weights.reshape(-1).to(logits.device)
+    logits = logits.reshape(-1, logits.shape[-1]).to(dtype)
+    labels, weights = (x.reshape(-1).to(logits.device) for x in (labels, weights))
+    nll = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
     return weighted_mean(nll, weights, weights.sum() if num_items_in_batch is None else num_items_in_batch).to(dtype)
 
 

@@ -44,14 +44,36 @@ def place_by_depth(model: PreTrainedModel) -> list[Any]:
         elif isinstance(module, torch.nn.Embedding) and "position_ids" in forward:
             handles.append(module.register_forward_pre_hook(_index_by_depth, with_kwargs=True))
             handles.append(module.register_forward_hook(_unflatten))
-        elif getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
-            handles.append(tempered := _TemperedQueries())
-            tempered.note_tree(module, (), {})
-            handles.append(module.register_forward_pre_hook(tempered.note_tree, with_kwargs=True))
-            handles.append(module.register_forward_hook(_forget_tree, always_call=True))
-        handles += [_Replaced(module, name, _pick_by_depth) for name in _ALIBI_METHODS if hasattr(module, name)]
+        handles += [_replaced(module, name, _pick_by_depth) for name in _ALIBI_METHODS if hasattr(module, name)]
     part = image_model(model)
-    return handles if part is None else [*handles, _Replaced(part, "get_image_features", _see_once)]
+    return handles if part is None else [*handles, _replaced(part, "get_image_features", _see_once)]
+
+
+def _replaced(module: torch.nn.Module, name: str, function: Callable) -> Override:
+    """A method of a module that a function replaces, which gets the method as its first argument."""
+    return Override(module, name, functools.partial(function, getattr(module, name)))
+
+
+class Override:
+    """
+    Another value of an attribute, until `remove()` gives the object back what it had.
+
+    Args:
+        owner (`torch.nn.Module`, config or module of Python): The object.
+        name (`str`): The attribute.
+        value (`Any`): Its value from now on.
+    """
+
+    def __init__(self, owner: Any, name: str, value: Any) -> None:
+        self.owner, self.name, self.value = owner, name, value
+        self.previous = {name: vars(owner)[name]} if name in vars(owner) else {}  # else it is of the class
+        setattr(owner, name, value)
+
+    def remove(self) -> None:
+        """Undoes it, unless something else has replaced the value since."""
+        if vars(self.owner).get(self.name) is self.value:
+            delattr(self.owner, self.name)
+            vars(self.owner).update(self.previous)
 
 
 def with_names(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -94,56 +116,26 @@ def _unflatten(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> to
     return output.reshape(batch_size, length, output.shape[-1])
 
 
-class _TemperedQueries:
-    """The hook of an attention's query projection, which follows when an adapter wraps the projection or is merged."""
+def tempered_by_depth(attention: torch.nn.Module, query: torch.Tensor, prefix_tree: torch.Tensor) -> torch.Tensor:
+    """
+    The queries that an attention without rotary embedding would have made of depths in the tree. Llama 4 multiplies
+    them by a factor of their index: multiply by what is missing to the factor of their depth.
 
-    projection: Any = None
-    handle: Any = None
-
-    def note_tree(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        # Recomputation under checkpointing runs after the call: the layer's keyword argument is what still knows it.
-        module._prefix_tree_context = kwargs.get("prefix_tree")
-        if module.q_proj is not self.projection:
-            self.remove()
-            self.projection = module.q_proj
-            self.handle = module.q_proj.register_forward_hook(functools.partial(_temper_by_depth, module))
-
-    def remove(self) -> None:
-        if self.handle is not None:
-            self.handle.remove()
-
-
-def _forget_tree(module: Any, args: tuple, output: Any) -> None:
-    module._prefix_tree_context = None
-
-
-def _temper_by_depth(
-    attention: Any, module: torch.nn.Module, args: tuple, output: torch.Tensor
-) -> torch.Tensor | None:
-    # Llama 4 multiplies queries without rotary embedding by a factor of their index, which is linear up to the scores:
-    # multiply by what is missing to the factor of their depth.
-    context = attention._prefix_tree_context
-    if context is None:
-        return None
-    depth = context.prefix_tree[:, DEPTH]
+    Args:
+        attention (`torch.nn.Module`): The attention layer, of any architecture.
+        query (`torch.Tensor` of shape `(B, heads, N, head_dim)`): Its queries.
+        prefix_tree (`torch.Tensor` of shape `(B, 3, N)`, int32): As in the batch contract.
+    """
+    options: Any = attention.__dict__  # `getattr` takes longer where a module has no such attribute
+    if not options.get("attn_temperature_tuning") or options.get("use_rope", True):
+        return query
+    depth = prefix_tree[:, DEPTH]
     index = torch.arange(depth.shape[1], device=depth.device)
     by_depth, by_index = (
-        torch.log1p(torch.floor((x.float() + 1.0) / attention.floor_scale)) * attention.attn_scale + 1.0
+        torch.log1p(torch.floor((x.float() + 1.0) / options["floor_scale"])) * options["attn_scale"] + 1.0
         for x in (depth, index)
     )
-    return output * (by_depth.double() / by_index.double())[..., None].to(output.dtype)
-
-
-class _Replaced:
-    """A method of a module that a function replaces, which gets the method as its first argument."""
-
-    def __init__(self, module: torch.nn.Module, name: str, function: Callable) -> None:
-        self.module, self.name = module, name
-        setattr(module, name, functools.partial(function, getattr(module, name)))
-
-    def remove(self) -> None:
-        """Gives the model its method back."""
-        delattr(self.module, self.name)
+    return query * (by_depth.double() / by_index.double())[:, None, :, None].to(query.dtype)
 
 
 def _pick_by_depth(build: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -229,11 +221,10 @@ def place_images(
     part, grids = image_model(model), image_grid_thw.cpu()
     assert part is not None  # the caller checked
     tree, ids = prefix_tree.cpu().numpy(), input_ids.cpu().numpy()
-    is_image = ids == model.config.image_token_id
-    starts = is_image.copy()  # first tokens of images
-    predecessor = tree[:, PREDECESSOR]
-    starts &= (predecessor < 0) | ~np.take_along_axis(is_image, predecessor, axis=1)
-    _check_images(model, tree, is_image, starts, grids)
+    is_image, predecessor = ids == model.config.image_token_id, tree[:, PREDECESSOR]
+    # first tokens of images
+    starts = is_image & ((predecessor < 0) | ~np.take_along_axis(is_image, predecessor, axis=1))
+    _check_images(tree, is_image, starts, image_tokens(model, grids))
     number = (np.cumsum(starts) - 1).reshape(starts.shape)  # of the image that starts here
     positions: npt.NDArray[np.int64] | None = None
     leaves = tree[:, SUBTREE_END] == np.arange(tree.shape[-1]) + 1
@@ -259,22 +250,14 @@ def place_images(
         positions[:, index, path] = branch_positions
         placed[index, path] = True
     assert positions is not None  # there is an image, so a branch has one
-    device = input_ids.device
-    return {
-        "position_ids": torch.from_numpy(positions).to(device),
-        "mm_token_type_ids": torch.from_numpy(is_image.astype(np.int64)).to(device),
-    }
+    arrays = {"position_ids": positions, "mm_token_type_ids": is_image.astype(np.int64)}
+    return {name: torch.from_numpy(array).to(input_ids.device) for name, array in arrays.items()}
 
 
 def _check_images(
-    model: PreTrainedModel,
-    tree: npt.NDArray[np.int32],
-    is_image: npt.NDArray[np.bool_],
-    starts: npt.NDArray[np.bool_],
-    grids: torch.Tensor,
+    tree: npt.NDArray[np.int32], is_image: npt.NDArray[np.bool_], starts: npt.NDArray[np.bool_], tokens: list[int]
 ) -> None:
     """Every image has as many tokens as it needs, one after another on one path."""
-    tokens = image_tokens(model, grids)
     runs = list(zip(*np.nonzero(starts), strict=True))
     if len(runs) != len(tokens) or is_image.sum() != sum(tokens):
         raise ValueError(

@@ -34,7 +34,7 @@ from hf_prefix_tree.modeling.compilation import compile_decoder_layers
 from hf_prefix_tree.modeling.context import TreeContext, active_tree, separate_calls
 from hf_prefix_tree.modeling.fingerprint import CodeWatch
 from hf_prefix_tree.modeling.loss import weighted_token_loss
-from hf_prefix_tree.modeling.positions import place_by_depth, place_images
+from hf_prefix_tree.modeling.positions import Override, place_by_depth, place_images
 from hf_prefix_tree.modeling.recurrent.hooks import follow_branches, followed_functions
 from hf_prefix_tree.modeling.streaming import take_section
 from hf_prefix_tree.modeling.verify import is_materialized, verify_images, verify_loss, verify_tree_forward
@@ -47,8 +47,8 @@ logger = logging.getLogger(__name__)
 class _TreeState(State):
     """The changes that `prepare_model` made to a model, and its knowledge about it."""
 
-    previous_loss: Callable | None = None
-    previous_flag: dict[str, Any] | None = None  # `accepts_loss_kwargs` of the model, where it was changed
+    loss: Override | None = None  # of the model's `_loss_function`
+    flag: Override | None = None  # of `accepts_loss_kwargs`, where it was changed
     verified: dict[tuple, set[str]] = field(default_factory=dict)  # device types, by the code that was checked on them
     verified_on: set[str] = field(default_factory=set)  # the entry of the code that runs now
     watch: CodeWatch | None = None
@@ -130,10 +130,10 @@ def prepare_model(
     install_tree_hooks(model, attn_backend=attn_backend, compile_layers=compile_layers)
     base = base_causal_lm(model)
     state: _TreeState = state_of(base)
-    if state.previous_flag is None:
+    if state.flag is None:
         # Trainer would otherwise pass the number of labels as `num_items_in_batch`, which is not their weights.
-        state.previous_flag = {name: x for name, x in base.__dict__.items() if name == "accepts_loss_kwargs"}
-        base.accepts_loss_kwargs = False
+        state.flag = Override(base, "accepts_loss_kwargs", False)
+        state.handles.append(state.flag)
     return model
 
 
@@ -167,12 +167,11 @@ def install_tree_hooks(
 def _follow_trees(base: PreTrainedModel, state: _TreeState) -> None:
     """Makes loss, positions and recurrent layers follow the tree of a call."""
     text_config = base.config.get_text_config()
-    state.previous_loss = base.__dict__.get("_loss_function")
     state.router_config = text_config if hasattr(text_config, "output_router_logits") else None
     state.has_sinks = any("sink" in name for name, _ in base.named_parameters())
     state.recurrent = followed_functions(base)
-    base._loss_function = functools.partial(_tree_aware_loss, base.loss_function)
-    state.handles += [*place_by_depth(base), *follow_branches(base)]
+    state.loss = Override(base, "_loss_function", functools.partial(_tree_aware_loss, base.loss_function))
+    state.handles += [state.loss, *place_by_depth(base), *follow_branches(base)]
     state.handles.append(base.register_state_dict_pre_hook(_settle_inputs))
 
 
@@ -188,18 +187,9 @@ def unprepare_model(model: torch.nn.Module) -> torch.nn.Module:
     Args:
         model (`PreTrainedModel` or `PeftModel`): The model.
     """
-    base, state = unprepare(model, TREE)
-    if state is None:
-        return model
-    if getattr(base.__dict__.get("_loss_function"), "func", None) is _tree_aware_loss:  # not one that replaced it
-        if state.previous_loss is None:
-            del base._loss_function
-        else:
-            base._loss_function = state.previous_loss
-    if state.previous_flag is not None:
-        del base.accepts_loss_kwargs
-        base.__dict__.update(state.previous_flag)
-    state.inputs.settle()
+    _, state = unprepare(model, TREE)
+    if state is not None:
+        state.inputs.settle()
     return model
 
 
@@ -315,7 +305,7 @@ def _refuse_other_losses(module: PreTrainedModel, state: _TreeState) -> None:
     loss: Any = module.loss_function
     if getattr(loss, "func", None) is _tree_aware_loss:
         by_name = LOSS_MAPPING.get(getattr(module, "loss_type", None), ForCausalLMLoss)  # as before it was replaced
-        loss = loss.args[0] if state.previous_loss is not None else by_name
+        loss = loss.args[0] if state.loss is not None and state.loss.previous else by_name
     if loss is not ForCausalLMLoss:
         raise ValueError(
             f"`model.loss_function` is {getattr(loss, '__qualname__', repr(loss))}, and the weighted cross-entropy of "
@@ -354,7 +344,7 @@ def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[TreeContext
         state_of(module).inputs.settle()
         call_checks.refuse_partial_batch(kwargs)
         trains = module.training and torch.is_grad_enabled() and kwargs.get("labels") is not None
-        if trains and state_of(module).previous_flag is not None:
+        if trains and state_of(module).flag is not None:
             logger.warning_once(  # type: ignore[attr-defined]
                 "A prepared model trains on a call without a tree. A stock `Trainer` would take the mean of "
                 "micro-batches, not of their tokens (`model.accepts_loss_kwargs = False`). Call "

@@ -15,11 +15,11 @@ attention mixes nothing shows whether it does.
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree, fold
 
 logger = logging.getLogger(__name__)
 
+Images = Mapping[str, torch.Tensor]  # inputs of the model beside text
 CHECKED_TOKENS = 6  # the last ones of each branch: what a fork, a window or a neighbour would disturb
 SECOND_TREE = 12  # its tokens; the control is of more than them
 FAR = 1024  # tokens of a sequence that unknown code is tested on
@@ -88,10 +89,10 @@ def _refuse_bypass(model: PreTrainedModel, forward: Callable, unknown: Sequence[
     length = min(FAR, position_limit(model.config.get_text_config()))
     ids = np.random.default_rng(0).integers(0, _vocab_size(model), size=(2, length))
     ids[1, length // 2 :] = ids[0, length // 2 :]
-    sequences = torch.from_numpy(ids).to(model.device)[:, None]
-    keep = torch.arange(length // 2, length, device=model.device)
+    keep = torch.arange(length // 2, length)
     with undisturbed(model), torch.no_grad(), coarsest_dtype(model) as dtypes:
-        first, second = (plain_logits(model, forward, x, keep, {}, attention=_VALUES) for x in sequences)
+        branches = (CheckedBranch(x, keep, {}) for x in torch.from_numpy(ids)[:, None])
+        first, second = (plain_logits(model, forward, x, attention=_VALUES) for x in branches)
     error, scale = distance(first, second), distance(first, torch.zeros_like(first))
     if not error <= rounding_of({first.dtype, *dtypes}) * scale / 10:
         names = ", ".join(dict.fromkeys(unknown))
@@ -151,21 +152,19 @@ def verify_loss(model: PreTrainedModel, forward: Callable) -> str | None:
         `str`, *optional*: Why the weighted cross-entropy of a tree cannot take the place of this loss; `None` where it
         can. Log-probs and logits can be had in any case.
     """
-    ids = torch.from_numpy(make_forest(model, SECOND_TREE + 1).trees[-1].input_ids.copy()).to(model.device)[None]
+    ids = make_forest(model, SECOND_TREE + 1).branches[-1].ids.to(model.device)
     labels = ids.clone()
     labels[:, : SECOND_TREE // 3] = IGNORE_INDEX
     kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, "use_cache": False}
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         kwargs["output_router_logits"] = False  # the router's loss comes on top of the weighted one
-    loss_function = model.loss_function  # checked at each call, since it may change
-    with undisturbed(model), torch.no_grad(), _other_attention(model, None):
+    # the loss function itself is checked at each call, since it may change; here it may have been deleted
+    vars(model).setdefault("_loss_function", model.loss_function)
+    stock_loss = changed([(vars(model), "_loss_function", ForCausalLMLoss)])
+    with undisturbed(model), torch.no_grad(), _other_attention(model, None), stock_loss:
         for part in [x for x in model.modules() if isinstance(x, PreTrainedModel)]:
             part.training = True  # terms of the training loss; the layers stay as they are for evaluation
-        try:
-            model._loss_function = ForCausalLMLoss
-            output = forward(**kwargs)
-        finally:
-            model._loss_function = loss_function
+        output = forward(**kwargs)
     if output.logits is None or output.loss is None:
         return None  # a fused head: calls on trees see that they lack a loss
     logits, loss = output.logits[0].float(), output.loss.float()
@@ -182,47 +181,64 @@ def verify_loss(model: PreTrainedModel, forward: Callable) -> str | None:
     )
 
 
-@dataclass
-class Forest:
-    """The input of a comparison: the trees of a packed sequence with their images, and the images of each branch."""
+class CheckedBranch(NamedTuple):
+    """A branch by itself, and which of its logits are compared."""
 
-    trees: list[PrefixTree]
-    images: dict[str, torch.Tensor] = field(default_factory=dict)
-    branch_images: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    ids: torch.Tensor  # [1, tokens]
+    keep: torch.Tensor  # [checked tokens]: where they are predicted
+    images: Images
+
+
+class Forest:
+    """
+    The input of a comparison, as a packed sequence and branch by branch. Labels are the last tokens of each branch.
+
+    Args:
+        trees (`list[PrefixTree]`): The trees.
+        images (`dict[str, torch.Tensor]`, *optional*): Those of the packed sequence.
+        branch_images (`list[dict[str, torch.Tensor]]`, *optional*): Those of each branch.
+    """
+
+    def __init__(
+        self, trees: list[PrefixTree], images: Images | None = None, branch_images: Sequence[Images] = ()
+    ) -> None:
+        # two blocks at least: the kernels that will train are the ones to check
+        batch = concatenate_trees(trees, pad_token_id=0, pad_to_multiple_of=2 * BLOCK_SIZE)
+        *starts, self.tokens = itertools.accumulate(map(len, trees), initial=0)
+        paths = [path + start for tree, start in zip(trees, starts, strict=True) for path in tree.paths()]
+        checked = np.concatenate([path[-CHECKED_TOKENS:] for path in paths])
+        where, chosen = map(torch.from_numpy, np.unique(checked, return_inverse=True))
+        ids, self.images = batch["input_ids"], images or {}
+        labels = torch.full_like(ids, IGNORE_INDEX)
+        labels[0, where] = ids[0, where]
+        self.batch = {**batch, "labels": labels, **self.images}
+        # of the checked tokens, branch by branch: the token before, and their number among the supervised ones
+        self.before = batch["prefix_tree"][0, PREDECESSOR, checked].long()
+        self.chosen = chosen.split([len(path[-CHECKED_TOKENS:]) for path in paths])
+        self.branches = [
+            CheckedBranch(ids[:, path], torch.arange(len(path))[-CHECKED_TOKENS - 1 : -1], own)
+            for path, own in zip(paths, branch_images or [{}] * len(paths), strict=True)
+        ]
 
 
 def _verify(model: PreTrainedModel, forward: Callable, forest: Forest) -> None:
-    trees, device = forest.trees, model.device
-    batch, positions = checked_batch(model, trees)
-    images = {key: value.to(device) for key, value in forest.images.items()}
-    where = (batch["labels"][0] != IGNORE_INDEX).nonzero()[:, 0]  # in the order of the gathered logits
-    predecessors = batch["prefix_tree"][0, PREDECESSOR].long()
     # A plain run has a position for each token, and a learned table may end before the packed sequence: then
     # its last tokens.
-    limit, tokens = position_limit(model.config.get_text_config()), sum(map(len, trees))
+    limit, tokens = position_limit(model.config.get_text_config()), forest.tokens
     first = max(tokens - limit, 0)
-    seen = where[predecessors[where] >= first]
+    seen = forest.before >= first
     with undisturbed(model), torch.no_grad(), coarsest_dtype(model) as dtypes:
-        causal = plain_logits(model, forward, batch["input_ids"][:, first:tokens], predecessors[seen] - first, images)
-        logits = tree_logits(model, forward, {**batch, **images})
-        logits_at = dict(zip(where.tolist(), logits, strict=True))
-        causal_at = dict(zip(seen.tolist(), causal, strict=True))
-        error = control = spread = scale = 0.0
-        branches = [branch for tree in trees for branch in tree.branches()]
-        for i, (branch, checked) in enumerate(zip(branches, positions, strict=True)):
-            ids = torch.from_numpy(branch.input_ids.copy()).to(device)[None]
-            branch_images = {key: value.to(device) for key, value in forest.branch_images[i].items()} if images else {}
-            keep = torch.arange(ids.shape[1] - len(checked) - 1, ids.shape[1] - 1, device=device)
-            alone = plain_logits(model, forward, ids, keep, branch_images)
-            padded = torch.nn.functional.pad(ids, (0, min(5, limit - ids.shape[1])))
-            padded_logits = plain_logits(model, forward, padded, keep, branch_images, length=ids.shape[1])
-            error = max(error, distance(torch.stack([logits_at[position] for position in checked]), alone))
-            mixed = [causal_at.get(position, logit) for position, logit in zip(checked, alone, strict=True)]
-            control = max(control, distance(torch.stack(mixed), alone))
-            spread = max(spread, distance(padded_logits, alone))
-            scale = max(scale, distance(alone, torch.zeros_like(alone)))
+        ids, keep = forest.batch["input_ids"][:, first:tokens], forest.before[seen] - first
+        causal = plain_logits(model, forward, CheckedBranch(ids, keep, forest.images))
+        logits = tree_logits(model, forward, forest.batch)[torch.cat(forest.chosen)]
+        alone = torch.cat([plain_logits(model, forward, branch) for branch in forest.branches])
+        padded = torch.cat(
+            [plain_logits(model, forward, branch, min(5, limit - branch.ids.shape[1])) for branch in forest.branches]
+        )
+    error, control = distance(logits, alone), distance(causal, alone[seen])
+    spread, scale = distance(padded, alone), distance(alone, torch.zeros_like(alone))
     numbers = f"error {error:.1e}, spread {spread:.1e}, causal control {control:.1e}, logits {scale:.1e}"
-    logger.info("Tree path of %s on %s: %s.", type(model).__name__, device.type, numbers)
+    logger.info("Tree path of %s on %s: %s.", type(model).__name__, model.device.type, numbers)
     rounding = rounding_of({logits.dtype, *dtypes}) * scale  # autocast computes in 16 bits and may return float32
     if rounding <= ROUNDING[torch.float32] * scale and spread > 4 * rounding:
         raise ValueError(
@@ -250,7 +266,7 @@ def rounding_of(dtypes: set[torch.dtype]) -> float:
 
 def tree_logits(model: PreTrainedModel, forward: Callable, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     try:
-        logits = forward(**batch).logits
+        logits = forward(**{name: x.to(model.device) for name, x in batch.items()}).logits
     except (ValueError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -302,19 +318,19 @@ def _forest_with_images(model: PreTrainedModel, flat: bool) -> Forest:
     patches = [torch.randn([int(grid.prod()), *shape], generator=generator) for grid in grids]
     shared, single = (np.full(int(grid.prod()) // merge**2, token) for grid in grids)
     start = [trunk[:3], shared, trunk[3:]]
-    paths = [
-        ([*start, first, single, second], [0, 1]),
-        ([*start, last], [0]),
-        ([*start, first[:6]], [0]),
-        ([last], []),
-    ]
-    branches: list[dict[str, Any]] = []
-    for pieces, chosen in paths:
+
+    def branch(pieces: list[np.ndarray], images: list[int]) -> dict[str, Any]:
         ids = np.concatenate(pieces)
-        branch: dict[str, Any] = {"input_ids": ids, "weights": np.ones(len(ids))}
-        if chosen:
-            branch |= {"pixel_values": torch.cat([patches[i] for i in chosen]), "image_grid_thw": grids[chosen]}
-        branches.append(branch)
+        text = {"input_ids": ids, "weights": np.ones(len(ids))}
+        pixels = torch.cat([patches[i] for i in images]) if images else None
+        return {**text, "pixel_values": pixels, "image_grid_thw": grids[images]} if images else text
+
+    branches = [
+        branch([*start, first, single, second], [0, 1]),
+        branch([*start, last], [0]),
+        branch([*start, first[:6]], [0]),
+        branch([last], []),
+    ]
     tree, images = fold_images(branches, image_token_id=token)
     branch_images = [{name: x for name, x in branch.items() if isinstance(x, torch.Tensor)} for branch in branches]
     return Forest([tree], images, branch_images)
@@ -327,54 +343,42 @@ def _vocab_size(model: PreTrainedModel) -> int:
     return min(getattr(weight, "ds_shape", weight.shape)[0] for weight in weights)  # ZeRO-3 leaves them empty
 
 
-def checked_batch(model: PreTrainedModel, trees: list[PrefixTree]) -> tuple[dict[str, torch.Tensor], list[np.ndarray]]:
-    """A batch whose labels are the last tokens of each branch, and their positions by branch."""
-    # two blocks at least: the kernels that will train are the ones to check
-    batch = concatenate_trees(trees, pad_token_id=0, pad_to_multiple_of=2 * BLOCK_SIZE)
-    positions, start = [], 0
-    for tree in trees:
-        positions += [path[-CHECKED_TOKENS:] + start for path in tree.paths()]
-        start += len(tree)
-    where = np.concatenate(positions)
-    batch["labels"] = torch.full_like(batch["labels"], IGNORE_INDEX)
-    batch["labels"][0, where] = batch["input_ids"][0, where]
-    return {key: value.to(model.device) for key, value in batch.items()}, positions
-
-
 def plain_logits(
-    model: PreTrainedModel,
-    forward: Callable,
-    input_ids: torch.Tensor,
-    keep: torch.Tensor,
-    images: dict[str, torch.Tensor],
-    length: int | None = None,
-    attention: str | None = None,
+    model: PreTrainedModel, forward: Callable, branch: CheckedBranch, padding: int = 0, attention: str | None = None
 ) -> torch.Tensor:
-    mask = torch.ones_like(input_ids)
-    if length is not None:
-        mask[:, length:] = 0
-    kwargs = {"input_ids": input_ids, "attention_mask": mask, "use_cache": False, **images}
+    """The checked logits of a branch alone, or with so many tokens of padding after it."""
+    ids, keep, images = branch
+    ids, mask = (torch.nn.functional.pad(x, (0, padding)) for x in (ids, torch.ones_like(ids)))
+    inputs = {"input_ids": ids, "attention_mask": mask, **images}
     if images:
-        kwargs["mm_token_type_ids"] = (input_ids == model.config.image_token_id).long()
+        inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).long()
+    if "logits_to_keep" in inspect.signature(type(model).forward).parameters:
+        inputs["logits_to_keep"] = keep
     with _other_attention(model, attention):
-        if "logits_to_keep" in inspect.signature(type(model).forward).parameters:
-            kwargs["logits_to_keep"] = keep
-        logits = forward(**kwargs).logits[0]
+        logits = forward(**{name: x.to(model.device) for name, x in inputs.items()}, use_cache=False).logits[0]
     return logits if len(logits) == len(keep) else logits[keep]  # a patched forward may keep all
 
 
-@contextmanager
-def _other_attention(model: PreTrainedModel, name: str | None) -> Iterator[None]:
+def _other_attention(model: PreTrainedModel, name: str | None) -> AbstractContextManager[None]:
     """The model under another attention by name, or its default: some leave things out under ours."""
-    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    configs = {id(part.config): part.config for part in parts if part.config._attn_implementation == IMPLEMENTATION}
+    parts = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    configs = [config for config in parts if config._attn_implementation == IMPLEMENTATION]
+    return changed(
+        [(vars(x), "_attn_implementation_internal", name or default_implementation(x.__class__)) for x in configs]
+    )
+
+
+@contextmanager
+def changed(entries: Sequence[tuple[dict[Any, Any], Any, Any]]) -> Iterator[None]:
+    """Entries of dicts, attributes among them, with other values for the time of the block."""
+    before = [(table, key, table[key]) for table, key, _ in entries]
     try:
-        for config in configs.values():
-            config._attn_implementation_internal = name or default_implementation(config.__class__)
+        for table, key, value in entries:
+            table[key] = value
         yield
     finally:
-        for config in configs.values():
-            config._attn_implementation_internal = IMPLEMENTATION
+        for table, key, value in before:
+            table[key] = value
 
 
 @contextmanager
@@ -400,19 +404,17 @@ def distance(left: torch.Tensor, right: torch.Tensor) -> float:
 
 @contextmanager
 def undisturbed(model: torch.nn.Module) -> Iterator[None]:
-    training = {module: module.training for module in model.modules()}
+    flags = [(vars(module), "training", module.training) for module in model.modules()]
     buffers = {buffer: buffer.clone() for buffer in model.buffers()}
     # Vision-language models keep the offset that images give to the positions of the next call.
     parts = [vars(part) for part in model.modules() if isinstance(part, PreTrainedModel)]
     kept = [{name: x for name, x in part.items() if x is None or isinstance(x, torch.Tensor)} for part in parts]
-    model.eval()
     devices = [model.device] if model.device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices=devices):
+        with changed(flags), torch.random.fork_rng(devices=devices):
+            model.eval()
             yield
     finally:
-        for module, flag in training.items():
-            module.training = flag
         for buffer, value in buffers.items():
             buffer.copy_(value)
         for part, attributes in zip(parts, kept, strict=True):

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -49,13 +48,7 @@ def verify_adapters(model: PreTrainedModel, forward: Callable) -> None:
     layers = [module for module in model.modules() if hasattr(module, "adapter_layer_names")]
     if not layers:
         return
-    _refuse_inference_tensors(model)
-    with (
-        torch.inference_mode(False),
-        verify.undisturbed(model),
-        verify.coarsest_dtype(model) as dtypes,
-        _randomized(layers) as (parameters, reset),
-    ):
+    with _with_gradients(model) as dtypes, _randomized(layers) as (parameters, reset):
         # gradients of sharded weights are reduced by hooks
         runs = _Runs(model, forward, parameters if verify.is_materialized(model) else [], reset)
         expected, tree, again = runs.of_branches(), runs.of_tree(), runs.of_tree()
@@ -102,15 +95,9 @@ def verify_training(model: PreTrainedModel, forward: Callable, unknown: Sequence
     norms = {type(x).__name__ for x in model.modules() if isinstance(x, torch.nn.modules.batchnorm._BatchNorm)}
     if not unknown and not norms:
         return
-    _refuse_inference_tensors(model)
     small = [p for p in model.parameters() if p.is_floating_point() and p.numel() <= SMALL]
     compared = small if unknown and verify.is_materialized(model) else []
-    with (
-        torch.inference_mode(False),
-        verify.undisturbed(model),
-        verify.coarsest_dtype(model) as dtypes,
-        _in_training(model, compared),
-    ):
+    with _with_gradients(model) as dtypes, _in_training(model, compared):
         length = min(UNKNOWN_PATH, position_limit(model.config.get_text_config()))
         runs = _Runs(model, forward, compared, lambda: None, length)
         expected, tree, again = runs.of_branches(), runs.of_tree(), runs.of_tree()
@@ -137,12 +124,16 @@ def _judge(name: str, errors: dict[str, tuple[float, float]], rounding: float, i
     return reason and f"{reason} ({numbers})"
 
 
-def _refuse_inference_tensors(model: PreTrainedModel) -> None:
+@contextmanager
+def _with_gradients(model: PreTrainedModel) -> Iterator[set[torch.dtype]]:
+    """An undisturbed model whose gradients can be had; gives the dtypes in which its linear layers answer."""
     if any(parameter.is_inference() for parameter in model.parameters()):
         raise ValueError(
             f"The weights of {type(model).__name__} were made under `torch.inference_mode()`, which leaves no "
             "gradients to check: make the model outside of it."
         )
+    with torch.inference_mode(False), verify.undisturbed(model), verify.coarsest_dtype(model) as dtypes:
+        yield dtypes
 
 
 @contextmanager
@@ -152,7 +143,7 @@ def _in_training(model: PreTrainedModel, parameters: list[torch.nn.Parameter]) -
     gradients of these parameters. The causal LM itself stays in evaluation: fused heads give no logits in training.
     """
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-    rates: list[tuple[dict[Any, Any], Any, Any]] = []
+    off: list[tuple[dict[Any, Any], Any, Any]] = []
     for module in model.modules():
         module.training = module is not model
         table = vars(module)
@@ -160,24 +151,21 @@ def _in_training(model: PreTrainedModel, parameters: list[torch.nn.Parameter]) -
         entries = [(table, name) for name in names]
         entries += [(table[name], key) for name in names if isinstance(table[name], dict) for key in table[name]]
         entries += [(table, "p")] if isinstance(module, torch.nn.modules.dropout._DropoutNd) else []
-        rates += [(where, key, where[key]) for where, key in entries if isinstance(where[key], float)]
+        off += [(where, key, type(where[key])(0)) for where, key in entries if isinstance(where[key], float)]
         if table.get("gradient_checkpointing") is True:  # whose reentrant form wants inputs that have gradients
-            rates.append((table, "gradient_checkpointing", True))
+            off.append((table, "gradient_checkpointing", False))
     try:
-        for where, key, value in rates:
-            where[key] = type(value)(0)
         for parameter in frozen:
             parameter.requires_grad_(True)
-        yield
+        with verify.changed(off):
+            yield
     finally:
-        for where, key, value in rates:
-            where[key] = value
         for parameter in frozen:
             parameter.requires_grad_(False)
 
 
 class _Runs:
-    """One forest, as a packed sequence and branch by branch, with the gradients of what is checked."""
+    """The runs of one forest, as a packed sequence and branch by branch, with the gradients of what is checked."""
 
     def __init__(
         self,
@@ -188,26 +176,21 @@ class _Runs:
         length: int = PATH,
     ) -> None:
         self.model, self.forward, self.parameters, self.reset = model, forward, parameters, reset
-        trees = verify.make_forest(model, length).trees
-        self.batch, positions = verify.checked_batch(model, trees)
-        self.branches = [torch.from_numpy(b.input_ids.copy()).to(model.device) for t in trees for b in t.branches()]
-        where = np.unique(np.concatenate(positions))
-        self.chosen = [torch.from_numpy(np.searchsorted(where, p)).to(model.device) for p in positions]
+        self.forest = verify.make_forest(model, length)
         self.draws = False  # whether a call moved the random state
         self.directions: torch.Tensor | None = None  # `[checked tokens, vocabulary]`: what gradients are taken of
 
     def of_tree(self) -> Result:
         """Logits of all checked tokens of all branches, `[tokens, vocabulary]`, and gradients."""
-        chosen = torch.cat(self.chosen)
-        return self._run(lambda: verify.tree_logits(self.model, self.forward, dict(self.batch))[chosen], chosen)
+        chosen = torch.cat(self.forest.chosen)
+        return self._run(lambda: verify.tree_logits(self.model, self.forward, self.forest.batch)[chosen], chosen)
 
     def of_branches(self) -> Result:
         """The same, each branch by itself."""
-        results = []
-        for ids, chosen in zip(self.branches, self.chosen, strict=True):
-            keep = torch.arange(len(ids) - len(chosen) - 1, len(ids) - 1, device=ids.device)
-            call = functools.partial(verify.plain_logits, self.model, self.forward, ids[None], keep, {})
-            results.append(self._run(call, chosen))
+        results = [
+            self._run(functools.partial(verify.plain_logits, self.model, self.forward, branch), chosen)
+            for branch, chosen in zip(self.forest.branches, self.forest.chosen, strict=True)
+        ]
         gradients = [torch.stack(parts).sum(dim=0) for parts in zip(*(grads for _, grads in results), strict=True)]
         return torch.cat([logits for logits, _ in results]), gradients
 
@@ -220,7 +203,7 @@ class _Runs:
             if not self.parameters:
                 return logits, []
             if self.directions is None:
-                shape = (int(torch.cat(self.chosen).max()) + 1, logits.shape[-1])
+                shape = (int(torch.cat(self.forest.chosen).max()) + 1, logits.shape[-1])
                 generator = torch.Generator().manual_seed(0)
                 self.directions = torch.randn(shape, generator=generator).to(logits.device)
             loss = (logits * self.directions[chosen].to(logits.dtype)).sum()
@@ -275,14 +258,13 @@ def _local(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _attributes(modules: list[torch.nn.Module]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    kept_attributes = []
-    for module in modules:
-        names = [
-            n for n in vars(module) if n in ("_buffers", "_disable_adapters") or (n[0] != "_" and n != "training")
-        ]
-        kept = {name: vars(module)[name] for name in names}
-        kept_attributes.append((vars(module), {n: dict(x) if isinstance(x, dict) else x for n, x in kept.items()}))
-    return kept_attributes
+    def is_kept(name: str) -> bool:
+        return name in ("_buffers", "_disable_adapters") or (name[0] != "_" and name != "training")
+
+    def copied(table: dict[str, Any]) -> dict[str, Any]:
+        return {name: dict(x) if isinstance(x, dict) else x for name, x in table.items() if is_kept(name)}
+
+    return [(vars(module), copied(vars(module))) for module in modules]
 
 
 def _restore(attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:

@@ -222,7 +222,7 @@ def test_x_lora_is_refused(later, tmp_path):
 
 
 def test_tempered_queries_follow_an_adapter_that_comes_and_goes():
-    """Llama 4 tempers queries by their index, which the tree path corrects behind the query projection."""
+    """Llama 4 tempers queries by their index, which the tree path corrects in its attention."""
     torch.manual_seed(0)
     config = Llama4TextConfig(
         vocab_size=97, hidden_size=16, intermediate_size=16, intermediate_size_mlp=16, num_hidden_layers=1, head_dim=8,

@@ -8,6 +8,7 @@ from transformers import AttentionInterface
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
+import hf_prefix_tree.modeling.verify as verify_module
 from conformance.double import keep_double
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.modeling.batch import concatenate_trees
@@ -319,3 +320,28 @@ def test_our_name_of_attention_is_ours():
             prepare_model(make_model("llama", dtype=torch.float32))
     finally:
         AttentionInterface.register("prefix_tree", original)
+
+
+def test_an_error_that_is_not_a_number_is_refused(monkeypatch):
+    """Of one token of one branch: the largest error of the others is 0."""
+
+    def with_nan(*args):
+        logits = original(*args).clone()
+        logits[-1] = torch.nan
+        return logits
+
+    original = verify_module.tree_logits
+    monkeypatch.setattr(verify_module, "tree_logits", with_nan)
+    with pytest.raises(ValueError, match="does not give the same logits"):
+        prepare_model(make_model("qwen3"))
+
+
+def test_a_loss_function_that_was_taken_away_is_no_obstacle_to_a_check():
+    model = prepare_model(make_model("qwen3")).train()
+    del model._loss_function
+    mlp = model.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x)  # it is checked again
+    trees = random_forest(0)
+    loss = model(**concatenate_trees(trees, pad_token_id=0)).loss
+    assert loss.item() == pytest.approx(branch_runs(model, trees)[0].item(), rel=1e-6)

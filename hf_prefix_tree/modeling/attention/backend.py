@@ -122,15 +122,12 @@ def choose_backend(
     if requested == "flex":
         return _log(requested, call, "flex", "it was asked for")
     no_flash = _why_not_flash(call)
-    if no_flash is None and requested == "auto":
-        no_flash = _too_sparse(call, mask)
-    if no_flash is None:
-        no_flash = _agrees_with_triton(call, mask)
-    if no_flash is None:
-        return _log(
-            requested, call, "flash", f"flash-attn-4 {_flash_version()} agrees with Triton at these head sizes"
-        )
-    return _log(requested, call, "flex", f"no FLASH: {no_flash}")
+    if requested == "auto":
+        no_flash = no_flash or _too_sparse(call, mask)
+    if no_flash := no_flash or _agrees_with_triton(call, mask):
+        return _log(requested, call, "flex", f"no FLASH: {no_flash}")
+    reason = f"flash-attn-4 {_flash_version()} agrees with Triton at these head sizes"
+    return _log(requested, call, "flash", reason)
 
 
 def _log(requested: str, call: AttentionCall, backend: str, reason: str) -> str:

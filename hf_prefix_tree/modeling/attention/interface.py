@@ -11,7 +11,6 @@ the model asks for; a call without a layout is one of full attention.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,6 +41,7 @@ from hf_prefix_tree.modeling.attention.masks.causal import TreeBlockMask, kind_o
 from hf_prefix_tree.modeling.attention.masks.spans import block_mask, spans
 from hf_prefix_tree.modeling.attention.masks.spans import dense_mask as dense_mask_of_spans
 from hf_prefix_tree.modeling.context import DiffusionContext, Mask, TreeContext, active_context, active_tree
+from hf_prefix_tree.modeling.positions import tempered_by_depth
 
 # Layers that pick keys from a dense mask of what is visible.
 _DERIVED_MASKS = {"indexed_attention", "deepseek_sparse_attention"}  # two names of the same
@@ -67,24 +67,14 @@ def _foreign(module: torch.nn.Module, hint: str) -> ValueError:
     )
 
 
-def prefix_tree_mask(
-    *,
-    config: Any,
-    mask_function: Callable,
-    dtype: torch.dtype,
-    device: torch.device,
-    local_size: int | None = None,
-    use_vmap: bool = False,
-    allow_is_causal_skip: bool = True,
-    **kwargs: Any,
-) -> Mask | None:
+def prefix_tree_mask(**kwargs: Any) -> Mask | None:
     """The mask function behind `"prefix_tree"`; called by Transformers once per layer type and forward."""
-    context = active_tree()
+    context, config = active_tree(), kwargs["config"]
     if context is None:
-        kwargs |= {"config": config, "mask_function": mask_function, "dtype": dtype, "device": device}
-        kwargs |= {"use_vmap": use_vmap, "allow_is_causal_skip": allow_is_causal_skip}
-        kwargs |= {} if local_size is None else {"local_size": local_size}
         return AttentionMaskInterface()[default_implementation(config.__class__)](**kwargs)
+    mask_function, dtype, device = kwargs["mask_function"], kwargs["dtype"], kwargs["device"]
+    local_size, use_vmap = kwargs.get("local_size"), kwargs.get("use_vmap", False)
+    allow_is_causal_skip = kwargs.get("allow_is_causal_skip", True)
     if mask_function is bidirectional_mask_function:
         return None  # of a cross attention that this call does not use; an attention that does refuses it
     is_overlaid = use_vmap or (
@@ -146,6 +136,8 @@ def prefix_tree_attention(
         `tuple`: the output `(B, N, heads, value_dim)` and the attention weights where the default gives them.
     """
     context = TreeContext.at_layer(prefix_tree) or active_tree()
+    if prefix_tree is not None:
+        query = tempered_by_depth(module, query, prefix_tree.prefix_tree)
     if context is None and not _made_for_a_tree(module, attention_mask):
         if indices is not None:  # what eager and sdpa find in their mask
             attention_mask = _keep_chosen(attention_mask, indices, key.shape[2], query.dtype)
@@ -171,12 +163,13 @@ def _made_for_a_tree(module: torch.nn.Module, mask: Mask | None) -> bool:
     # Recomputation under checkpointing runs after the call, in models that drop its keyword arguments without them:
     # the mask tells. Only the tree path makes block masks, and boolean ones for models whose default is eager; where
     # it is sdpa the boolean masks of both mean the same.
-    if isinstance(mask, BlockMask):
-        return True
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        return False
     config: Any = module.config
-    return default_implementation(config.__class__) == "eager"
+    is_eager = default_implementation(config.__class__) == "eager"
+    return isinstance(mask, BlockMask) or (is_eager and _is_boolean(mask))
+
+
+def _is_boolean(mask: Mask | None) -> bool:
+    return isinstance(mask, Tensor) and mask.dtype == torch.bool
 
 
 def _attend(
@@ -258,10 +251,8 @@ def diffusion_mask(
     if context.mask is None:  # of all layers that have one
         layout = context.layout
         if layout is None:
-            attended = attention_mask
-            if attended is None:
-                attended = torch.ones((batch_size, q_length), dtype=torch.bool, device=device)
-            layout = spans(attended)
+            everything = torch.ones((batch_size, q_length), dtype=torch.bool, device=device)
+            layout = spans(everything if attention_mask is None else attention_mask)
         call = AttentionCall.of(config, device, attention_dtype(device, dtype), q_length)
         flex = takes_flex(context.attn_backend, device, call.dtype, min(call.head_dim, call.value_dim), q_length)
         context.mask = block_mask(layout) if flex else dense_mask_of_spans(layout)
@@ -284,10 +275,7 @@ def diffusion_attention(
     Returns:
         `tuple`: the output `(B, N, heads, value_dim)`, and `None` for the attention weights.
     """
-    is_ours = isinstance(attention_mask, BlockMask) or (
-        isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool
-    )
-    if not is_ours:
+    if not (isinstance(attention_mask, BlockMask) or _is_boolean(attention_mask)):
         raise _foreign(module, _DIFFUSION_HINT)
     assert attention_mask is not None
     return _attend(module, query, key, value, attention_mask, _DIFFUSION_HINT, **kwargs)

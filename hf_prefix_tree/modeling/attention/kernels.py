@@ -122,12 +122,8 @@ def flex_with_lse(
     Returns:
         `tuple`: the output `(B, heads, N, value_dim)` and the log-sum-exp of the scores `(B, heads, N)`, float32.
     """
-    args: Any = (
-        *map(_without_gaps, (query, key, value)),
-        mask,
-        None if softcap is None else _softcap_mod(softcap),
-        scale,
-    )
+    score_mod = None if softcap is None else _softcap_mod(softcap)
+    args: Any = (*map(_without_gaps, (query, key, value)), mask, score_mod, scale)
     return _triton(*args) if torch.compiler.is_compiling() else _call_compiled(_triton, *args)
 
 

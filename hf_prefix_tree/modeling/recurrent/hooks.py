@@ -22,6 +22,7 @@ import torch
 
 from hf_prefix_tree.modeling.attention.implementations import FALLBACK_HINT
 from hf_prefix_tree.modeling.context import TreeContext, active_tree
+from hf_prefix_tree.modeling.positions import Override
 from hf_prefix_tree.modeling.recurrent.layers import convolve_on_tree, delta_rule_on_tree, mamba2_on_tree
 
 
@@ -41,18 +42,12 @@ _ON_TREE: dict[str, Callable] = {
 _WITHOUT_STATES = ("mamba_selective_scan", "mamba_inner_fn")
 
 
-class _Replaced:
-    """A function of a modeling file while prepared models of that file exist."""
+class _Replaced(Override):
+    """A function of a modeling file while prepared models of that file exist. One that wraps ours stays."""
 
     def __init__(self, file: str, name: str) -> None:
-        self.file, self.name, self.users = sys.modules[file], name, 0
-        self.original = getattr(self.file, name)
-        self.function = _tree_aware(self)
-        setattr(self.file, name, self.function)
-
-    def restore(self) -> None:
-        if getattr(self.file, self.name) is self.function:  # else somebody wrapped ours, which calls the original
-            setattr(self.file, self.name, self.original)
+        self.users = 0
+        super().__init__(sys.modules[file], name, _tree_aware(self, name, getattr(sys.modules[file], name)))
 
 
 Key = tuple[str, str]  # name of the modeling file's module, name of the function
@@ -83,7 +78,7 @@ def _release(keys: list[Key]) -> None:
     for key in keys:
         _replaced[key].users -= 1
         if _replaced[key].users == 0:
-            _replaced.pop(key).restore()
+            _replaced.pop(key).remove()
 
 
 def follow_branches(model: torch.nn.Module) -> list[_Use]:
@@ -149,9 +144,7 @@ def _calls(forward: Callable) -> dict[str, bool]:
     return spreads
 
 
-def _tree_aware(replaced: _Replaced) -> Callable:
-    name, original = replaced.name, replaced.original
-
+def _tree_aware(replaced: _Replaced, name: str, original: Callable) -> Callable:
     @functools.wraps(original, updated=())
     def function(*args: Any, prefix_tree: Any = None, **kwargs: Any) -> Any:
         if (context := TreeContext.at_layer(prefix_tree)) is not None:

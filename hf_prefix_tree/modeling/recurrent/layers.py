@@ -35,6 +35,8 @@ from hf_prefix_tree.modeling.context import TreeContext
 from hf_prefix_tree.modeling.recurrent.scan import Batch, Recurrence, Segments, scan_on_tree, segments_of
 from hf_prefix_tree.tree.layout import Int64Array
 
+Scan = Callable[..., tuple[Tensor, Tensor]]  # of a modeling file: to the outputs and the last state
+
 
 def convolve_on_tree(
     convolve: Callable[..., Tensor],
@@ -104,7 +106,7 @@ logger = logging.getLogger(__name__)
 
 def delta_rule_on_tree(
     kernel: str,
-    scan: Callable[..., tuple[Tensor, Tensor]],
+    scan: Scan,
     context: TreeContext,
     query: Tensor,
     key: Tensor,
@@ -139,14 +141,7 @@ def delta_rule_on_tree(
 
 
 def delta_rule(
-    kernel: str,
-    scan: Callable[..., tuple[Tensor, Tensor]],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    **kwargs: Any,
+    kernel: str, scan: Scan, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **kwargs: Any
 ) -> Recurrence:
     """The [`Recurrence`] of these inputs; arguments as in [`delta_rule_on_tree`]."""
     inputs = [x.reshape(-1, *x.shape[2:]) for x in (query, key, value, g, beta)]
@@ -193,7 +188,7 @@ def line_kernel(name: str, device_type: str) -> Callable | None:
 
 
 def mamba2_on_tree(
-    scan: Callable[..., tuple[Tensor, Tensor]],
+    scan: Scan,
     context: TreeContext,
     hidden_states: Tensor,
     dt: Tensor,
@@ -201,8 +196,6 @@ def mamba2_on_tree(
     B: Tensor,
     C: Tensor,
     *,
-    chunk_size: int,
-    D: Tensor | None = None,
     z: Tensor | None = None,
     dt_bias: Tensor | None = None,
     initial_states: Tensor | None = None,
@@ -222,9 +215,9 @@ def mamba2_on_tree(
         A (`torch.Tensor` of shape `(heads,)`): Decay rates, negative.
         B (`torch.Tensor` of shape `(batch, N, groups, state_dim)`), C (`torch.Tensor`, the same): Input and output
             projections of the state.
-        chunk_size (`int`), D (`torch.Tensor`): As the scan takes them.
         dt_bias, dt_softplus, dt_limit: They turn `dt` into step sizes; applied here, so that padding steps by 0.
         z, initial_states, return_final_states: Of uses without a tree.
+        kwargs: `chunk_size` and `D`, as the scan takes them.
 
     Returns:
         `torch.Tensor` of shape `(batch, N, heads, head_dim)`.
@@ -235,18 +228,12 @@ def mamba2_on_tree(
         dt = dt + dt_bias.float()
     if dt_softplus:
         dt = torch.nn.functional.softplus(dt)
-    recurrence = mamba2(scan, hidden_states, dt.clamp(*dt_limit), A, B, C, chunk_size=chunk_size, D=D, **kwargs)
+    recurrence = mamba2(scan, hidden_states, dt.clamp(*dt_limit), A, B, C, **kwargs)
     return scan_on_tree(segments_of(context), recurrence).view(hidden_states.shape)
 
 
 def mamba2(
-    scan: Callable[..., tuple[Tensor, Tensor]],
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    **options: Any,
+    scan: Scan, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any
 ) -> Recurrence:
     """The [`Recurrence`] of these inputs; arguments as in [`mamba2_on_tree`], `dt` the step sizes themselves."""
     inputs = [x.reshape(-1, *x.shape[2:]) for x in (hidden_states, dt, B, C)]

@@ -154,9 +154,7 @@ def segments_of(context: TreeContext) -> Segments:
     """The segments of a call, built at its first recurrent layer."""
     if context.segments is None:
         context.segments = Segments(context)
-    segments = context.segments
-    assert isinstance(segments, Segments)
-    return segments
+    return context.segments
 
 
 # The cost of a call, forward and backward, in tokens that it could scan instead. On a GPU a call is a millisecond or
@@ -199,20 +197,18 @@ def forking_is_cheaper(segments: Segments) -> bool:
 
 def fork(segments: Segments, recurrence: Recurrence) -> Tensor:
     """[`scan_on_tree`] level by level: as many calls as the tree has levels."""
-    schedules = [
-        segments.schedule(np.flatnonzero(segments.level == level), padded=recurrence.padded)
-        for level in range(segments.num_levels)
-    ]
+    padded, levels = recurrence.padded, range(segments.num_levels)
+    schedules = [segments.schedule(np.flatnonzero(segments.level == level), padded=padded) for level in levels]
     orders = [schedule.order for schedule in schedules]
     parents = segments.indices(
-        f"fork, padded={recurrence.padded}",
+        f"fork, padded={padded}",
         lambda: tuple(_places(segments.parent[below], above) for above, below in pairwise(orders)),
     )
     outputs, ends = _scan(recurrence, schedules[0], None)
     for schedule, parent in zip(schedules[1:], parents, strict=True):
         more, ends = _scan(recurrence, schedule, ends.index_select(0, parent))
         outputs += more
-    return _in_token_order(segments, f"forked, padded={recurrence.padded}", schedules, outputs)
+    return _in_token_order(segments, f"forked, padded={padded}", schedules, outputs)
 
 
 def link(segments: Segments, recurrence: Recurrence) -> Tensor:
