@@ -108,7 +108,7 @@ def fold_shared_prefixes(
         with nullcontext() if original is None else replaced(base, forward=original):
             install_tree_hooks(inner, attn_backend=attn_backend or "auto")
     if not hasattr(base, _STATE):
-        setattr(base, _STATE, _FoldedCalls(base))
+        setattr(base, _STATE, _FoldedCalls(base, min_reuse))
     getattr(base, _STATE).min_reuse = min_reuse
     return model
 
@@ -139,9 +139,8 @@ def ids_to_fold(
 class _FoldedCalls:
     """The hooks around one causal LM, and a stack of its running calls (the self-check runs calls inside a call)."""
 
-    min_reuse: float
-
-    def __init__(self, base: PreTrainedModel) -> None:
+    def __init__(self, base: PreTrainedModel, min_reuse: float) -> None:
+        self.min_reuse = min_reuse
         self.row_tokens = self.packed_tokens = 0  # of the folded training calls since the last log
         self._running: list[_Call | None] = []
         self._warned: set[str] = set()
