@@ -240,14 +240,18 @@ def timed(step: Step, device: torch.device, seconds: float) -> Row:
 
 
 def check(flat: Step, tree: Step, exact: bool) -> None:
-    """Raises unless both methods train the same: the same supervised positions, and the loss as closely as bf16."""
+    """
+    Raises unless both methods train the same: the same supervised positions, and the loss as closely as bf16. Which
+    tokens a target of random weights prefers is decided by rounding, so `valid` (whether the draft has the token) may
+    differ more.
+    """
     if not torch.equal(flat.sums.supervised, tree.sums.supervised):
         raise RuntimeError(f"Supervised are {tree.sums.supervised} on trees, but {flat.sums.supervised} in documents.")
-    for name, first, second in (
-        ("loss", *(weighted_steps(step.sums.loss, step.sums.valid, 0.8).item() for step in (flat, tree))),
-        ("valid", *(step.sums.valid.double().sum().item() for step in (flat, tree))),
+    for name, tolerance, first, second in (
+        ("loss", 2e-2, *(weighted_steps(step.sums.loss, step.sums.valid, 0.8).item() for step in (flat, tree))),
+        ("valid", 1e-1, *(step.sums.valid.double().sum().item() for step in (flat, tree))),
     ):
-        if not math.isclose(first, second, rel_tol=1e-5 if exact else 2e-2):
+        if not math.isclose(first, second, rel_tol=1e-5 if exact else tolerance):
             raise RuntimeError(f"`{name}` is {second} on trees, but {first} in documents.")
 
 
