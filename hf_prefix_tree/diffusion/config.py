@@ -94,7 +94,6 @@ class DiffusionSFTConfig(SFTConfig):
         super().__post_init__()
         check_config(
             self,
-            choices=("objective", "corruption", "on_error", "attn_backend"),
             at_least={"block_size": 1, "eval_noise_draws": 1, "mask_token_id": 0, "max_length": 1},
             above_zero={"noise_eps": 1, "half_life": math.inf, "alpha": math.inf},
         )

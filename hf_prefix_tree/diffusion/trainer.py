@@ -120,15 +120,8 @@ class DiffusionSFTTrainer(StepMixin, PreparationMixin, SFTTrainer):
             ("max_length", args.max_length) if data_collator is None else ("max_seq_len", data_collator.max_seq_len)
         )
         self._draw = 0
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=data_collator or default_data_collator,  # until the tokenizer is there
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            **kwargs,
-        )
+        collator = data_collator or default_data_collator  # until the tokenizer is there
+        super().__init__(model, args, collator, train_dataset, eval_dataset, processing_class, **kwargs)
         checks.check_texts(self)
         checks.refuse_tensor_parallelism(self)
         if args.group_by is not None and self.aux_loss_enabled:

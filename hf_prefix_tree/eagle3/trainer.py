@@ -183,15 +183,7 @@ class Eagle3Trainer(StepMixin, Trainer):
         warn_of_other_embedding(model, self.target)
         assert isinstance(model, Eagle3DraftModel)
         model.attn_backend = args.attn_backend
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            **kwargs,
-        )
+        super().__init__(model, args, data_collator, train_dataset, eval_dataset, processing_class, **kwargs)
 
     # ---- the loss and its metrics ----
 

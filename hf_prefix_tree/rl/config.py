@@ -31,7 +31,7 @@ class FoldingOptions:
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]
-        check_config(self, choices=("attn_backend",))
+        check_config(self)
 
 
 @dataclass
@@ -77,10 +77,6 @@ class TreeGRPOConfig(PolicyOptions, GRPOConfig):
     rollout_rows: str = option_field(
         "one", "Sequences that a rollout with tools is trained on.", ("one", "as_sampled")
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_config(self, choices=("rollout_rows",))
 
 
 @dataclass

@@ -168,7 +168,7 @@ class TreeSFTConfig(SFTConfig):
             self.max_packed_tokens = self.max_packed_tokens or self.max_length
             if self.process_index == 0:
                 logger.warning("`packing=True` packs trees: it is `max_packed_tokens=%d`.", self.max_packed_tokens)
-        check_config(self, choices=("mode", "attn_backend", "overflow"), at_least={"stop_token_ids": 0})
+        check_config(self, at_least={"stop_token_ids": 0})
         check_streaming_config(self)
         if self.dataset_text_field != "text":
             self.column_names = {"text": self.dataset_text_field, **(self.column_names or {})}  # type: ignore[dict-item]

@@ -36,7 +36,7 @@ from hf_prefix_tree.sft.collator import BranchCollator, DataCollatorForPrefixTre
 from hf_prefix_tree.sft.config import PREPARATION, TreeSFTConfig, check_streaming
 from hf_prefix_tree.sft.mixin import TreeLossMixin
 from hf_prefix_tree.training import checks
-from hf_prefix_tree.training.step import PreparationMixin
+from hf_prefix_tree.training.step import PreparationMixin, replaced
 from hf_prefix_tree.tree.folding import check_not_empty
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
@@ -247,14 +247,13 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
 
         # DDP reduces gradients once, with an empty row.
         waits = is_training and self.accelerator.num_processes > 1 and not self.accelerator.is_fsdp2
-        items = self._step_items
-        self._step_items = self.count_items(inputs) if items is None else items  # an evaluation has those of its batch
-        try:
+        items = (
+            self.count_items(inputs) if self._step_items is None else self._step_items
+        )  # in evaluation, its batch's
+        with replaced(self, _step_items=items):
             with self.accelerator.no_sync(model) if waits else nullcontext():
                 stream(sections, names, forward, backward)
             last = forward(None) if waits else losses[-1].requires_grad_(is_training)  # for the backward of Trainer
-        finally:
-            self._step_items = items
         return last + (torch.stack(losses).sum().detach() - last.detach())
 
     def prediction_step(

@@ -99,7 +99,9 @@ def check_trainer(trainer: Any) -> None:
         raise ValueError("`nn.DataParallel` is not supported: start one process per GPU with `accelerate launch`.")
     _refuse_functions({k: function for k, function in vars(trainer).items() if k not in trainer.served_functions})
     at_least = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1}
-    check_config(trainer.args, choices=("train_sampling_strategy",), at_least=at_least)
+    check_config(trainer.args, at_least=at_least)
+    strategies = trainer.args.__dataclass_fields__["train_sampling_strategy"].metadata["choices"]
+    check_choice(trainer.args.train_sampling_strategy, "train_sampling_strategy", strategies)
 
 
 @contextmanager
@@ -157,7 +159,6 @@ def check_arguments(
 def check_config(
     config: Any,
     *,
-    choices: Sequence[str] = (),
     at_least: Mapping[str, int] | None = None,
     above_zero: Mapping[str, float] | None = None,
 ) -> None:
@@ -165,8 +166,8 @@ def check_config(
     Checks the options that a configuration adds to those of Transformers and TRL, and refuses some of theirs.
 
     Args:
-        config (`TrainingArguments`): The configuration. Values of this package's fields must be of their type.
-        choices (sequence of `str`): Options whose field lists `choices`.
+        config (`TrainingArguments`): The configuration. Values of this package's fields must be of their type and
+            one of their `choices`.
         at_least (`Mapping`): The lowest values of integers.
         above_zero (`Mapping`): The highest values of numbers that are finite and above 0.
 
@@ -175,8 +176,6 @@ def check_config(
     """
     refuse_options(config)
     check_types(config)
-    for name in choices:
-        check_choice(getattr(config, name), name, config.__dataclass_fields__[name].metadata["choices"])
     for name, lowest in (at_least or {}).items():
         value = getattr(config, name)
         for number in value if isinstance(value, list) else [] if value is None else [value]:

@@ -22,6 +22,8 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 from trl import TrlParser
 from yaml import YAMLError
 
+from hf_prefix_tree.tree.folding import check_choice
+
 # Lowest and highest, as in requirements-lowest.txt and requirements-dev.txt. Trainers warn of newer ones.
 TESTED = {"transformers": ("5.17.0", "5.24.0"), "trl": ("1.16.0", "1.16.0"), "peft": ("0.21.0", "0.21.2")}
 
@@ -104,14 +106,20 @@ def refuse_options(args: Any) -> None:
 
 
 def check_types(config: Any) -> None:
-    """Raises `ValueError` where a field that a class of this package declares has a value of another type."""
+    """
+    Raises `ValueError` where a field that a class of this package declares has a value of another type, or none of its
+    `choices`.
+    """
     for kind in type(config).__mro__:
         if kind.__module__.startswith("hf_prefix_tree.") and kind.__annotations__:
             hints = get_type_hints(kind)
             for name, text in kind.__annotations__.items():
-                if not _is_of_type(getattr(config, name), hints[name]):
+                value, choices = getattr(config, name), config.__dataclass_fields__[name].metadata.get("choices")
+                if not _is_of_type(value, hints[name]):
                     expected = "a `dict` or a JSON object" if "dict" in text else f"`{text}`"
-                    raise ValueError(f"`{name}` must be {expected}, got {reprlib.repr(getattr(config, name))}.")
+                    raise ValueError(f"`{name}` must be {expected}, got {reprlib.repr(value)}.")
+                if choices and value is not None:
+                    check_choice(value, name, choices)
 
 
 def _is_of_type(value: Any, hint: Any) -> bool:
