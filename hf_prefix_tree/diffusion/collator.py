@@ -176,12 +176,12 @@ class DataCollatorForDiffusionLM:
 
 def _samples(feature: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """A feature, or the samples of one that is a group of them."""
-    ids = feature.get("input_ids")
-    if not isinstance(ids, list) or not ids or np.ndim(ids[0]) == 0:
-        return [feature]
     columns = {name: feature[name] for name in COLUMNS if feature.get(name) is not None}
+    told = [columns.get("input_ids"), *(columns[name] for name in SUPERVISION if name in columns)]
+    if not all(isinstance(values, list) and values and np.ndim(values[0]) for values in told):
+        return [feature]
     for name, values in columns.items():
-        check_length(values, name, len(ids), "samples")
+        check_length(values, name, len(columns["input_ids"]), "samples")
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 

@@ -130,7 +130,7 @@ def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[DiffusionCo
         longest = int(kwargs["position_ids"].max()) + 1 if has_windows else None
         if kwargs.get("attention_mask") is None:
             kwargs["attention_mask"] = (layout[:, FIRST] < layout[:, UNTIL]).long()
-    return DiffusionContext(state_of(module).attn_backend, where, layout, longest), kwargs
+    return DiffusionContext(state_of(module).attn_backend, where, layout=layout, longest=longest), kwargs
 
 
 DIFFUSION = Kind(

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -27,7 +26,6 @@ from hf_prefix_tree.modeling.streaming import Section
 Mask = torch.Tensor | BlockMask
 
 
-@dataclass(eq=False)
 class CallContext:
     """
     The part of a context that every call of a prepared model has.
@@ -38,9 +36,10 @@ class CallContext:
             Indices into the flattened `(B * N)` of the hidden states that go to the head; `None` for all.
     """
 
-    attn_backend: str
-    predict_positions: torch.Tensor | None
-    gathered: bool = field(default=False, init=False)  # whether the hidden states of the call went through `gather`
+    # No dataclass: FSDP copies those.
+    def __init__(self, attn_backend: str, predict_positions: torch.Tensor | None) -> None:
+        self.attn_backend, self.predict_positions = attn_backend, predict_positions
+        self.gathered = False  # whether the hidden states of the call went through `gather`
 
     def gather(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The hidden states that go to the head: `(B, N, hidden)` to `(1, M, hidden)`, the first time."""
@@ -50,7 +49,6 @@ class CallContext:
         return hidden_states.reshape(-1, hidden_states.shape[-1])[self.predict_positions][None]
 
 
-@dataclass(eq=False)
 class DiffusionContext(CallContext):
     """
     The context of one call of a diffusion language model.
@@ -64,9 +62,10 @@ class DiffusionContext(CallContext):
         longest (`int`, *optional*): Tokens of the longest sequence, from its positions.
     """
 
-    layout: torch.Tensor | None
-    longest: int | None
-    mask: Mask | None = field(default=None, init=False)
+    def __init__(self, *args: Any, layout: torch.Tensor | None, longest: int | None) -> None:
+        super().__init__(*args)
+        self.layout, self.longest = layout, longest
+        self.mask: Mask | None = None
 
 
 class TreeContext(CallContext):

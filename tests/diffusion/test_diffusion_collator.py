@@ -329,7 +329,7 @@ GOOD = {"input_ids": [4, 5, 6], "loss_mask": [0, 1, 1]}
         ({"completion_mask": [1]}, "`completion_mask`.*3"),
         ({"loss_mask": [0, 2, 1]}, "`loss_mask`.*0.*1"),
         ({"loss_mask": [0, 0.5, 1]}, "`loss_mask`"),
-        ({"input_ids": [[4, 5, 6]]}, "`loss_mask`.*3 entries for 1 samples"),  # a group of samples
+        ({"input_ids": [[4, 5, 6]]}, "`input_ids`.*2 dimensions"),  # a group of samples
         ({"input_ids": [[[4, 5, 6]]], "loss_mask": [[1]]}, "`input_ids`.*2 dimensions"),
         ({"completion_mask": [0, 0, 1]}, "`loss_mask`.*`completion_mask`.*1"),
         (

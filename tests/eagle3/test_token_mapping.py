@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers.utils.logging import enable_progress_bar
 
 from hf_prefix_tree import build_token_mapping, load_or_build_token_mapping, load_token_mapping, save_token_mapping
 from hf_prefix_tree.eagle3.vocabulary import (
@@ -140,6 +141,7 @@ def test_neither_the_scan_nor_a_hit_moves_a_generator(tmp_path, has_own_generato
 
 
 def test_coverage_is_logged_and_a_progress_bar_shown(caplog, capsys):
+    enable_progress_bar()  # the command line turns it off, in tests, too
     batch = {"input_ids": [[1, 1, 1, 2]], "loss_mask": [[1, 1, 1, 1]]}
     with caplog.at_level(logging.INFO, logger="hf_prefix_tree"):
         build_token_mapping([batch], target_vocab_size=5, draft_vocab_size=1)

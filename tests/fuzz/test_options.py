@@ -122,6 +122,7 @@ CONFIGS: dict[Any, dict[str, Any]] = {
         "noise_eps": lambda v: is_number(v) and 0 < v <= 1,
         "alpha": lambda v: is_number(v) and 0 < v < math.inf,
         "eval_noise_draws": integer(1),
+        "group_by": text(True),
         "chat_template_kwargs": JSON,
         "on_error": one_of("raise", "skip"),
         "attn_backend": one_of("auto", "flex", "sdpa"),
