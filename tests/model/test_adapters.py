@@ -88,7 +88,7 @@ def test_adapters_that_look_at_the_call_are_refused(name, dtype):
 
 
 def test_rounding_of_the_model_itself_is_no_fault_of_an_adapter(monkeypatch):
-    monkeypatch.setitem(ROUNDING, torch.bfloat16, 2e-3)  # a deep model rounds by more than the tolerance
+    monkeypatch.setitem(ROUNDING, torch.bfloat16, 6e-3)  # a deep model rounds by more than the tolerance
     prepare_model(adapted(EXACT["lora"](), torch.bfloat16))
     for name in ("lily", "velora"):
         with pytest.raises(ValueError, match=REFUSED[name][1]):

@@ -116,8 +116,8 @@ class Folds:
 
 def assert_equal_runs(tree, stock):
     """
-    Equal logs to 1e-6, equal weights to 1e-6 of them and 5e-5 of how far training moved them (under AdamW, which
-    blows up the rounding of small gradients; SGD stays below 1e-6).
+    Equal logs to 2e-6 (in float32, and rewards are sums), equal weights to 1e-6 of them and 5e-5 of how far training
+    moved them (under AdamW, which blows up the rounding of small gradients; SGD stays below 1e-6).
 
     KTO's `kl` is a difference of summed log-probs, so it is as exact as those: relative to them.
     """
@@ -127,7 +127,7 @@ def assert_equal_runs(tree, stock):
         summed = max((abs(value) for key, value in other.items() if "logps" in key), default=1.0)
         for key, value in other.items():
             size = summed if key.endswith("kl") else max(1.0, abs(value))
-            assert abs(entry[key] - value) <= 1e-6 * size, (key, entry[key], value)
+            assert abs(entry[key] - value) <= 2e-6 * size, (key, entry[key], value)
     assert distance(stock.end, stock.start) > 1e-3, "training did not move the weights"
     assert distance(tree.end, stock.end) < 1e-6
     assert distance(tree.end, stock.end, stock.start) < 5e-5
