@@ -131,7 +131,7 @@ class CodeWatch:
             return False
         # the counter grows with every hook that is registered, anywhere, of a tensor for example
         if RemovableHandle.next_id != self._registered or gc.get_referents(*self._hooked) != self._hooks_seen:
-            if gc.get_referents(*self._hooks) != self._hooks_seen:
+            if gc.get_referents(*filter(None, self._hooks)) != self._hooks_seen:  # an empty dict may have attributes
                 if self._look_at_hooks() != self._hook_functions:
                     return False
                 self._remember_hooks()

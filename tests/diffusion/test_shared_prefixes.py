@@ -282,6 +282,7 @@ def train_groups(folder):
 TWO_STEPS = {"max_steps": -1, "num_train_epochs": 2}
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(tmp_path):
     """Three groups: of the second round, one process reads an empty row."""
     run_ranks(train_groups, tmp_path)

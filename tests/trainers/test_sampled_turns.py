@@ -52,12 +52,10 @@ def test_turns_are_trained_as_a_serving_loop_samples_them(tmp_path, template):
     assert max(trainer.tokens.trained) < 0.5 * sampled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "num_rows"),
-    [
-        pytest.param(qwen3_chat_template, 1.5, id="qwen3"),
-        pytest.param(STRIPPING, 3.5, id="stripping", marks=pytest.mark.slow),
-    ],
+    [pytest.param(qwen3_chat_template, 1.5, id="qwen3"), pytest.param(STRIPPING, 3.5, id="stripping")],
 )
 def test_two_ranks_with_different_numbers_of_rows(tmp_path, template, num_rows):
     run_ranks(compare_in_rank, tmp_path, template, timeout=600)

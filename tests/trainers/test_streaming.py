@@ -84,7 +84,10 @@ def test_one_process(tmp_path, whole, options, accumulated):
 
 @pytest.mark.parametrize(
     ("engine", "name"),
-    [({}, "MULTI_CPU"), (FSDP2, "FSDP"), pytest.param(FSDP2_CHECKPOINTED, "FSDP", marks=pytest.mark.slow)],
+    [
+        ({}, "MULTI_CPU"),
+        *(pytest.param(engine, "FSDP", marks=pytest.mark.slow) for engine in (FSDP2, FSDP2_CHECKPOINTED)),
+    ],
     ids=["ddp", "fsdp2", "fsdp2_checkpointed"],
 )
 def test_two_ranks(tmp_path, whole, engine, name):
@@ -126,6 +129,7 @@ def test_lost_gradients_are_noticed(tmp_path, whole, monkeypatch):
     assert distance(weights(trainer.model), whole()[0], weights(make_model())) > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks", [1, pytest.param(2, marks=needs_transformers("5.24", "older ones load no optimizer state of a CPU rank"))]
 )
