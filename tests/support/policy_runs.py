@@ -60,7 +60,9 @@ def assert_same_training(got: Run, expected: Run, steps: int = 5, moved: float =
         assert {name for name in entry.keys() ^ other.keys() if not name.startswith("tree/")} == set()
         for name, value in other.items():
             if name != "step_time":
-                near = 1e-5 if name == "grad_norm" or "ratio" in name else 1e-6  # ratios are powers of e
+                near = (
+                    1e-5 if name == "grad_norm" or "importance_sampling_ratio" in name else 1e-6
+                )  # ratios are powers of e
                 assert entry[name] == pytest.approx(value, rel=near, abs=1e-6), (step, name)
     assert distance(expected.weights, expected.start) > moved
     assert distance(got.weights, expected.weights) < 1e-5

@@ -116,7 +116,7 @@ class Folds:
 
 def assert_equal_runs(tree, stock):
     """
-    Equal logs to 2e-6 (in float32, and rewards are sums), equal weights to 1e-6 of them and 5e-5 of how far training
+    Equal logs to 1e-6 (gradient norm and rewards to 2e-6), equal weights to 1e-6 of them and 5e-5 of how far training
     moved them (under AdamW, which blows up the rounding of small gradients; SGD stays below 1e-6).
 
     KTO's `kl` is a difference of summed log-probs, so it is as exact as those: relative to them.
@@ -127,7 +127,8 @@ def assert_equal_runs(tree, stock):
         summed = max((abs(value) for key, value in other.items() if "logps" in key), default=1.0)
         for key, value in other.items():
             size = summed if key.endswith("kl") else max(1.0, abs(value))
-            assert abs(entry[key] - value) <= 2e-6 * size, (key, entry[key], value)
+            near = 2e-6 if key == "grad_norm" or key.startswith("rewards") else 1e-6  # sums in float32
+            assert abs(entry[key] - value) <= near * size, (key, entry[key], value)
     assert distance(stock.end, stock.start) > 1e-3, "training did not move the weights"
     assert distance(tree.end, stock.end) < 1e-6
     assert distance(tree.end, stock.end, stock.start) < 5e-5
