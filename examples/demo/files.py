@@ -4,8 +4,9 @@
 without a GPU and without the Hub.
 
 Written into the current folder: `dialogues.jsonl` with `dialogues.tools.json` (help-desk dialogues), `pairs.jsonl`
-(preferences), `prompts.jsonl`, and in `Qwen/Qwen3-0.6B` a tiny model with random weights and its tokenizer, which
-Transformers loads in place of the Hub's model of that name. Delete the folder `Qwen` to train the real one.
+(preferences), `completions.jsonl` (several of each prompt), `prompts.jsonl`, and in `Qwen/Qwen3-0.6B` a tiny model with
+random weights and its tokenizer, which Transformers loads in place of the Hub's model of that name. Delete the folder
+`Qwen` to train the real one.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ def main(folder: Path = Path()) -> None:
     _write_lines(folder / "prompts.jsonl", [{"messages": messages} for messages in questions])
     answers = {"chosen": _answer("One moment, please."), "rejected": _answer("No.")}
     _write_lines(folder / "pairs.jsonl", [{"prompt": messages, **answers} for messages in questions])
+    texts = [messages[-1]["content"] for messages in questions]
+    completions = [{"prompt": text, "completions": ["One moment, please.", "Yes."]} for text in texts]
+    _write_lines(folder / "completions.jsonl", completions)
 
     tokenizer = train_tokenizer(dialogue_texts(dialogues))
     torch.manual_seed(0)
