@@ -11,6 +11,7 @@ from transformers import training_args
 from transformers.models.qwen3 import modeling_qwen3
 
 import hf_prefix_tree
+from examples.demo import files
 from scripts import run_printed_commands
 from scripts.run_printed_commands import PAGES, REPO_ROOT, blocks, run_session, steps_of
 
@@ -68,6 +69,16 @@ three
         *("one --long --option", None, "same\nold", "same\nnew", "three\n"),
     ]
     assert [step.needs for step in steps if step.code is None] == ["needs a GPU"]
+
+
+def test_the_files_that_commands_read_are_written(tmp_path):
+    """Those of `python -m examples.demo.files`."""
+    files.main(tmp_path)
+    steps = [step for page, text in TEXTS.items() for step in steps_of(page, text)]
+    shell = [step.text for step in steps if step.code and step.code[0] == "bash"]
+    read = {name for command in shell for name in re.findall(r"(?<![\w/])[\w.]+\.jsonl?\b", command)}
+    assert read > {"dialogues.jsonl", "completions.jsonl"}
+    assert {name for name in read if not (tmp_path / name).is_file()} == set()
 
 
 @pytest.mark.slow
