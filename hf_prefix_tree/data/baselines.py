@@ -12,11 +12,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from datasets import Dataset, Features, IterableDataset, List, Value
+from transformers import PreTrainedTokenizerBase
 
 from hf_prefix_tree.data.counts import Report
 from hf_prefix_tree.data.prepare import check_preparation, prepare_dataset, prepare_stream, prepare_trees
@@ -35,9 +36,6 @@ from hf_prefix_tree.data.supervision import IGNORE_INDEX, located, read_sample
 from hf_prefix_tree.data.trees import FOLDING, REPORT, TREE_FEATURES, Plan, cached_map, tree_of_rows
 from hf_prefix_tree.tree.folding import check_choice, common_prefix
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 

@@ -7,17 +7,15 @@ Cost: linear in the tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
 
 from hf_prefix_tree.data.messages import check_text
 from hf_prefix_tree.tree import folding
 from hf_prefix_tree.tree.prefix_tree import Branch
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def rollout_branches(prompt_ids: npt.ArrayLike, completions: Sequence[npt.ArrayLike]) -> list[Branch]:

@@ -7,10 +7,11 @@ The steps are fold, select, pack. `datasets` runs and caches them.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase
 
 from hf_prefix_tree.data.counts import Report, read_counts
 from hf_prefix_tree.data.messages import Tools
@@ -32,9 +33,6 @@ from hf_prefix_tree.data.trees import (
 )
 from hf_prefix_tree.data.turns import REASONING_MODES
 from hf_prefix_tree.tree.folding import INT64_MAX, WEIGHTINGS, check_choice, check_integer, check_not_empty
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:

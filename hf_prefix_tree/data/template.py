@@ -23,16 +23,14 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache, partial
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from hf_prefix_tree.data.dialect import Dialect, Ids
 from hf_prefix_tree.data.messages import Message
 from hf_prefix_tree.tree.folding import common_prefix
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # Arguments of `apply_chat_template` that are not for the template.
 _OWN_ARGUMENTS = {
@@ -131,7 +129,6 @@ class ChatTemplate:
     def _compile(self) -> Any:
         """The template as Transformers compiles it, or `None` where the tokenizer renders in a way of its own."""
         from jinja2 import TemplateSyntaxError
-        from transformers import PreTrainedTokenizerBase
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         if type(self._tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from hf_prefix_tree.data.conversation import Conversation
 from hf_prefix_tree.data.dialect import ASK, USER, Ids
@@ -33,9 +34,6 @@ from hf_prefix_tree.data.messages import (
 from hf_prefix_tree.data.template import chat_template_of
 from hf_prefix_tree.tree.folding import check_choice, check_integer, common_prefix
 from hf_prefix_tree.tree.prefix_tree import Branch
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 REASONING_MODES = ("per_turn", "side_leaf", "think_split", "keep")
 

@@ -13,10 +13,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, load_dataset
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hf_prefix_tree.data.baselines import Sequences, sequences_of_rows
 from hf_prefix_tree.data.counts import described
@@ -30,9 +31,6 @@ from hf_prefix_tree.modeling.attention.masks.causal import mean_keys_seen
 from hf_prefix_tree.modeling.flops import model_costs
 from hf_prefix_tree.tree.packing import split_tree
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)

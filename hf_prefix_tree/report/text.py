@@ -6,19 +6,16 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
+from transformers import PreTrainedTokenizerBase
 
+from hf_prefix_tree.report.gain import Estimate, Folded
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from hf_prefix_tree.report.gain import Estimate, Folded
 
 _COLUMNS = (
     *("rows", "trees", "branches", "branch_tokens", "tree_tokens", "token_ratio", "pair_ratio", "longest_path"),
