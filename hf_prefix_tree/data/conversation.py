@@ -161,7 +161,7 @@ class Conversation:
         elif not self.reasoning(turn) and "</think>" in str(self.shown[turn]["content"]):
             # Or the template would take the text before it for reasoning, as it does in the history.
             forms.insert(0, {**self.shown[turn], "reasoning_content": ""})
-        failure: TurnError | None = None
+        failures: list[TurnError] = []
         best: tuple[bool, str, str, dict[str, bool], Message] | None = None
         for switch, message in product(switches, forms):
             if switch and not self._keeps(switch["enable_thinking"]):
@@ -171,15 +171,14 @@ class Conversation:
                 output = self._after(prompt, text, turn, message, switch)
                 reasons = self.check_whole(output, turn, self.messages[turn])
             except TurnError as error:
-                failure = failure or error
+                failures.append(error)
                 continue
             if best is None or reasons or best[3] == switch:
                 best = reasons, prompt, output, switch, message
             if reasons:
                 break
         if best is None:
-            assert failure is not None
-            raise failure
+            raise failures[0]
         reasons, prompt, output, switch, message = best
         self.shown[turn] = {key: value for key, value in message.items() if (key, value) != ("reasoning_content", "")}
         self.counts["unrendered_reasoning"] += not reasons

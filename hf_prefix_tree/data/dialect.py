@@ -280,9 +280,8 @@ def lost_part(text: str, message: Message) -> str | None:
     if not any(map(has, texts)):
         return "content"
     for function in (call["function"] for call in message.get("tool_calls", ())):
-        if not has(function["name"]) or not any(
-            map(has_value, (function["arguments"], _parsed(function["arguments"])))
-        ):
+        arguments = function["arguments"]
+        if not (has(function["name"]) and (has_value(arguments) or has_value(_parsed(arguments)))):
             return "calls"
     return None if _squeezed(reasoning) in _squeezed(beside(text, message)) else "reasoning"
 

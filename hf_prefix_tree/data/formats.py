@@ -272,9 +272,8 @@ def _calls_of_role(content: Any, where: str) -> tuple[str, list[Message]]:
     if isinstance(content, str):
         thought, content = ("", content) if content.lstrip().startswith(("{", "[")) else split_thought(content)
         content = parsed_json(content, f"{where}.content", " in the format with calls as roles")
-    return thought, [
-        _call(call, where, "the format with calls as roles") for call in (content if _is_list(content) else [content])
-    ]
+    calls = content if _is_list(content) else [content]
+    return thought, [_call(call, where, "the format with calls as roles") for call in calls]
 
 
 def _call(call: Any, where: str, name_of_format: str) -> Message:
@@ -337,15 +336,13 @@ def _of_blocks(message: Mapping[str, Any], where: str) -> Iterator[Message]:
             )
         rank = known.index(_type(block))
     if role == "assistant":
-        thoughts, answers, calls = ([block for block in blocks if _type(block) == kind] for kind in known)
+        thoughts, answers, uses = ([block for block in blocks if _type(block) == kind] for kind in known)
+        calls = [{**block, "arguments": block.get("input") or {}} for block in uses]
         yield {
             **message,
             "content": _text_of(answers),
             "reasoning_content": "\n\n".join(str(block.get("thinking")) for block in thoughts) or None,
-            "tool_calls": [
-                _call({**block, "arguments": block.get("input") or {}}, where, "the Anthropic format")
-                for block in calls
-            ],
+            "tool_calls": [_call(call, where, "the Anthropic format") for call in calls],
         }
         return
     for is_text, group in groupby(blocks, key=lambda block: _type(block) == "text"):

@@ -139,9 +139,7 @@ def _normalize_message(message: Any, name: str) -> Message:
     content = plain.setdefault("content", "")
     if not isinstance(content, (str, list)):
         raise ValueError(f"`{name}.content` is a {type(content).__name__}; pass a string, e.g. with `json.dumps`.")
-    reasoning = [plain[key] for key in REASONING_KEYS if plain.get(key)] + [
-        _thoughts(plain.pop("thinking_blocks", []))
-    ]
+    reasoning = [*map(plain.get, REASONING_KEYS), _thoughts(plain.pop("thinking_blocks", []))]
     if isinstance(content, list):
         reasoning.append(_thoughts(content))
         content = [part for part in content if not (isinstance(part, dict) and "thinking" in part)]

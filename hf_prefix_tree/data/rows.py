@@ -30,6 +30,7 @@ from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree
 
 TREE_COLUMNS = tuple(field.name for field in dataclasses.fields(PrefixTree))
 PACKED_COLUMNS = ("trees", "tree_ids", "num_parts")
+_FOLDED_KINDS = {"tree": TREE_COLUMNS, "packed": PACKED_COLUMNS}
 
 
 @dataclass(frozen=True)
@@ -90,12 +91,8 @@ def row_kind(columns: Iterable[str], allowed: Sequence[str] = ()) -> str:
         `ValueError`: If they fit no kind, or several, or none of those that are `allowed`, if any are given.
     """
     present = set(columns)
-    if present.issuperset(TREE_COLUMNS):
-        kinds = ["tree"]
-    elif present.issuperset(PACKED_COLUMNS):
-        kinds = ["packed"]
-    else:
-        kinds = [name for name, kind in ROW_KINDS.items() if present.issuperset(kind.columns)]
+    folded = [name for name, needed in _FOLDED_KINDS.items() if present.issuperset(needed)]
+    kinds = folded[:1] or [name for name, kind in ROW_KINDS.items() if present.issuperset(kind.columns)]
     if len(kinds) > 1 and "text" in kinds:  # often a rendering of the other columns
         kinds.remove("text")
     if len(kinds) == 1 and (not allowed or kinds[0] in allowed):
