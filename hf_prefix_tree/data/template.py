@@ -21,7 +21,8 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache, partial
-from itertools import cycle
+from inspect import signature
+from itertools import cycle, groupby
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,9 @@ from hf_prefix_tree.data.dialect import Dialect, Ids
 from hf_prefix_tree.data.messages import Message
 from hf_prefix_tree.tree.folding import common_prefix
 
-# Arguments of `apply_chat_template` that are not for the template.
-_OWN_ARGUMENTS = {
-    *("conversation", "messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "padding"),
-    *("sanitize_control_tokens", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
-    "return_assistant_tokens_mask",
-}
+# Arguments of `apply_chat_template` that are not for the template, and its variable for the conversation.
+_OWN_ARGUMENTS = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
+_OWN_ARGUMENTS -= {"self", "documents", "chat_template", "kwargs"}
 # Pieces as they stand between control tokens: words, spaces and line breaks at either end, nothing at all.
 _PROBE = (
     "Hello",
@@ -277,14 +275,10 @@ class SegmentTokenizer:
 
 def _longest_match(words: Iterable[str]) -> str:
     """A pattern for the longest of the words at a position. Thousands of words are no slower than a few."""
-    by_first: dict[str, list[str]] = {}
-    ends_here = False
-    for word in words:
-        if word:
-            by_first.setdefault(word[0], []).append(word[1:])
-        else:
-            ends_here = True
-    if not by_first:
+    words = sorted(words)
+    by_first = groupby(filter(None, words), key=lambda word: word[0])
+    options = [re.escape(first) + _longest_match(word[1:] for word in group) for first, group in by_first]
+    if not options:
         return ""
-    options = "|".join(re.escape(first) + _longest_match(rests) for first, rests in by_first.items())
-    return f"(?:{options}){'?' if ends_here else ''}" if ends_here or len(by_first) > 1 else options
+    ends_here, either = "" in words, "|".join(options)
+    return f"(?:{either}){'?' if ends_here else ''}" if ends_here or len(options) > 1 else either
