@@ -125,11 +125,10 @@ def _tree(tree: PrefixTree, decode: Decode | None) -> str:
 
 def _reading_order(parents: list[int]) -> tuple[list[int], list[int]]:
     """Nodes with light children first and the heaviest, a node's first in preorder, last; how far each is indented."""
-    roots: list[int] = []
-    children: list[list[int]] = [[] for _ in parents]
+    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]  # the last list holds the roots (parent -1)
     for node, parent in enumerate(parents):
-        (children[parent] if parent >= 0 else roots).append(node)
-    order, indents, waiting = [], [0] * len(parents), roots[::-1]
+        children[parent].append(node)
+    order, indents, waiting = [], [0] * len(parents), children[-1][::-1]
     while waiting:
         node = waiting.pop()
         order.append(node)
@@ -141,10 +140,9 @@ def _reading_order(parents: list[int]) -> tuple[list[int], list[int]]:
 
 def _node(tree: PrefixTree, node: int, indent: int, decode: Decode | None) -> str:
     start, length = int(tree.node_starts[node]), int(tree.node_lengths[node])
-    path, parent = [node], int(tree.node_parents[node])
-    while parent >= 0:
+    path = [node]
+    while (parent := int(tree.node_parents[path[-1]])) >= 0:
         path.append(parent)
-        parent = int(tree.node_parents[parent])
     stop = start + min(length, _MAX_TOKENS)
     counts, weights = tree.branch_count[start:stop], tree.weights[start:stop]
     changes = np.flatnonzero((np.diff(counts) != 0) | (np.diff(weights) != 0)) + 1
