@@ -73,11 +73,11 @@ def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
         return trees, counts
 
     candidates = order_units(dataset, units, plan, report) if plan.selection_metric in SCORES else everything
-    trees, lengths = select_trees(prepare, candidates, plan, report)
+    trees = select_trees(prepare, candidates, plan, report)
     report.log()
     if not len(trees):
         raise ValueError(f"no tree is left of {report} ({report.losses()}); change the rows, or what drops them.")
-    trees = trees.remove_columns(REPORT)
+    lengths, trees = read_counts(trees, REPORT)["tree_tokens"], trees.remove_columns(REPORT)
     if (max_tokens := plan.max_packed_tokens) is not None:
         if plan.overflow == "stream":  # larger trees stay whole, each in a row of its own
             lengths = np.minimum(lengths, max_tokens)
@@ -323,15 +323,11 @@ def prepare_trees(
             f"`selection_metric` is {selection_metric!r}, but {kind} rows have no messages; pass 'token_ratio' or "
             "'pair_ratio'."
         )
-    options = RowOptions(
-        kind,
-        tokenizer if kind in TEXT_KINDS else None,
-        dict(dataset.features or {}),
-        group_column=group_by or "group",
-        chat_template_kwargs=dict(chat_template_kwargs or {}),
-        **{name: given[name] for name in _OF_ROWS},
-    )
-    plan = Plan(options, **{name: given[name] for name in Plan.__dataclass_fields__ if name != "options"})
+    given |= {"kind": kind, "features": dict(dataset.features or {}), "group_column": group_by or "group"}
+    given["tokenizer"] = tokenizer if kind in TEXT_KINDS else None
+    given["chat_template_kwargs"] = dict(chat_template_kwargs or {})
+    given["options"] = RowOptions(**{name: given[name] for name in RowOptions.__dataclass_fields__ if name in given})
+    plan = Plan(**{name: given[name] for name in Plan.__dataclass_fields__})
     if isinstance(dataset, IterableDataset):
         for name in ("num_proc", "selection_num_proc"):
             if given[name] is not None:
@@ -352,7 +348,6 @@ def prepare_trees(
 
 # Options of `prepare_trees` that change nothing about trees that are folded already, with their defaults.
 _OF_THE_FOLD = {"group_by": None, "max_length": None, "overlong": "truncate", "reasoning": "per_turn"}
-_OF_ROWS = ("reasoning", "tools", "empty_thinking_in_prompt", "stop_token_ids", "max_length", "overlong")
 
 
 def renamed(

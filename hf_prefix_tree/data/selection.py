@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from datasets import Dataset, Features, Value, concatenate_datasets
 
 from hf_prefix_tree.data.counts import Report, counts_at
@@ -84,10 +83,10 @@ def select_trees(
     candidates: Sequence[int],
     plan: Plan,
     report: Report,
-) -> tuple[Dataset, npt.NDArray[np.int64]]:
+) -> Dataset:
     """
     The first `max_examples` valid trees of the candidates, or those with the highest ratio; fewer if there are not
-    enough. Without `max_examples` all valid ones. And the tokens of each.
+    enough. Without `max_examples` all valid ones.
 
     Args:
         prepare (`Callable[[list[int]], tuple[Dataset, dict]]`):
@@ -100,7 +99,6 @@ def select_trees(
             Is added the counts of those taken, and of the invalid ones among those prepared.
     """
     tables: list[Dataset] = []
-    lengths: list[npt.NDArray[np.int64]] = []
     taken: list[int] = []
     valid = 0
     waiting, ratio = candidates, RATIOS.get(plan.selection_metric or "")
@@ -119,7 +117,6 @@ def select_trees(
         valid += int(is_valid.sum())
         is_taken = is_valid & (is_valid.cumsum() <= max_examples - len(taken))
         taken += (before + order[is_taken]).tolist()
-        lengths.append(counts["tree_tokens"][order[is_taken]])
         report.add(counts_at(counts, order[is_taken | ~is_valid]))
         size = max(max_examples - len(taken), 8)  # replacements, a few at a time
     report.further["sources"] = np.array([candidates[index] for index in taken], dtype=np.int64)
@@ -136,7 +133,7 @@ def select_trees(
             f", {too_long} more are too long by `token_usage`" if too_long else "",
             report.sizes(),
         )
-    return concatenate_datasets(tables).select(taken), np.concatenate(lengths)
+    return concatenate_datasets(tables).select(taken)
 
 
 def _score_row(
