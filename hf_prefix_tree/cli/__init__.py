@@ -102,10 +102,8 @@ def gain(
     shown = sorted(folded.trees, key=lambda item: -item.stats().pair_ratio)
     of_groups = [(group.name, report.counts_of([group], max_packed_tokens)) for group in folded.groups]
     total = report.counts_of(folded.groups, max_packed_tokens)
-    lines, notes = text.gain_lines(folded, predicted), text.footnotes(folded)
+    lines, notes = text.gain_lines(folded, predicted), text.footnotes(folded, predicted)
     table, per_group = text.gain_rows(folded, predicted, gpu), text.counts_rows(of_groups, total)
-    if predicted is not None:
-        notes += report.ASSUMPTIONS
     if plot is not None:
         pictures.plot_trees(shown, shown[0], plot)
     if html is not None:

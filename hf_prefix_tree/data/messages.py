@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hf_prefix_tree.tree.folding import check_type
+
 Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any] | str | Callable[..., Any]] | str
 
@@ -131,14 +133,12 @@ def unclosed_reasoning(message: Message) -> str | None:
 
 
 def _normalize_message(message: Any, name: str) -> Message:
-    if not isinstance(message, Mapping):
-        raise ValueError(f"`{name}` is a {type(message).__name__}; pass a dict with `role` and `content`.")
+    check_type(message, name, Mapping, "a dict with `role` and `content`")
     plain = {key: value for key, value in plain_data(message, name).items() if value is not None}
     if not isinstance(plain.get("role"), str) or not plain["role"]:
         raise ValueError(f"`{name}` has the keys {list(message)} and no `role`; name who says it, e.g. 'user'.")
     content = plain.setdefault("content", "")
-    if not isinstance(content, (str, list)):
-        raise ValueError(f"`{name}.content` is a {type(content).__name__}; pass a string, e.g. with `json.dumps`.")
+    check_type(content, f"{name}.content", str | list, "a string, e.g. with `json.dumps`")
     reasoning = [*map(plain.get, REASONING_KEYS), _thoughts(plain.pop("thinking_blocks", []))]
     if isinstance(content, list):
         reasoning.append(_thoughts(content))
@@ -196,8 +196,7 @@ def _normalize_tool(tool: Any, name: str) -> Any:
         from transformers.utils import get_json_schema
 
         tool = get_json_schema(tool)
-    if not isinstance(tool, Mapping):
-        raise ValueError(f"`{name}` is a {type(tool).__name__}; pass a tool's JSON schema, a dict.")
+    check_type(tool, name, Mapping, "a tool's JSON schema, a dict")
     if {"role", "content", "messages"} & tool.keys() and "function" not in tool:
         raise ValueError(f"`{name}` has the keys {sorted(tool)}, as dialogues have; pass a tool's JSON schema.")
     return plain_data(tool, name)
@@ -217,8 +216,7 @@ def parsed_json(value: Any, name: str, of_format: str = "") -> Any:
 
 def check_text(text: Any, name: str) -> str:
     """`text`, if a tokenizer can read it; a `ValueError` that names `name` otherwise."""
-    if not isinstance(text, str):
-        raise ValueError(f"`{name}` is a {type(text).__name__}; pass a string.")
+    check_type(text, name, str, "a string")
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -32,7 +32,7 @@ from hf_prefix_tree.data.trees import (
     trees_of_stream,
 )
 from hf_prefix_tree.data.turns import REASONING_MODES
-from hf_prefix_tree.tree.folding import INT64_MAX, WEIGHTINGS, check_choice, check_integer, check_not_empty
+from hf_prefix_tree.tree.folding import INT64_MAX, WEIGHTINGS, check_choice, check_integer, check_not_empty, check_type
 
 
 def prepare_dataset(dataset: Dataset, plan: Plan, report: Report) -> Dataset:
@@ -290,8 +290,7 @@ def prepare_trees(
     """
     given = dict(locals())
     check_preparation(**{name: given[name] for name in CHECKED_OPTIONS})
-    if not isinstance(dataset, Dataset | IterableDataset):
-        raise ValueError(f"`dataset` is a {type(dataset).__name__}; pass one split, a Dataset or an IterableDataset.")
+    check_type(dataset, "dataset", Dataset | IterableDataset, "one split, a Dataset or an IterableDataset")
     if isinstance(dataset, Dataset) and dataset.format["type"] is not None:
         raise ValueError(f"`dataset` has the format {dataset.format['type']!r}; pass `dataset.with_format(None)`.")
     columns = columns_of(dataset)

@@ -25,7 +25,7 @@ from hf_prefix_tree.data.nodes import as_branch, rollout_branches, search_tree_b
 from hf_prefix_tree.data.supervision import read_sample
 from hf_prefix_tree.data.template import chat_template_of
 from hf_prefix_tree.data.turns import conversation_branches
-from hf_prefix_tree.tree.folding import branches_of_nodes, check_mapping, check_not_empty, common_prefix, integer_array
+from hf_prefix_tree.tree import folding
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree
 
 TREE_COLUMNS = tuple(field.name for field in dataclasses.fields(PrefixTree))
@@ -171,7 +171,7 @@ def row_branches(row: Mapping[str, Any], options: RowOptions, counts: Counter[st
 
 def checked_row(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> Mapping[str, Any]:
     """The row without what Arrow filled in, if it has all columns of its kind, and those of chats are plain data."""
-    check_mapping(row, "row", ROW_KINDS[options.kind].columns)
+    folding.check_mapping(row, "row", ROW_KINDS[options.kind].columns)
     row = _without_fill(row, options.features, counts)
     if options.kind not in (*MESSAGE_KINDS, "text"):
         return row
@@ -192,10 +192,10 @@ def _of_rollouts(row: Mapping[str, Any], options: RowOptions, counts: Counter[st
 
 def _of_nodes(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
     nodes = [node if isinstance(node, Mapping) else {"input_ids": node} for node in _list(row, "nodes")]
-    ids = [integer_array(node.get("input_ids"), f"nodes[{i}].input_ids") for i, node in enumerate(nodes)]
+    ids = [folding.integer_array(node.get("input_ids"), f"nodes[{i}].input_ids") for i, node in enumerate(nodes)]
     given = [node.get("weights") for node in nodes]
     weights = [np.ones(len(x)) if w is None else w for x, w in zip(ids, given, strict=True)]
-    return branches_of_nodes(_list(row, "parents"), ids, weights)
+    return folding.branches_of_nodes(_list(row, "parents"), ids, weights)
 
 
 def _of_texts(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
@@ -266,7 +266,7 @@ def _prompt_and_completions(row: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     else:
         prompt = row["prompt"]
         completions = _list(row, "completions") if row.get("completions") is not None else [row["completion"]]
-    check_not_empty(completions, "completions")
+    folding.check_not_empty(completions, "completions")
     if len({isinstance(text, str) for text in (prompt, *completions)}) > 1:
         raise ValueError("`prompt` and its completions mix strings and messages; make them all one or the other.")
     for text in (prompt, *completions):
@@ -352,7 +352,7 @@ def _texts(prompt: str, completions: Sequence[str], options: RowOptions, counts:
     prompt_ids, *ids = (np.array(x[x[:2] == [begin, begin] :], dtype=np.int64) for x in encoded)
     branches = []
     for text, completed in zip(texts, ids, strict=True):
-        if common_prefix(prompt_ids, completed) < len(prompt_ids):
+        if folding.common_prefix(prompt_ids, completed) < len(prompt_ids):
             alone = options.tokenizer(text.removeprefix(prompt), add_special_tokens=False)["input_ids"]
             completed = np.concatenate([prompt_ids, np.array(alone, dtype=np.int64)])
         branches.append(Branch(completed, np.arange(len(completed)) >= len(prompt_ids)))
@@ -360,9 +360,7 @@ def _texts(prompt: str, completions: Sequence[str], options: RowOptions, counts:
 
 
 def _list(row: Mapping[str, Any], name: str) -> list[Any]:
-    if not isinstance(row[name], list):
-        raise ValueError(f"`{name}` is a {type(row[name]).__name__}; pass a list.")
-    return row[name]
+    return folding.check_type(row[name], name, list, "a list")
 
 
 _OPEN_KEYS = ("arguments", "properties", "input")  # the keys below them are data

@@ -14,7 +14,7 @@ from rich.text import Text
 from rich.tree import Tree
 from transformers import PreTrainedTokenizerBase
 
-from hf_prefix_tree.report.gain import Estimate, Folded
+from hf_prefix_tree.report.gain import ASSUMPTIONS, Estimate, Folded
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 _COLUMNS = (
@@ -106,7 +106,7 @@ def gain_lines(folded: Folded, predicted: Estimate | None) -> list[str]:
     return lines
 
 
-def footnotes(folded: Folded) -> list[str]:
+def footnotes(folded: Folded, predicted: Estimate | None) -> list[str]:
     """What the table of [`gain_rows`] means."""
     best = "assistant_only_loss=True, max_length=None, packed"
     if not folded.has_training_template:
@@ -117,6 +117,7 @@ def footnotes(folded: Folded) -> list[str]:
         "flat steps: consecutive turns are one sequence as long as each extends the last; one sequence per turn has "
         f"{folded.ways['per_turn'].tokens:,} tokens",
         "missing contexts: what a turn was sampled from, but no sequence starts with",
+        *(ASSUMPTIONS if predicted is not None else ()),
     ]
 
 

@@ -86,10 +86,16 @@ def check_choice(value: Any, name: str, choices: Iterable[str]) -> None:
         raise ValueError(f"`{name}` is {_short(value)}; pass one of {', '.join(map(repr, choices))}.")
 
 
+def check_type(value: Any, name: str, types: Any, remedy: str) -> Any:
+    """`value`, if it is of one of the types; a `ValueError` that names `name` and what to pass otherwise."""
+    if not isinstance(value, types):
+        raise ValueError(f"`{name}` is a {type(value).__name__}; pass {remedy}.")
+    return value
+
+
 def check_mapping(value: Any, name: str, columns: Sequence[str] = ()) -> None:
     """A `ValueError` that names `name` unless `value` is a mapping that has something in each of the columns."""
-    if not isinstance(value, Mapping):
-        raise ValueError(f"`{name}` is a {type(value).__name__}; pass a dict of columns.")
+    check_type(value, name, Mapping, "a dict of columns")
     if missing := [column for column in columns if value.get(column) is None]:
         raise ValueError(f"`{missing[0]}` is missing beside {list(value)}; add it.")
 
