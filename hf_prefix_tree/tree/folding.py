@@ -21,13 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_prefix_tree.tree import layout
+from hf_prefix_tree.tree.layout import Float64Array, Int64Array
 
 WEIGHTINGS = ("tree", "branch", "branch_mean", "once")
 INT32_MAX = np.iinfo(np.int32).max
 INT64_MAX = np.iinfo(np.int64).max
 
 
-def integer_array(value: Any, name: str, minimum: int = 0, maximum: int = INT64_MAX) -> npt.NDArray[np.int64]:
+def integer_array(value: Any, name: str, minimum: int = 0, maximum: int = INT64_MAX) -> Int64Array:
     """Copy `value` to int64 `[L]`; a `ValueError` that names `name` if it isn't 1-D, integer and within the bounds."""
     array = _flat_array(value, name, "integers")
     if array.size == 0:
@@ -47,7 +48,7 @@ def integer_array(value: Any, name: str, minimum: int = 0, maximum: int = INT64_
     return array.astype(np.int64)
 
 
-def weight_array(value: Any, name: str) -> npt.NDArray[np.float64]:
+def weight_array(value: Any, name: str) -> Float64Array:
     """Copy `value` to float64 `[L]`; a `ValueError` that names `name` if it isn't 1-D, real, finite and >= 0."""
     array = _flat_array(value, name, "numbers")
     if array.size == 0:
@@ -74,7 +75,7 @@ def as_list(value: Any, name: str) -> list[Any]:
         raise ValueError(f"`{name}` is {_short(value)}; pass a list.") from error
 
 
-def parent_array(parents: Any) -> npt.NDArray[np.int64]:
+def parent_array(parents: Any) -> Int64Array:
     """The parent of each node as int64 `[M]`, -1 for a root, which may be given as `None`."""
     return integer_array([-1 if p is None else p for p in as_list(parents, "parents")], "parents", minimum=-1)
 
@@ -167,8 +168,8 @@ class Branch:
     ```
     """
 
-    input_ids: npt.NDArray[np.int64]
-    weights: npt.NDArray[np.float64]
+    input_ids: Int64Array
+    weights: Float64Array
 
     def __init__(self, input_ids: npt.ArrayLike, weights: npt.ArrayLike) -> None:
         arrays = {"input_ids": integer_array(input_ids, "input_ids"), "weights": weight_array(weights, "weights")}
@@ -213,10 +214,8 @@ def branches_of_node_paths(input_ids: Any, node_lengths: Any, sample_paths: Any,
     if lengths.sum() != len(ids):
         raise ValueError(f"`node_lengths` sums to {lengths.sum()} for {len(ids)} `input_ids`; make them agree.")
     check_not_empty(lengths, "node_lengths")
-    paths = [
-        integer_array(path, f"sample_paths[{index}]", maximum=len(lengths) - 1).tolist()
-        for index, path in enumerate(as_list(sample_paths, "sample_paths"))
-    ]
+    given, last = enumerate(as_list(sample_paths, "sample_paths")), len(lengths) - 1
+    paths = [integer_array(path, f"sample_paths[{index}]", maximum=last).tolist() for index, path in given]
     check_sample_paths(lengths.tolist(), paths)
     ends = np.cumsum(lengths)[:-1]
     return _branches_along(paths, np.split(ids, ends), np.split(w, ends))
@@ -264,16 +263,14 @@ def check_sample_paths(node_lengths: list[int], sample_paths: list[list[int]]) -
             )
 
 
-def _branches_along(
-    paths: list[list[int]], ids: list[npt.NDArray[np.int64]], weights: list[npt.NDArray[np.float64]]
-) -> list[Branch]:
+def _branches_along(paths: list[list[int]], ids: list[Int64Array], weights: list[Float64Array]) -> list[Branch]:
+    branches = []
     for path in paths:
         if not any(len(ids[node]) for node in path):
             raise ValueError(f"`input_ids` has no token on the path {path}; give it a token or drop it.")
-    return [
-        Branch(np.concatenate([ids[node] for node in path]), np.concatenate([weights[node] for node in path]))
-        for path in paths
-    ]
+        tokens = np.concatenate([ids[node] for node in path])
+        branches.append(Branch(tokens, np.concatenate([weights[node] for node in path])))
+    return branches
 
 
 def fold_branches(branches: Sequence[Branch], weighting: str) -> dict[str, Any]:
@@ -326,7 +323,7 @@ def fold_branches(branches: Sequence[Branch], weighting: str) -> dict[str, Any]:
     }
 
 
-def sorted_order(ids: list[npt.NDArray[np.int64]]) -> list[int]:
+def sorted_order(ids: list[Int64Array]) -> list[int]:
     """Indices of the branches in lexicographic order; equal branches keep theirs."""
     flat = np.concatenate(ids)
     # Big-endian integers of one width compare as bytes, and `bytes` puts a strict prefix first.
@@ -337,25 +334,21 @@ def sorted_order(ids: list[npt.NDArray[np.int64]]) -> list[int]:
     return sorted(range(len(ids)), key=keys.__getitem__)
 
 
-def common_prefix(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64]) -> int:
+def common_prefix(first: Int64Array, second: Int64Array) -> int:
     """Number of tokens that two sequences share at their start."""
     length = min(len(first), len(second))
     differs = first[:length] != second[:length]
     return int(differs.argmax()) if differs.any() else length
 
 
-def common_prefixes(ids: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+def common_prefixes(ids: list[Int64Array]) -> Int64Array:
     """Number of tokens that each branch shares with the one before it, 0 for the first."""
     return np.array([0, *itertools.starmap(common_prefix, itertools.pairwise(ids))])
 
 
 def folded_weights(
-    positions: npt.NDArray[np.int64],
-    weights: npt.NDArray[np.float64],
-    lengths: npt.NDArray[np.int64],
-    num_branches: int,
-    weighting: str,
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    positions: Int64Array, weights: Float64Array, lengths: Int64Array, num_branches: int, weighting: str
+) -> tuple[Float64Array, Int64Array]:
     """The weights and g of a tree's tokens, from the `positions` and `weights` of its branches, one after another."""
     count = np.bincount(positions[weights > 0], minlength=positions.max() + 1)
     if weighting == "branch_mean":
@@ -373,7 +366,7 @@ def folded_weights(
     return total, count
 
 
-def _weight_runs(weights: list[npt.NDArray[np.float64]]) -> dict[str, npt.NDArray[Any]]:
+def _weight_runs(weights: list[Float64Array]) -> dict[str, npt.NDArray[Any]]:
     """Run-length encoding of every branch's weights: runs per branch, tokens per run, value of each run."""
     flat = np.concatenate(weights)
     starts_run = np.append(True, flat[1:] != flat[:-1])

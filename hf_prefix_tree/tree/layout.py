@@ -18,6 +18,7 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.integer]
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
 
 MAXIMA = ("longest_path", "depth")  # the fields of `TreeStats` that don't add up
 
