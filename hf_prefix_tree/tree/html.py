@@ -23,10 +23,8 @@ Decode = Callable[[list[int]], str]
 
 _MAX_NODES, _MAX_TOKENS = 1_000, 1_000
 
-_STYLE, _SCRIPT = (
-    f"<{tag}>\n{Path(__file__).with_suffix(suffix).read_text()}</{tag}>"
-    for tag, suffix in (("style", ".css"), ("script", ".js"))
-)
+_STYLE = f"<style>\n{Path(__file__).with_suffix('.css').read_text()}</style>"
+_SCRIPT = f"<script>\n{Path(__file__).with_suffix('.js').read_text()}</script>"
 
 
 def tree_html(tree: PrefixTree, decode: Decode | None = None) -> str:
@@ -87,11 +85,11 @@ def page(
 
 
 def _rows(rows: Sequence[Sequence[str]]) -> str:
-    cells = (
-        "".join(f"<{tag}>{_text(cell)}</{tag}>" for cell in row)
-        for row, tag in zip(rows, ["th", *["td"] * len(rows)], strict=False)
-    )
-    return "".join(f"<tr>{row}</tr>" for row in cells)
+    text = ""
+    for row, tag in zip(rows, ["th", *["td"] * len(rows)], strict=False):
+        cells = "".join(f"<{tag}>{_text(cell)}</{tag}>" for cell in row)
+        text += f"<tr>{cells}</tr>"
+    return text
 
 
 def _text(text: str) -> str:
@@ -100,16 +98,14 @@ def _text(text: str) -> str:
 
 
 def _tree(tree: PrefixTree, decode: Decode | None) -> str:
-    stats, parents = tree.stats(), tree.node_parents.tolist()
-    ends = tree.subtree_end[tree.node_starts].tolist()
+    stats, parents, starts = tree.stats(), tree.node_parents.tolist(), tree.node_starts.tolist()
+    lengths, ends = tree.node_lengths.tolist(), tree.subtree_end[starts].tolist()
     order, indents = _reading_order(parents)
     nodes = [_node(tree, node, indents[node], decode) for node in order[:_MAX_NODES]]
     if len(order) > _MAX_NODES:
         nodes.append(f"<p>... and {len(order) - _MAX_NODES:,} more nodes</p>")
     shapes = []
-    for node, (start, length, end) in enumerate(
-        zip(tree.node_starts.tolist(), tree.node_lengths.tolist(), ends, strict=True)
-    ):
+    for node, (start, length, end) in enumerate(zip(starts, lengths, ends, strict=True)):
         seen = f"M{start} {start}V{end}H{start + length}V{start + length}Z"  # keys to the right, queries downwards
         title = f"node {node}: {length:,} tokens, seen by {end - start:,} queries"
         shapes.append(f'<path data-i="{node}" data-p="{parents[node]}" d="{seen}"><title>{title}</title></path>')
