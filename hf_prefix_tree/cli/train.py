@@ -224,10 +224,8 @@ def run(
             target = arguments.precompute_dir
             pad_token_id = padding_token_of(tokenizer)
             prepared = [prepare_eagle3_trees(rows, args, tokenizer, pad_token_id) for rows in datasets]
-            datasets = [
-                precompute_hidden_states(frozen, rows, target, split=split)
-                for rows, split in zip(prepared, splits, strict=True)
-            ]
+            named = zip(prepared, splits, strict=True)
+            datasets = [precompute_hidden_states(frozen, rows, target, split=split) for rows, split in named]
         options |= {"model": arguments.draft_name_or_path, "target_model": target}
     else:
         options |= {"model": model, "peft_config": get_peft_config(model_args)}

@@ -163,11 +163,9 @@ def read_tools(path: Path, option: str) -> list[Any] | dict[str, list[Any]]:
         tools = plain_data(json.loads(path.read_bytes()), option)  # Python 3.12 reads any depth
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"`{option}` is {path}, which is no JSON file that can be read: {error}.") from error
-    if not isinstance(tools, list | dict):
-        raise ValueError(
-            f"`{option}` is {path}, which holds a {type(tools).__name__}; pass a list, or lists by group."
-        )
-    return tools
+    if isinstance(tools, list | dict):
+        return tools
+    raise ValueError(f"`{option}` is {path}, which holds a {type(tools).__name__}; pass a list, or lists by group.")
 
 
 def fold_rows(
@@ -419,10 +417,8 @@ def estimate(
         / 1e12
         for name, way in ways.items()
     }
-    activations, checkpointed = (
-        {name: num_bytes * way.longest / 2**30 for name, way in ways.items()}
-        for num_bytes in (costs.activation_bytes, costs.checkpointed_bytes)
-    )
+    activations = {name: costs.activation_bytes * way.longest / 2**30 for name, way in ways.items()}
+    checkpointed = {name: costs.checkpointed_bytes * way.longest / 2**30 for name, way in ways.items()}
     speedup = tflop["flat_steps"] / tflop["tree"]
     state_gib = STATE_BYTES * costs.parameters / 2**30
     return Estimate(tflop, speedup, speedup >= PAYS_FROM, costs.parameters, state_gib, activations, checkpointed)
