@@ -185,12 +185,8 @@ def kept_of(truncations: Sequence[int], cap: tuple[str, int]) -> list[int]:
     if left_out and not kept:
         raise ValueError(f"no sample is left of {len(truncations)} ({losses}); raise `{name}` or shorten them.")
     if truncated:
-        logger.warning(
-            "Prepared %d samples. Some data was dropped or modified: %s; raise `%s`, or shorten the samples.",
-            len(truncations),
-            losses,
-            name,
-        )
+        losses += f"; raise `{name}`, or shorten the samples"
+        logger.warning("Prepared %d samples. Some data was dropped or modified: %s.", len(truncations), losses)
     return kept
 
 

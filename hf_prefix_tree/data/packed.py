@@ -151,14 +151,8 @@ def log_packing(counts: Mapping[str, Any], max_tokens: int, level: int = logging
         f"; {counts['split_trees']} trees split into {counts['parts']} parts, {counts['duplicated_tokens']} tokens "
         f"computed again, {counts['weightless_parts']} parts without supervised token left out"
     )
-    logger.log(
-        level,
-        "Packed into %d rows of at most %d tokens, %.1f %% full%s.",
-        counts["packed_rows"],
-        max_tokens,
-        100 * counts["fill"],
-        split if counts["split_trees"] else "",
-    )
+    full = f"{100 * counts['fill']:.1f} % full{split if counts['split_trees'] else ''}"
+    logger.log(level, "Packed into %d rows of at most %d tokens, %s.", counts["packed_rows"], max_tokens, full)
 
 
 def _plan(lengths: npt.ArrayLike, parts: Mapping[str, Sequence[int]], max_tokens: int, pack_trees: bool) -> Packing:

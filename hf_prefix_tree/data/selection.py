@@ -124,15 +124,10 @@ def select_trees(
         report.further |= {"candidates": len(candidates), "valid": valid, "selected": len(taken)}
     if plan.max_examples is not None and taken:
         too_long = report.further.get("too_long")
-        logger.warning(  # not a loss of data, but visible without further settings, as all reports of a preparation
-            "Selected %d trees of %d valid ones among %d prepared (%d candidates%s): %s.",
-            len(taken),
-            valid,
-            sum(map(len, tables)),
-            len(candidates),
-            f", {too_long} more are too long by `token_usage`" if too_long else "",
-            report.sizes(),
-        )
+        more = f", {too_long} more are too long by `token_usage`" if too_long else ""
+        among = f"{valid} valid ones among {sum(map(len, tables))} prepared ({len(candidates)} candidates{more})"
+        # not a loss of data, but visible without further settings, as all reports of a preparation
+        logger.warning("Selected %d trees of %s: %s.", len(taken), among, report.sizes())
     return concatenate_datasets(tables).select(taken)
 
 
