@@ -243,10 +243,8 @@ class Conversation:
             rest, asked, history = text[len(start) :], prompt, self.shown[:turn]  # the template counts its calls
         if not (prompt and rest) or not text.endswith(rest) or not prompt.endswith(extra):
             raise self.error("refused_starts", turn, "its rendering doesn't continue its generation prompt")
-        headers = [
-            _ATOM.findall(side[: len(side) - len(tail)].rstrip()[-60:])[-1:]
-            for side, tail in ((prompt, extra), (text, rest))
-        ]
+        before = prompt.removesuffix(extra), text.removesuffix(rest)
+        headers = [_ATOM.findall(side.rstrip()[-60:])[-1:] for side in before]
         # Where a tool's result stands in the turn, its rendering may have a second header.
         is_new = self.messages[turn - 1]["role"] == "assistant"
         same = [prompt + rest] if is_new else [prompt + rest, prompt + self._header(switch) + rest]

@@ -58,7 +58,6 @@ class Dialect:
     def __init__(self, render: Render, segments: SegmentTokenizer, eos: int | None) -> None:
         self._render = render
         self._segments = segments
-        self._parts = False
         self._parts = self._wants_parts()
         self.reasoning_form = self._find_reasoning_form()
         # Some templates write the reasoning before calls alone, or an empty think block of their own.
@@ -145,12 +144,12 @@ class Dialect:
 
     def _wants_parts(self) -> bool:
         """Whether `content` has to be a list of parts, as templates of models for images read it."""
-        text = self._try({"role": "assistant", "content": TEXT})
-        if USER in text and TEXT in text:
-            return False
-        self._parts = True
-        parts = self._try(self._formed({"role": "assistant", "content": TEXT}))
-        return USER in parts and TEXT in parts
+        for wants_parts in (False, True):
+            self._parts = wants_parts
+            text = self._try(self._formed({"role": "assistant", "content": TEXT}))
+            if USER in text and TEXT in text:
+                return wants_parts
+        return False
 
     def _find_reasoning_form(self) -> str | None:
         """How the template takes the reasoning of the last turn: as a "field", as a "part" of the content, or not."""

@@ -180,9 +180,7 @@ def switched_off(
     Raises:
         `ValueError`: If the turns or where their reasoning ends can't be found.
     """
-    runs = [
-        np.flatnonzero(np.diff(np.concatenate([[0], branch.weights > 0, [0]]))).reshape(-1, 2) for branch in branches
-    ]
+    runs = [np.flatnonzero(np.diff(branch.weights > 0, prepend=0, append=0)).reshape(-1, 2) for branch in branches]
     # Each run of supervised tokens is a turn; side leaves end with one of reasoning, and all others are responses.
     is_split, numbers, changed = options.reasoning in ("side_leaf", "think_split"), count(), []
     if len(switches) != (len(runs[-1]) if is_split else sum(map(len, runs))):
