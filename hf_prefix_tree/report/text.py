@@ -43,10 +43,8 @@ def counts_rows(groups: Sequence[tuple[str, Mapping[str, Any]]], total: Mapping[
     """A row for each mapping of counts, under its name, and one for the total; a head before them."""
     columns = [key for key in _COLUMNS if key in total]
     named = [*groups, ("total", total)]
-    return [
-        ["group", *(key.replace("_", " ") for key in columns)],
-        *([name, *(_cell(counts[key]) for key in columns)] for name, counts in named),
-    ]
+    head = ["group", *(key.replace("_", " ") for key in columns)]
+    return [head, *([name, *(_cell(counts[key]) for key in columns)] for name, counts in named)]
 
 
 def preparation_tables(title: str, counts: Mapping[str, Any], trees: Sequence[PrefixTree]) -> tuple[Table, Table]:
@@ -64,10 +62,8 @@ def preparation_tables(title: str, counts: Mapping[str, Any], trees: Sequence[Pr
         values, digits = [getattr(of_tree, name) for of_tree in stats], 2 if "ratio" in name else 1
         mean = getattr(total, name) if "ratio" in name else sum(values) / len(values)
         selection.append([labels.get(name, name.replace("_", " ")), f"{mean:,.{digits}f}", _cell(max(values))])
-    return (
-        table("", [[title, ""], *([name.replace("_", " "), _cell(count)] for name, count in numbers.items())]),
-        table(f"{len(stats)} trees", selection),
-    )
+    counted = [[title, ""], *([name.replace("_", " "), _cell(count)] for name, count in numbers.items())]
+    return table("", counted), table(f"{len(stats)} trees", selection)
 
 
 def printable(text: str) -> str:

@@ -78,10 +78,8 @@ def page(
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{_text(title)}</title>'
     style = f"{_STYLE}<style>body{{margin:0}}body>.hpt{{padding:12px;min-height:100vh;box-sizing:border-box}}</style>"
     content = "\n".join(body)
-    return (
-        f'<!doctype html><html lang="en"><head>{head}{style}</head><body><div class="hpt">{content}</div>{_SCRIPT}'
-        "</body></html>"
-    )
+    framed = f'<div class="hpt">{content}</div>{_SCRIPT}'
+    return f'<!doctype html><html lang="en"><head>{head}{style}</head><body>{framed}</body></html>'
 
 
 def _rows(rows: Sequence[Sequence[str]]) -> str:
@@ -157,7 +155,5 @@ def _node(tree: PrefixTree, node: int, indent: int, decode: Decode | None) -> st
     g = tree.branch_count[start : start + length]
     of_k = f"g {g.min()}{f'-{g.max()}' * bool(g.max() > g.min())} of {tree.num_branches}"
     facts = f"node {node}, {length:,} token{'s' * (length != 1)}, {of_k}"
-    return (
-        f'<div class="n" tabindex="0" data-i="{node}" data-p="{tree.node_parents[node]}" style="--d:{indent}" '
-        f'title="{title}"><small>{facts}</small><div class="t">{text}</div></div>'
-    )
+    places = f'data-i="{node}" data-p="{tree.node_parents[node]}" style="--d:{indent}" title="{title}"'
+    return f'<div class="n" tabindex="0" {places}><small>{facts}</small><div class="t">{text}</div></div>'

@@ -183,10 +183,8 @@ class PrefixTree:
         return len(self.input_ids)
 
     def __repr__(self) -> str:
-        return (
-            f"PrefixTree(tokens={len(self)}, nodes={len(self.node_lengths)}, branches={len(self.branch_nodes)}, "
-            f"weighting={self.weighting!r})"
-        )
+        sizes = f"tokens={len(self)}, nodes={len(self.node_lengths)}, branches={len(self.branch_nodes)}"
+        return f"PrefixTree({sizes}, weighting={self.weighting!r})"
 
     def _repr_html_(self) -> str:
         return tree_html(self)
