@@ -425,10 +425,9 @@ def sequences_of_rows(
                 not any(common_prefix(ids, context) == len(context) for ids in kept) for context in contexts
             )
     whole = ("stock_defaults", "stock_best") if at_best is None else ("stock_defaults",)
+    trained = {name: sum(of_way) if name in whole else supervised for name, of_way in lengths.items()}
     return {
-        name: Sequences.of(
-            of_way, sum(of_way) if name in whole else supervised, truncated=truncated[name], missing=missing[name]
-        )
+        name: Sequences.of(of_way, trained[name], truncated=truncated[name], missing=missing[name])
         for name, of_way in lengths.items()
     }
 

@@ -40,10 +40,8 @@ def rollout_branches(prompt_ids: npt.ArrayLike, completions: Sequence[npt.ArrayL
     ```
     """
     prompt, ids = _prompt_and_completions(prompt_ids, completions)
-    return [
-        Branch(np.concatenate([prompt, completion]), np.arange(len(prompt) + len(completion)) >= len(prompt))
-        for completion in ids
-    ]
+    whole = [np.concatenate([prompt, completion]) for completion in ids]
+    return [Branch(tokens, np.arange(len(tokens)) >= len(prompt)) for tokens in whole]
 
 
 def as_branch(branch: object, index: int) -> Branch:

@@ -212,11 +212,10 @@ def _of_tokens(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]
 
 
 def _of_conversations(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
-    return [
-        branch
-        for messages, num_prompt_messages in row_conversations(row, options.kind, counts)
-        for branch in _conversation(messages, num_prompt_messages, row, options, counts)
-    ]
+    branches: list[Branch] = []
+    for messages, num_prompt_messages in row_conversations(row, options.kind, counts):
+        branches += _conversation(messages, num_prompt_messages, row, options, counts)
+    return branches
 
 
 def _of_completions(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:

@@ -70,11 +70,8 @@ def order_units(dataset: Dataset, units: list[list[int]] | None, plan: Plan, rep
         if report.further["too_long"] == len(totals):
             raise ValueError(f"`token_usage` of all {len(totals)} rows or groups is above `max_length`; raise it.")
     if totals.max() <= 0:
-        logger.warning(
-            "`selection_metric=%r` is 0 for all of %d rows or groups: the first ones are taken.",
-            plan.selection_metric,
-            len(totals),
-        )
+        problem = f"`selection_metric={plan.selection_metric!r}` is 0 for all of {len(totals)} rows or groups"
+        logger.warning("%s: the first ones are taken.", problem)
     return [unit for unit in np.argsort(-totals, kind="stable").tolist() if totals[unit] != _TOO_LONG]
 
 
