@@ -89,7 +89,8 @@ def read_samples(
     columns = columns_of(rows)
     if group_by is None and ("input_ids" in columns or not columns):
         return rows if on_error == "raise" else _readable(rows)
-    folded, report = read_branches(rows, tokenizer, (*SAMPLE_KINDS, "tokens"), on_error, num_proc, group_by, **options)
+    kinds = (*SAMPLE_KINDS, "tokens")
+    folded, report = read_branches(rows, tokenizer, kinds, on_error, num_proc, group_by, **options)
     if counts is not None:
         counts.update(report.as_dict())
     if isinstance(folded, list):

@@ -119,7 +119,7 @@ def _tree(tree: PrefixTree, decode: Decode | None) -> str:
 
 def _reading_order(parents: list[int]) -> tuple[list[int], list[int]]:
     """Nodes with light children first and the heaviest, a node's first in preorder, last; how far each is indented."""
-    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]  # the last list holds the roots (parent -1)
+    children: list[list[int]] = [[] for _ in (*parents, -1)]  # the last list holds the roots (parent -1)
     for node, parent in enumerate(parents):
         children[parent].append(node)
     order, indents, waiting = [], [0] * len(parents), children[-1][::-1]
