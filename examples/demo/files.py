@@ -4,9 +4,9 @@
 without a GPU and without the Hub.
 
 Written into the current folder: `dialogues.jsonl` with `dialogues.tools.json` (help-desk dialogues), `pairs.jsonl`
-(preferences), `completions.jsonl` (several of each prompt), `prompts.jsonl`, and in `Qwen/Qwen3-0.6B` a tiny model with
-random weights and its tokenizer, which Transformers loads in place of the Hub's model of that name. Delete the folder
-`Qwen` to train the real one.
+(preferences), `completions.jsonl` (several of each prompt), `prompts.jsonl`, and in `Qwen/Qwen3-0.6B` a tiny model
+with random weights and its tokenizer, which Transformers loads in place of the Hub's model of that name. Delete the
+folder `Qwen` to train the real one.
 """
 
 from __future__ import annotations
