@@ -235,55 +235,55 @@ def _on_shared_prefixes(flat: ObjectiveInputs, supervised: torch.Tensor, is_caus
     names, length = ("input_ids", "attention_mask", "diffusion_layout"), supervised.shape[1]
     ids, attended, seen = (flat.inputs[name].cpu().numpy() for name in names)  # waits for the device
     starts, ends = seen[:, START0, :length], seen[:, END0, :length]  # of the block of each token
-    noisy, keys = 2 * length * np.arange(len(ids)), 2 * ids[:, length:] + attended[:, length:]
-    known: dict[bytes, int] = {}  # clean blocks
-    leaves, paths, positions = [], [], []  # starts of noisy blocks; clean tokens below a common root: keys, positions
-    for row, columns in enumerate(map(np.flatnonzero, supervised.cpu().numpy())):
-        leaves.append(np.unique(starts[row, columns]))
-        path = keys[row, : (columns if is_causal else leaves[-1]).max(initial=0)]  # keys are equal where tokens merge
-        if not is_causal and len(path):
-            first = np.unique(starts[row, : len(path)])
-            blocks = [known.setdefault(block.tobytes(), len(known)) for block in np.split(path, first[1:])]
-            path = np.repeat(blocks, np.diff(first, append=len(path)))
-        paths.append(np.append(0, path))
-        positions.append(np.append(0, noisy[row] + length + np.arange(len(path))))
-    clean = fold(Branch(path, np.zeros(len(path))) for path in paths)
-    walks, rows, first = clean.paths(), np.repeat(np.arange(len(ids)), list(map(len, leaves))), np.concatenate(leaves)
-    above = np.concatenate([walk[start] for walk, start in zip(walks, leaves, strict=True)])
+    keys = 2 * ids[:, length:] + attended[:, length:]  # of clean tokens: equal where they merge
+    # the first position that sees each one: the start of its block or, of tokens that attend causally, itself
+    seen_from = np.hstack([starts, length + (np.arange(length) + 0 * starts if is_causal else starts)])
+    seen_from = seen_from + 2 * length * np.arange(len(ids))[:, None]
+    is_supervised = supervised.cpu().numpy().copy()
+    is_supervised[0, 0] |= not is_supervised.any()  # a packed sequence has a token
+    begins = np.zeros_like(is_supervised)  # first tokens of the noisy blocks that predict anything
+    begins[is_supervised.nonzero()[0], starts[is_supervised]] = True
+    rows, first = begins.nonzero()
     widths = ends[rows, first] - first
+    known: dict[bytes, int] = {}  # clean blocks
+    paths = []  # clean tokens of each sample, below a common root
+    for row, columns in enumerate(map(np.flatnonzero, is_supervised if is_causal else begins)):
+        path = keys[row, : columns.max(initial=0)]
+        if not is_causal and len(path):
+            bounds = np.unique(starts[row, : len(path)])
+            blocks = [known.setdefault(block.tobytes(), len(known)) for block in np.split(path, bounds[1:])]
+            path = np.repeat(blocks, np.diff(bounds, append=len(path)))
+        paths.append(np.append(0, path))
+    clean = fold(Branch(path, np.zeros(len(path))) for path in paths)
+    walks = clean.paths()
     # Tokens are numbered as in `clean`, then along the noisy blocks. A node ends where a noisy block hangs below it.
+    above = np.concatenate(walks)[layout.node_starts(clean.branch_lengths)[rows] + first]
     tops = len(clean) + layout.node_starts(widths)
     nodes = np.unique(np.concatenate([clean.node_starts, above + 1, tops]))
     before = np.append(clean.predecessor[nodes[nodes < len(clean)]], above)
     # in the order of the samples, which decides ties: the clean tokens of each one, then its noisy blocks
     tips = np.append([walk[-1] for walk in walks], tops)
-    tips = tips[np.argsort(np.append(np.arange(len(ids)), rows), kind="stable")]
+    tips = tips[np.argsort(np.append(np.arange(len(walks)), rows), kind="stable")]
     parents, tips = (np.searchsorted(nodes, numbers, "right") - 1 for numbers in (before, tips))
     lengths = np.diff(nodes, append=len(clean) + widths.sum())
-    if len(rows):  # the root is no token, unless there is no other
-        lengths[0], nodes[0] = lengths[0] - 1, 1
+    lengths[0], nodes[0] = lengths[0] - 1, 1  # without the root
     order, new_index = layout.heavy_first_order(lengths, parents, tips)
     tokens = layout.ranges(nodes[order], lengths[order])
-    at = np.full(len(clean) + widths.sum(), -1)  # where each token is packed
-    at[tokens] = np.arange(len(tokens))
-    numbers = np.concatenate([*walks, np.arange(len(clean), len(at))])
-    numbered = np.concatenate([*positions, layout.ranges(noisy[rows] + first, widths)])
-    source, places = np.zeros_like(at), np.full(ids.size, -1)
-    source[numbers], places[numbered] = numbered, at[numbers]
-    source = source[tokens]
-    # the first position that sees each one: the start of its block or, of tokens that attend causally, itself
-    samples, columns = np.divmod(source, 2 * length)
-    in_sample = columns % length
-    seen_from = source + np.where(is_causal & (columns >= length), 0, starts[samples, in_sample] - in_sample)
+    places, at = np.full(ids.shape, -1), np.argsort(tokens)  # where positions are packed; tokens, without the root
+    for row, walk in enumerate(walks):
+        places[row, length : length + len(walk) - 1] = at[walk[1:] - 1]
+    places.flat[layout.ranges(2 * length * rows + first, widths)] = at[len(clean) - 1 :]
+    source, kept = np.zeros_like(tokens), np.flatnonzero(places >= 0)  # a position of each packed token
+    source[places.flat[kept]] = kept
     packed = np.zeros((6, rounded_up(len(tokens), BLOCK_SIZE)), dtype=np.int32)
     packed[END0] = packed.shape[1]  # each query sees all keys that it is seen from
-    subtree_end = layout.subtree_end(lengths[order], new_index[parents[order]])
-    packed[FIRST:, : len(tokens)] = np.stack([places[seen_from], subtree_end]) * attended.flat[source]
+    visible = places.flat[seen_from.flat[source]], layout.subtree_end(lengths[order], new_index[parents[order]])
+    packed[FIRST:, : len(tokens)] = np.stack(visible) * attended.flat[source]
     inputs = {"diffusion_layout": torch.from_numpy(packed[None]).to(supervised.device)}
     of, padding = torch.from_numpy(source).to(supervised.device), (0, packed.shape[1] - len(tokens))
     for name in ("input_ids", "position_ids", "attention_mask"):
         inputs[name] = torch.nn.functional.pad(flat.inputs[name].flatten()[of], padding)[None]
-    return flat._replace(inputs=inputs, places=torch.from_numpy(places).to(supervised.device))
+    return flat._replace(inputs=inputs, places=torch.from_numpy(places.ravel()).to(supervised.device))
 
 
 def objective_loss(
