@@ -140,12 +140,10 @@ def tree_of_rows(
             else:
                 branches += row_branches(row, options, counts)
         except ValueError as error:
-            if on_error == "raise":
-                raise ValueError(f"row {index}: {error}") from error
+            errors += skipped_row(index, error, on_error)["errors"]
             counts["skipped"] += 1
             if isinstance(error, TurnError):
                 counts[error.name] += 1
-            errors.append(f"row {index}: {error}")
     if any(branch.weights.any() for branch in branches):
         tree = fold(branches, weighting)
     counts["empty"] += tree is None

@@ -125,11 +125,10 @@ def _tree(tree: PrefixTree, decode: Decode | None) -> str:
 
 def _reading_order(parents: list[int]) -> tuple[list[int], list[int]]:
     """Nodes with light children first and the heaviest, a node's first in preorder, last; how far each is indented."""
-    roots: list[int] = []
-    children: list[list[int]] = [[] for _ in parents]
+    children: list[list[int]] = [[] for _ in (*parents, -1)]  # the last list holds the roots (parent -1)
     for node, parent in enumerate(parents):
-        (children[parent] if parent >= 0 else roots).append(node)
-    order, indents, waiting = [], [0] * len(parents), roots[::-1]
+        children[parent].append(node)
+    order, indents, waiting = [], [0] * len(parents), children[-1][::-1]
     while waiting:
         node = waiting.pop()
         order.append(node)
