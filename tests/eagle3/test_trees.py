@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset, load_from_disk
 from safetensors.torch import load_file
 from torch.nn.attention import flex_attention as flex_module
+from torch.utils.data import DataLoader, DistributedSampler
 
 from conformance.double import keep_double
 from examples.demo.dialogues import generate_dialogues
@@ -168,6 +169,21 @@ def test_the_vocabulary_counts_a_token_once_for_each_branch(target):
         ids, _ = build_token_mapping([collate([tree.to_dict()])], **sizes)
         assert torch.equal(ids, build_token_mapping([collate(as_documents(tree.branches()))], **sizes)[0])
     assert expected.max() > 1
+
+
+def test_trees_that_a_sampler_repeats_count_once():
+    """Five trees for two ranks: one of them is repeated."""
+    trees = [fold(random_branches(seed)).to_dict() for seed in range(5)]
+    collate, total = DataCollatorForEagle3(0), torch.zeros(VOCAB, dtype=torch.int64)
+    for rank in range(2):
+        sampler = DistributedSampler(trees, num_replicas=2, rank=rank, shuffle=False)
+        total += count_supervised(DataLoader(trees, sampler=sampler, collate_fn=collate), VOCAB)
+        with pytest.raises(ValueError, match=r"repeats dataset rows.*`batch_size=1`"):
+            count_supervised(DataLoader(trees, 3, sampler=sampler, collate_fn=collate), VOCAB)
+    assert torch.equal(total, count_supervised([collate(trees)], VOCAB)) and total.sum() > 20
+    even = DistributedSampler(trees[:4], num_replicas=2, rank=0, shuffle=False)
+    counts = count_supervised(DataLoader(trees[:4], 2, sampler=even, collate_fn=collate), VOCAB)
+    assert torch.equal(counts, count_supervised([collate(trees[:4:2])], VOCAB))
 
 
 def test_parts_of_a_split_tree_add_up(target):
