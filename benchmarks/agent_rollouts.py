@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import itertools
 import json
 import sys
@@ -53,13 +52,14 @@ from trl.chat_template_utils import qwen3_training_chat_template
 
 from benchmarks.common import (
     Row,
+    attempted,
     best_attention,
+    check_failures,
     check_same_step,
     default_device,
     make_parser,
     measure,
     peak_gib,
-    progress,
     report,
 )
 from benchmarks.flops import flop_counts, model_config, step_flops
@@ -344,10 +344,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
                     row["rows"] = sum(len(rollout.prompts) for rollout in given)
                     row["batch_size"] = len(given) if is_tree else batch_size_of(given, args.micro_batch_tokens)
                     row |= {"useful_tokens": count["tokens"], "tflop": count["tflop"]}
-                    gc.collect()  # compiled layers and hooks keep the previous model in cycles
-                    if device.type == "cuda":
-                        torch.cuda.empty_cache()
-                    try:
+                    with attempted(rows, row, device):
                         with tempfile.TemporaryDirectory() as folder:
                             trainer = make_trainer(row, given, config, args.quick, folder, device)
                             row |= measure_update(trainer, args.steps, device)
@@ -356,15 +353,9 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
                             tree = row
                         else:
                             compare(row, tree, config)
-                    except torch.cuda.OutOfMemoryError:
-                        row["failure"] = "out of memory"
-                    except (RuntimeError, ValueError) as error:  # raised at the end: the other measurements go on
-                        row["failure"] = str(error)
-                    progress(rows, row)
     finally:
         rows = report(rows, COLUMNS, device, args)
-    if failures := {row["failure"] for row in rows if "failure" in row} - {"out of memory"}:
-        raise RuntimeError("\n".join(failures))
+    check_failures(rows)
     return rows
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gc
 import importlib.metadata
 import math
 import os
@@ -12,7 +13,8 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 Row = dict[str, Any]
+OUT_OF_MEMORY = "out of memory"  # a result, unlike all other failures
 PACKAGES = (
     "torch",
     "triton",
@@ -218,6 +221,27 @@ def progress(rows: list[Row], row: Row) -> None:
     """Adds a row and prints it at once, so that an interrupted run leaves its results."""
     rows.append(row)
     print("  ".join(f"{name}={_text(value)}" for name, value in row.items() if value not in (None, "")), flush=True)
+
+
+@contextmanager
+def attempted(rows: list[Row], row: Row, device: torch.device) -> Iterator[None]:
+    """A measurement on freed memory that fills a row, also with its `failure`: the others go on."""
+    gc.collect()  # compiled layers and hooks keep the previous model in cycles
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError:
+        row["failure"] = OUT_OF_MEMORY
+    except (RuntimeError, ValueError) as error:
+        row["failure"] = str(error)
+    progress(rows, row)
+
+
+def check_failures(rows: list[Row]) -> None:
+    """Raises at the end what failed by itself, not for want of memory."""
+    if failures := {row["failure"] for row in rows if row.get("failure")} - {OUT_OF_MEMORY}:
+        raise RuntimeError("\n".join(failures))
 
 
 def read_csv(path: Path) -> list[Row]:

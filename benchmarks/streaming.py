@@ -35,7 +35,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
-from benchmarks.common import Row, default_device, make_parser, progress, report
+from benchmarks.common import Row, attempted, check_failures, default_device, make_parser, report
 from benchmarks.flops import shape_config
 from benchmarks.shapes import QUICK as QUICK_SHAPES
 from benchmarks.shapes import SHAPES as COMMON_SHAPES
@@ -156,23 +156,14 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             row: Row = {"shape": shape, "model": "8b" if is_long else "0.6b", "side": side, "checkpointing": True}
             row |= {"max_tokens": {"split": split_tokens, "stream": args.pass_tokens}.get(side)}
             row |= {"tree_tokens": len(tree), "longest_path": tree.stats().longest_path, "cap_gib": args.cap_gib}
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-            try:
+            with attempted(rows, row, device):
                 row |= measure(row, tree, args, device)
                 split = [other for other in rows if other["shape"] == shape and other["side"] == "split"]
                 if side == "stream" and split and "loss" in split[0]:
                     check_same(row, split[0])
-            except torch.cuda.OutOfMemoryError:
-                row["failure"] = "out of memory"
-            except (RuntimeError, ValueError) as error:  # raised at the end: the other measurements go on
-                row["failure"] = str(error)
-            progress(rows, row)
     finally:
         rows = report(rows, COLUMNS, device, args)
-    if failures := {row["failure"] for row in rows if "failure" in row} - {"out of memory"}:
-        raise RuntimeError("\n".join(failures))
+    check_failures(rows)
     return rows
 
 

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import itertools
 import math
 import statistics
@@ -47,7 +46,16 @@ from trl import SFTConfig, SFTTrainer
 from trl.data_utils import pack_dataset
 
 from benchmarks import flops
-from benchmarks.common import Row, best_attention, check_same_step, default_device, make_parser, progress, report
+from benchmarks.common import (
+    Row,
+    attempted,
+    best_attention,
+    check_failures,
+    check_same_step,
+    default_device,
+    make_parser,
+    report,
+)
 from benchmarks.shapes import Nodes, build, caterpillar, rollouts
 from examples.demo.tokenizer import train_tokenizer
 from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer
@@ -259,23 +267,14 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
                 row |= {"attention": stock_attention if side.startswith("trl") else "prefix_tree"}
                 row["checkpointing"] = args.checkpointing or name.endswith("8b")
                 row["flat_rows"] = sum(tree.num_branches for tree in trees)
-                gc.collect()
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
                 torch._dynamo.reset()
-                try:
+                with attempted(rows, row, device):
                     row |= measure(row, trees, args, device)
                     compare(row, stock)
-                except torch.cuda.OutOfMemoryError:
-                    row["failure"] = "out of memory"
-                except (RuntimeError, ValueError) as error:  # raised at the end: the other measurements go on
-                    row["failure"] = str(error)
                 stock = stock or (row if side == "trl" else None)
-                progress(rows, row)
     finally:
         rows = report(rows, COLUMNS, device, args)
-    if failures := {row["failure"] for row in rows if "failure" in row} - {"out of memory"}:
-        raise RuntimeError("\n".join(failures))
+    check_failures(rows)
     return rows
 
 

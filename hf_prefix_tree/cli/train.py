@@ -245,7 +245,8 @@ def run(
     if isinstance(arguments, Eagle3Arguments) and arguments.export_engine and trainer.is_world_process_zero():
         folder, engine = str(Path(args.output_dir, "serving")), arguments.export_engine
         draft = Eagle3DraftModel.from_pretrained(args.output_dir)  # whole, even if training sharded it
-        export_for_serving(draft, folder, engine, dtype=torch.bfloat16, target_name_or_path=name)
+        target = None if is_precomputed else name  # the draft knows the target of the states
+        export_for_serving(draft, folder, engine, dtype=torch.bfloat16, target_name_or_path=target)
         for problem in validate_export(folder):
             logger.error("The exported draft is not what %s expects: %s", engine, problem)
     return trainer

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
@@ -52,7 +52,6 @@ def read_samples(
     on_error: str = "raise",
     num_proc: int | None = None,
     group_by: str | None = None,
-    counts: MutableMapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
     """
@@ -73,8 +72,6 @@ def read_samples(
         group_by (`str`, *optional*):
             Column whose equal values make one row of a dataset or stream out of all their samples, in lists; those of
             `input_ids` too are then read as by `prepare_trees`.
-        counts (`MutableMapping[str, Any]`, *optional*):
-            As for `prepare_trees`.
         options:
             Further ones of [`RowOptions`].
 
@@ -90,9 +87,7 @@ def read_samples(
     if group_by is None and ("input_ids" in columns or not columns):
         return rows if on_error == "raise" else _readable(rows)
     kinds = (*SAMPLE_KINDS, "tokens")
-    folded, report = read_branches(rows, tokenizer, kinds, on_error, num_proc, group_by, **options)
-    if counts is not None:
-        counts.update(report.as_dict())
+    folded = read_branches(rows, tokenizer, kinds, on_error, num_proc, group_by, **options)
     if isinstance(folded, list):
         return [sample for tree in folded for sample in _samples(tree)]
     schema = _SAMPLE_FEATURES if group_by is None else _GROUP_FEATURES
@@ -109,7 +104,7 @@ def read_branches(
     num_proc: int | None,
     group_by: str | None = None,
     **options: Any,
-) -> tuple[Any, Report]:
+) -> Any:
     """
     The tree of each row: as by `prepare_trees`, with further options of how a row is read, also for a list of rows.
 
@@ -122,8 +117,7 @@ def read_branches(
             As for [`read_samples`].
 
     Returns:
-        `tuple`: rows that are trees, in the form of `rows`, without those that supervise nothing; and their counts,
-        which are logged.
+        Rows that are trees, in the form of `rows`, without those that supervise nothing. Their counts are logged.
     """
     columns = columns_of(rows)
     kind = row_kind(columns, kinds)
@@ -131,22 +125,17 @@ def read_branches(
         check_choice(group_by, "group_by", sorted(columns))
     if tokenizer is None and kind in TEXT_KINDS:
         raise ValueError(f"`tokenizer` is None, but {kind} rows are text; pass the model's tokenizer.")
-    is_list = not isinstance(rows, Dataset | IterableDataset)
-    features = {} if is_list else dict(rows.features or {})
-    read = RowOptions(kind, tokenizer, features, **options)
+    read = RowOptions(kind, tokenizer, dict(getattr(rows, "features", None) or {}), **options)
     plan = Plan(read, "branch", on_error, group_by=group_by, num_proc=num_proc)
-    report, folded = Report(), rows
-    if is_list:
-        folded = [tree_of_rows([item], **plan.some(FOLDING)) for item in enumerate(rows)]
-        for tree in folded:
-            report.add(tree.pop(REPORT))
-        report.log()
-        folded = [tree for tree in folded if tree["num_branches"]]
-    elif isinstance(rows, IterableDataset):
-        folded = prepare_stream(rows, columns, plan)
-    else:
-        folded = prepare_dataset(rows, plan, report)
-    return folded, report
+    if isinstance(rows, Dataset):
+        return prepare_dataset(rows, plan, Report())
+    if isinstance(rows, IterableDataset):
+        return prepare_stream(rows, columns, plan)
+    report, folded = Report(), [tree_of_rows([item], **plan.some(FOLDING)) for item in enumerate(rows)]
+    for tree in folded:
+        report.add(tree.pop(REPORT))
+    report.log()
+    return [tree for tree in folded if tree["num_branches"]]
 
 
 def _readable(rows: Any) -> Any:

@@ -328,13 +328,11 @@ def prepare_trees(
     given["options"] = RowOptions(**{name: given[name] for name in RowOptions.__dataclass_fields__ if name in given})
     plan = Plan(**{name: given[name] for name in Plan.__dataclass_fields__})
     if isinstance(dataset, IterableDataset):
-        for name in ("num_proc", "selection_num_proc"):
-            if given[name] is not None:
-                raise ValueError(f"`{name}` is {given[name]}, but a stream is read in one process; leave it out.")
-        for name in ("selection_metric", "counts"):
+        for name in ("num_proc", "selection_num_proc", "selection_metric", "counts"):
             if given[name] is not None:
                 raise ValueError(
-                    f"`{name}` needs all rows, but `dataset` is a stream; pass a Dataset, or leave it out."
+                    f"`{name}` is {given[name]!r}, but `dataset` is a stream, which one process reads, row by row; "
+                    "leave it out, or pass a `Dataset`."
                 )
         return prepare_stream(dataset, columns, plan)
     check_not_empty(dataset, "dataset")

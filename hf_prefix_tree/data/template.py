@@ -38,15 +38,7 @@ _OWN_ARGUMENTS = {*signature(PreTrainedTokenizerBase.apply_chat_template).parame
 _OWN_ARGUMENTS -= {"self", "documents", "chat_template", "kwargs"}
 # Pieces as they stand between control tokens: words, spaces and line breaks at either end, nothing at all.
 _PROBE = (
-    "Hello",
-    " world ",
-    "\n\nA b",
-    "",
-    "1.5 e\u0301x,",
-    "\n",
-    "  \n x",
-    "\u00a0\u4f60\u597d ",
-    "def f():\n\treturn",
+    *("Hello", " world ", "\n\nA b", "", "1.5 e\u0301x,", "\n", "  \n x", "\u00a0\u4f60\u597d ", "def f():\n\treturn"),
 )
 # The cache is emptied when it holds more text than this: 8 million characters are about 2 million tokens, 16 MB.
 _CACHED_CHARACTERS = 8_000_000

@@ -7,7 +7,7 @@ the turn is. Cost: that of rendering, see `hf_prefix_tree.data.turns`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,7 +34,6 @@ def prepare_diffusion_rows(
     num_proc: int | None = None,
     group_by: str | None = None,
     cap: tuple[str, int | None] = ("max_length", None),
-    counts: MutableMapping[str, Any] | None = None,
 ) -> Any:
     """
     Dataset rows for [`DataCollatorForDiffusionLM`], each with its `sample_index`, on which its noise depends.
@@ -57,8 +56,6 @@ def prepare_diffusion_rows(
         cap (`tuple[str, int]`, *optional*):
             The argument to which the collator truncates samples, and its value. Those of which it would leave nothing
             supervised are left out here.
-        counts (`MutableMapping[str, Any]`, *optional*):
-            As for [`prepare_trees`], of all but `input_ids`.
 
     Returns:
         A dataset of the same type. Of texts it has `input_ids`, which end with the response, and `loss_mask`.
@@ -67,8 +64,8 @@ def prepare_diffusion_rows(
         `ValueError`: If the dataset rows are of no known kind, or malformed, or none is left.
     """
     columns = columns_of(dataset)
-    options: dict[str, Any] = {"on_error": on_error, "chat_template_kwargs": dict(chat_template_kwargs or {})}
-    options |= {"num_proc": num_proc, "counts": counts}
+    options: dict[str, Any] = {"on_error": on_error, "num_proc": num_proc}
+    options["chat_template_kwargs"] = dict(chat_template_kwargs or {})
     if "input_ids" in columns or group_by is None:
         dataset = read_samples(dataset, tokenizer, **options)
     check_not_empty(dataset, "dataset")

@@ -12,7 +12,8 @@ equal prefixes are one, with each noisy block as a leaf below the clean tokens b
 
 A token sees the tokens of its path, and a noisy block itself. Clean tokens merge where `"hybrid"`, which attends
 causally, has the same tokens up to there, and `"block"` the same whole blocks: a token sees the rest of its block.
-Noisy blocks and clean tokens on which no prediction depends are left out. Cost: linear in the tokens of all paths.
+Noisy blocks and clean tokens on which no prediction depends are left out. Cost: linear in the tokens of the samples,
+vectorised, plus Python steps over samples and blocks.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hf_prefix_tree.modeling.attention.masks.spans import END0, FIRST, START0, s
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
 from hf_prefix_tree.modeling.loss import weighted_mean
 from hf_prefix_tree.training.sampling import rounded_up
+from hf_prefix_tree.tree import layout
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
 
 if TYPE_CHECKING:
@@ -228,44 +230,60 @@ def objective_inputs(batch: Mapping[str, torch.Tensor], noise: Corrupted, args: 
     return flat if args.group_by is None else _on_shared_prefixes(flat, supervised, args.objective == "hybrid")
 
 
-_NOISY = 2**40  # from here on, the keys of noisy tokens, which nothing shares
-
-
 def _on_shared_prefixes(flat: ObjectiveInputs, supervised: torch.Tensor, is_causal: bool) -> ObjectiveInputs:
     """The sequences `[x_t | x_0]` as one packed sequence, see the top of this file."""
     names, length = ("input_ids", "attention_mask", "diffusion_layout"), supervised.shape[1]
-    ids, attended, layout = (flat.inputs[name].cpu().numpy() for name in names)  # waits for the device
-    starts, ends = layout[:, START0, :length], layout[:, END0, :length]  # of the block of each token
-    noisy, keys = 2 * length * np.arange(len(ids))[:, None], (2 * ids + attended)[:, length:]
+    ids, attended, seen = (flat.inputs[name].cpu().numpy() for name in names)  # waits for the device
+    starts, ends = seen[:, START0, :length], seen[:, END0, :length]  # of the block of each token
+    keys = 2 * ids[:, length:] + attended[:, length:]  # of clean tokens: equal where they merge
     # the first position that sees each one: the start of its block or, of tokens that attend causally, itself
-    seen_from = noisy + np.hstack([starts, length + (np.arange(length) + 0 * starts if is_causal else starts)])
+    seen_from = np.hstack([starts, length + (np.arange(length) + 0 * starts if is_causal else starts)])
+    seen_from = seen_from + 2 * length * np.arange(len(ids))[:, None]
+    is_supervised = supervised.cpu().numpy().copy()
+    is_supervised[0, 0] |= not is_supervised.any()  # a packed sequence has a token
+    begins = np.zeros_like(is_supervised)  # first tokens of the noisy blocks that predict anything
+    begins[is_supervised.nonzero()[0], starts[is_supervised]] = True
+    rows, first = begins.nonzero()
+    widths = ends[rows, first] - first
     known: dict[bytes, int] = {}  # clean blocks
-    paths = []  # keys of the tokens of each path, which are equal where tokens merge, and their positions
-    for row, columns in enumerate(map(np.flatnonzero, supervised.cpu().numpy())):
+    paths = []  # clean tokens of each sample, below a common root
+    for row, columns in enumerate(map(np.flatnonzero, is_supervised if is_causal else begins)):
         path = keys[row, : columns.max(initial=0)]
-        clean = np.arange(len(path)) + noisy[row] + length
-        if is_causal and len(path):
-            paths.append((path, clean))
-        elif len(path):
-            first = np.unique(starts[row, : len(path)])
-            blocks = [known.setdefault(block.tobytes(), len(known)) for block in np.split(path, first[1:])]
-            path = np.repeat(blocks, np.diff(first, append=len(path)))
-        for start in np.unique(starts[row, columns]):
-            block = np.arange(start, ends[row, start]) + noisy[row]
-            paths.append((np.append(path[:start], block + _NOISY), np.append(clean[:start], block)))
-    paths = paths or [(np.zeros(1, dtype=np.int64),) * 2]  # nothing is supervised
-    tree = fold(Branch(path, np.zeros(len(path))) for path, _ in paths)
-    places, source = np.full(ids.size, -1), np.zeros(len(tree), dtype=np.int64)
-    for (_, positions), path in zip(paths, tree.paths(), strict=True):
-        places[positions], source[path] = path, positions
-    packed = np.zeros((6, rounded_up(len(tree), BLOCK_SIZE)), dtype=np.int32)
+        if not is_causal and len(path):
+            bounds = np.unique(starts[row, : len(path)])
+            blocks = [known.setdefault(block.tobytes(), len(known)) for block in np.split(path, bounds[1:])]
+            path = np.repeat(blocks, np.diff(bounds, append=len(path)))
+        paths.append(np.append(0, path))
+    clean = fold(Branch(path, np.zeros(len(path))) for path in paths)
+    walks = clean.paths()
+    # Tokens are numbered as in `clean`, then along the noisy blocks. A node ends where a noisy block hangs below it.
+    above = np.concatenate(walks)[layout.node_starts(clean.branch_lengths)[rows] + first]
+    tops = len(clean) + layout.node_starts(widths)
+    nodes = np.unique(np.concatenate([clean.node_starts, above + 1, tops]))
+    before = np.append(clean.predecessor[nodes[nodes < len(clean)]], above)
+    # in the order of the samples, which decides ties: the clean tokens of each one, then its noisy blocks
+    tips = np.append([walk[-1] for walk in walks], tops)
+    tips = tips[np.argsort(np.append(np.arange(len(walks)), rows), kind="stable")]
+    parents, tips = (np.searchsorted(nodes, numbers, "right") - 1 for numbers in (before, tips))
+    lengths = np.diff(nodes, append=len(clean) + widths.sum())
+    lengths[0], nodes[0] = lengths[0] - 1, 1  # without the root
+    order, new_index = layout.heavy_first_order(lengths, parents, tips)
+    tokens = layout.ranges(nodes[order], lengths[order])
+    places, at = np.full(ids.shape, -1), np.argsort(tokens)  # where positions are packed; tokens, without the root
+    for row, walk in enumerate(walks):
+        places[row, length : length + len(walk) - 1] = at[walk[1:] - 1]
+    places.flat[layout.ranges(2 * length * rows + first, widths)] = at[len(clean) - 1 :]
+    source, kept = np.zeros_like(tokens), np.flatnonzero(places >= 0)  # a position of each packed token
+    source[places.flat[kept]] = kept
+    packed = np.zeros((6, rounded_up(len(tokens), BLOCK_SIZE)), dtype=np.int32)
     packed[END0] = packed.shape[1]  # each query sees all keys that it is seen from
-    packed[FIRST:, : len(tree)] = np.stack([places[seen_from.flat[source]], tree.subtree_end]) * attended.flat[source]
+    visible = places.flat[seen_from.flat[source]], layout.subtree_end(lengths[order], new_index[parents[order]])
+    packed[FIRST:, : len(tokens)] = np.stack(visible) * attended.flat[source]
     inputs = {"diffusion_layout": torch.from_numpy(packed[None]).to(supervised.device)}
-    of, padding = torch.from_numpy(source).to(supervised.device), (0, packed.shape[1] - len(tree))
+    of, padding = torch.from_numpy(source).to(supervised.device), (0, packed.shape[1] - len(tokens))
     for name in ("input_ids", "position_ids", "attention_mask"):
         inputs[name] = torch.nn.functional.pad(flat.inputs[name].flatten()[of], padding)[None]
-    return flat._replace(inputs=inputs, places=torch.from_numpy(places).to(supervised.device))
+    return flat._replace(inputs=inputs, places=torch.from_numpy(places.ravel()).to(supervised.device))
 
 
 def objective_loss(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -286,7 +286,6 @@ def prepare_eagle3_rows(
     strategy: str,
     pad_token_id: int,
     num_proc: int | None = None,
-    counts: MutableMapping[str, Any] | None = None,
 ) -> Any:
     """
     Packed sequences for [`DataCollatorForEagle3`], or documents of at most `seq_length` tokens. Truncation is logged,
@@ -297,7 +296,6 @@ def prepare_eagle3_rows(
         dataset: See [`build_eagle3_dataloader`].
         options (`Mapping[str, Any]`): `tokenizer`, and maybe others of `read_samples`: how text becomes documents.
         seq_length, packed_sequence_size, strategy, pad_token_id, num_proc: See [`build_eagle3_dataloader`].
-        counts (`MutableMapping[str, Any]`, *optional*): As for [`prepare_trees`], of dataset rows of text.
 
     Returns:
         A dataset where `dataset` is one, otherwise a list.
@@ -306,7 +304,7 @@ def prepare_eagle3_rows(
     if set(columns).issuperset(PACKED_COLUMNS) or HIDDEN_STATES in columns:
         return dataset
     cap = ("packed_sequence_size", packed_sequence_size) if packed_sequence_size else ("seq_length", seq_length)
-    dataset = read_samples(dataset, **options, num_proc=num_proc, counts=counts)
+    dataset = read_samples(dataset, **options, num_proc=num_proc)
     if isinstance(dataset, Dataset | StreamedDataset):
         processes = {"num_proc": num_proc, "desc": "Truncating documents"}  # which a stream ignores
         documents = _mapped(dataset, _truncated, _DOCUMENTS, {"length": cap[1]}, **processes)
@@ -359,7 +357,7 @@ def prepare_eagle3_trees(dataset: Any, args: Eagle3Config, tokenizer: Any, pad_t
             num_proc=num_proc,
         )
     kinds = [name for name in ROW_KINDS if name != "preference"]
-    trees, _ = read_branches(dataset, kinds=kinds, max_length=size or args.seq_length, num_proc=num_proc, **options)
+    trees = read_branches(dataset, kinds=kinds, max_length=size or args.seq_length, num_proc=num_proc, **options)
     if not size:
         return _not_empty(trees, "dataset")
     settings: dict[str, Any] = {"length": size, "strategy": args.packing_strategy}

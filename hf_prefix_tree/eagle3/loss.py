@@ -31,26 +31,23 @@ class StepSums(NamedTuple):
     hits: torch.Tensor  # [K] int64: positions that are correct at this step and at every step before
 
     def metrics(self) -> dict[str, float]:
-        """Accuracy per step, and the expected accepted length tau: a token outside of the draft vocabulary misses."""
-        accuracy = (self.correct / self.supervised.double().clamp(min=1)).tolist()
-        return {**{f"accuracy/step_{k}": a for k, a in enumerate(accuracy)}, "tau": accepted_length(self)}
+        """
+        Accuracy per step, and tau, the expected tokens per round of the target: `1 + sum_k hits_k / supervised_k`. A
+        token outside of the draft vocabulary misses.
 
+        Example:
 
-def accepted_length(sums: StepSums) -> float:
-    """
-    Expected tokens per step of the target: `1 + sum_k hits_k / supervised_k`.
+        ```python
+        >>> import torch
+        >>> hits, supervised = torch.tensor([6, 3, 1]), torch.tensor([8, 6, 4])
+        >>> StepSums(torch.zeros(3), supervised, supervised, hits, hits).metrics()["tau"]
+        2.5
 
-    Example:
-
-    ```python
-    >>> import torch
-    >>> hits, supervised = torch.tensor([6, 3, 1]), torch.tensor([8, 6, 4])
-    >>> accepted_length(StepSums(torch.zeros(3), supervised, supervised, hits, hits))
-    2.5
-
-    ```
-    """
-    return 1.0 + (sums.hits / sums.supervised.double().clamp(min=1)).sum().item()
+        ```
+        """
+        supervised = self.supervised.double().clamp(min=1)
+        accuracy, tau = (self.correct / supervised).tolist(), 1.0 + (self.hits / supervised).sum().item()
+        return {**{f"accuracy/step_{k}": a for k, a in enumerate(accuracy)}, "tau": tau}
 
 
 def deciding(weights: torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,8 @@ def build_token_mapping(
         which target tokens they are (bool of shape `(target_vocab_size,)`).
 
     Raises:
-        `ValueError`: If a size is no positive integer, or a batch lacks a key or its shapes differ.
+        `ValueError`: If a size is no positive integer, a batch lacks a key or its shapes differ, or several trees are
+            in a sequence of a loader that repeats some.
 
     Example:
 
@@ -106,11 +107,16 @@ def count_supervised(dataloader: Iterable[Mapping[str, Any]], target_vocab_size:
     """How often the batches of this rank supervise each token, int64 of shape `(target_vocab_size,)`."""
     counts = torch.zeros(target_vocab_size, dtype=torch.int64)
     sampler, left = getattr(dataloader, "sampler", None), None  # dataset rows that are left, if not all are read
-    if isinstance(sampler, torch.utils.data.DistributedSampler) and not sampler.drop_last:
+    if isinstance(sampler, torch.utils.data.DistributedSampler) and sampler.total_size > len(sampler.dataset):  # type: ignore[arg-type]
         # without those that the sampler repeats to fill a batch
         left = len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]
     with undisturbed_randomness(dataloader):
         for batch in tqdm(dataloader, desc="Counting tokens", disable=rank_and_size()[0] != 0):
+            if left is not None and "prefix_tree" in batch and getattr(dataloader, "batch_size", None) != 1:
+                raise ValueError(
+                    "`dataloader` repeats dataset rows to fill an uneven batch, and a sequence of several trees does "
+                    "not tell which; pass `batch_size=1`."
+                )
             ids, times = (values[:left].cpu() for values in _ids_and_times(batch))
             left = None if left is None else left - len(ids)
             is_known = (ids >= 0) & (ids < target_vocab_size)

@@ -12,7 +12,7 @@ from transformers import AttentionInterface
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from benchmarks import attention, call_overhead, fold, mask, packed, prepare, step, streaming
-from benchmarks.common import write_csv
+from benchmarks.common import attempted, check_failures, write_csv
 from benchmarks.flops import MODELS, flop_counts, model_config
 from benchmarks.microbatches import BranchStep, pack, scan_starts_anew
 from benchmarks.packed import Packed
@@ -334,3 +334,20 @@ def test_streaming_computes_every_token_once(tmp_path):
         else:
             assert row["tokens"] > row["tree_tokens"]
             assert row["loss"] == pytest.approx(by_side[shape, "stream"]["loss"], rel=1e-5)
+
+
+def test_a_failed_measurement_is_raised_at_the_end():
+    rows = []
+    for error in (None, torch.cuda.OutOfMemoryError("CUDA"), RuntimeError("`loss` differs"), ValueError("too long")):
+        with attempted(rows, row := {"side": "tree"}, torch.device("cpu")):
+            row["started"] = True
+            if error is not None:
+                raise error
+    assert [row.get("failure") for row in rows] == [None, "out of memory", "`loss` differs", "too long"]
+    assert all(row["started"] for row in rows)
+    check_failures(rows[:2])
+    with pytest.raises(RuntimeError) as raised:
+        check_failures(rows)
+    assert set(str(raised.value).split("\n")) == {"`loss` differs", "too long"}
+    with pytest.raises(KeyError), attempted(rows, {}, torch.device("cpu")):  # a bug of the benchmark
+        raise KeyError("ms")

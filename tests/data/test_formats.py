@@ -12,7 +12,7 @@ import trl
 from datasets import Dataset
 from datasets.fingerprint import generate_random_fingerprint
 
-from hf_prefix_tree.data.counts import COUNTS
+from hf_prefix_tree.data.counts import COUNTS, Report
 from hf_prefix_tree.data.formats import FORMATS, openai_conversation, openai_tools, preference_completions
 from hf_prefix_tree.data.prepare import prepare_trees
 from hf_prefix_tree.data.rows import MESSAGE_KINDS, row_conversations, row_kind
@@ -256,27 +256,43 @@ def test_what_trl_converts_becomes_the_same():
         assert preference_completions(pair) == (expected["prompt"], [expected["chosen"], expected["rejected"]])
 
 
-def methods(row: dict, tokenizer) -> list[tuple[list, dict]]:
+@pytest.fixture
+def reported(monkeypatch) -> list[dict]:
+    """The counts of every preparation that logs them, all of its formats included."""
+    counts: list[dict] = []
+    original = Report.log
+
+    def log(report: Report) -> None:
+        counts.append(report.as_dict())
+        original(report)
+
+    monkeypatch.setattr(Report, "log", log)
+    return counts
+
+
+def methods(row: dict, tokenizer, reported: list[dict]) -> list[tuple[list, dict]]:
     """The samples of a row, ids and supervised ids, and the counts: of trees, diffusion and EAGLE-3."""
     found = []
     for method in ("trees", "diffusion", "eagle3"):
-        dataset, counts = Dataset.from_list([row], on_mixed_types="use_json"), {}
+        reported.clear()
+        dataset = Dataset.from_list([row], on_mixed_types="use_json")
         if method == "trees":
             reasoning = "keep" if "text" in row and len(row) == 1 else "per_turn"
-            trees = prepare_trees(dataset, tokenizer, reasoning=reasoning, weighting="branch", counts=counts)
+            trees = prepare_trees(dataset, tokenizer, reasoning=reasoning, weighting="branch")
             samples = [
                 (branch.input_ids.tolist()[: int(branch.weights.nonzero()[0][-1]) + 1], (branch.weights > 0).tolist())
                 for branch in PrefixTree.from_dict(trees[0]).branches()
             ]
         elif method == "diffusion":
-            rows = prepare_diffusion_rows(dataset, tokenizer, counts=counts)
+            rows = prepare_diffusion_rows(dataset, tokenizer)
             samples = [(row["input_ids"], row["loss_mask"]) for row in rows]
         else:
             sizes = {"seq_length": 999, "packed_sequence_size": 0, "strategy": "next_fit", "pad_token_id": 0}
-            rows = prepare_eagle3_rows(dataset, {"tokenizer": tokenizer}, **sizes, counts=counts)
+            rows = prepare_eagle3_rows(dataset, {"tokenizer": tokenizer}, **sizes)
             samples = [(row["input_ids"], row["loss_mask"]) for row in rows]
         # A branch's first token has no predecessor: trees take it out of what is supervised.
         supervised = [[i for i, m in list(zip(ids, mask, strict=False))[1:] if m] for ids, mask in samples]
+        (counts,) = reported
         found.append((sorted(zip((ids for ids, _ in samples), supervised, strict=True)), counts))
     return found
 
@@ -289,20 +305,20 @@ ALL_ROWS = {name: row for name, (row, _, _) in ROWS.items()} | {
 
 
 @pytest.mark.parametrize("name", ALL_ROWS)
-def test_all_methods_read_a_row_alike(name, tiny_tokenizer):
-    (trees, counts), *others = methods(ALL_ROWS[name], tiny_tokenizer)
+def test_all_methods_read_a_row_alike(name, tiny_tokenizer, reported):
+    (trees, counts), *others = methods(ALL_ROWS[name], tiny_tokenizer, reported)
     assert trees and all(supervised for _, supervised in trees)
     if name in ROWS:
         row, messages, counted = ROWS[name]
         assert {key: counts[key] for key in FORMATS} == Counter(counted) | dict.fromkeys(FORMATS - counted.keys(), 0)
         plain = {"messages": messages, "tools": [TOOL] if "tools" in row else None}
-        assert trees == methods(plain, tiny_tokenizer)[0][0]
+        assert trees == methods(plain, tiny_tokenizer, reported)[0][0]
     for samples, other in others:
         assert samples == trees
         assert {key: other[key] for key in READ_COUNTS} == {key: counts[key] for key in READ_COUNTS}
 
 
-def test_all_methods_report_the_same_losses(tiny_tokenizer, caplog):
+def test_all_methods_report_the_same_losses(tiny_tokenizer, caplog, reported):
     """In a dataset, a list and a stream; a row without a sample is counted, too."""
     on = {"train_response": True}
     rows = [
@@ -314,20 +330,21 @@ def test_all_methods_report_the_same_losses(tiny_tokenizer, caplog):
     sizes = {"seq_length": 99, "packed_sequence_size": 0, "strategy": "next_fit", "pad_token_id": 0}
     options = {"tokenizer": tiny_tokenizer}
     for prepare in (
-        lambda counts: prepare_trees(Dataset.from_list(rows), tiny_tokenizer, counts=counts),
-        lambda counts: prepare_diffusion_rows(Dataset.from_list(rows), tiny_tokenizer, counts=counts),
-        lambda counts: prepare_eagle3_rows(Dataset.from_list(rows), options, **sizes, counts=counts),
-        lambda counts: prepare_eagle3_rows(rows, options, **sizes, counts=counts),
-        lambda counts: list(prepare_diffusion_rows(Dataset.from_list(rows).to_iterable_dataset(), tiny_tokenizer)),
+        lambda: prepare_trees(Dataset.from_list(rows), tiny_tokenizer),
+        lambda: prepare_diffusion_rows(Dataset.from_list(rows), tiny_tokenizer),
+        lambda: prepare_eagle3_rows(Dataset.from_list(rows), options, **sizes),
+        lambda: prepare_eagle3_rows(rows, options, **sizes),
+        lambda: list(prepare_diffusion_rows(Dataset.from_list(rows).to_iterable_dataset(), tiny_tokenizer)),
     ):
         caplog.clear()
-        counts: dict = {}
-        result = prepare(counts)
-        found.append({key: counts.get(key) for key in READ_COUNTS})
+        reported.clear()
+        result = prepare()
+        (counts,) = reported
+        found.append({key: counts[key] for key in READ_COUNTS})
         (text,) = caplog.messages
         logged.append(text.replace("; 1 trees left out because nothing in them is supervised", ""))
         assert len(result) == 2
-    assert found[0] == found[1] == found[2] == found[3]
+    assert all(counts == found[0] for counts in found)
     assert {key: found[0][key] for key in ("rows", "sharegpt", "unclosed_reasoning", "unsupervised", "switched")} == {
         "rows": 3,
         "sharegpt": 3,

@@ -88,7 +88,9 @@ def test_every_token_sees_what_it_sees_in_its_own_sequence(objective, response_w
     for _ in range(75):
         size = int(torch.randint(1, 6, (1,), generator=generator))
         args = options_of(objective, block_size=size, response_window=response_window)
-        batch = collated(draw_samples(generator), args)
+        samples = draw_samples(generator)
+        samples += [samples[0], {**samples[-1], "loss_mask": [0] * len(samples[-1]["input_ids"])}]
+        batch = collated(samples, args)
         noise, supervised = noise_of(batch, args), supervised_tokens(batch)
         inputs, _, is_predicted, places = objective_inputs(batch, noise, args)
         rows, length = batch["input_ids"].shape
@@ -96,6 +98,9 @@ def test_every_token_sees_what_it_sees_in_its_own_sequence(objective, response_w
         assert (places[is_predicted] >= 0).all()
         flat_ids, kept, clean = torch.cat([noise.input_ids, batch["input_ids"]], dim=1), set(), set()
         for row in range(rows):
+            if not supervised[row].any():
+                assert (places[row] == -1).all()
+                continue
             start = int(window_starts(supervised)[row]) if response_window else 0
             last = int(supervised[row].nonzero().max())
             # a noisy block needs the clean blocks before it, next-token prediction all before the last token

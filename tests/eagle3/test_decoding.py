@@ -212,8 +212,9 @@ def test_training_exports_and_decodes(workspace, capsys):
 def test_training_on_precomputed_states(workspace):
     states = workspace / "states"
     first = run("eagle3_train", arguments(workspace, precompute_dir=states))
-    again = run(
-        "eagle3_train", arguments(workspace, model_name_or_path=states, tokenizer_name_or_path=workspace / "target")
-    )
+    options = {"model_name_or_path": states, "tokenizer_name_or_path": workspace / "target"}
+    again = run("eagle3_train", arguments(workspace, export_engine="speculators", **options))
     losses = [[entry["loss"] for entry in t.state.log_history if "loss" in entry] for t in (first, again)]
     assert losses[0] == losses[1]
+    exported = json.loads((workspace / "out" / "serving" / "config.json").read_text())
+    assert exported["speculators_config"]["verifier"]["name_or_path"] == str(workspace / "target")  # not the states

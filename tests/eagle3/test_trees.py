@@ -1,5 +1,6 @@
 """Drafts on trees: the branches one by one, in fewer tokens."""
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,8 @@ import pytest
 import torch
 from datasets import Dataset, load_from_disk
 from safetensors.torch import load_file
+from torch.nn.attention import flex_attention as flex_module
+from torch.utils.data import DataLoader, DistributedSampler
 
 from conformance.double import keep_double
 from examples.demo.dialogues import generate_dialogues
@@ -18,6 +21,7 @@ from hf_prefix_tree import (
     fold,
     pack_eagle3_dataset,
 )
+from hf_prefix_tree.eagle3 import attention as attention_module
 from hf_prefix_tree.eagle3 import collator as collator_module
 from hf_prefix_tree.eagle3.attention import dense_steps, draft_slots, flex_steps
 from hf_prefix_tree.eagle3.data import prepare_eagle3_trees
@@ -25,6 +29,7 @@ from hf_prefix_tree.eagle3.loss import needed_targets
 from hf_prefix_tree.eagle3.target import Eagle3Target, precompute_hidden_states
 from hf_prefix_tree.eagle3.vocabulary import count_supervised
 from hf_prefix_tree.modeling.attention import kernels
+from hf_prefix_tree.modeling.batch import SUBTREE_END
 from hf_prefix_tree.modeling.context import TreeContext
 from hf_prefix_tree.tree.packing import split_tree
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
@@ -166,6 +171,21 @@ def test_the_vocabulary_counts_a_token_once_for_each_branch(target):
     assert expected.max() > 1
 
 
+def test_trees_that_a_sampler_repeats_count_once():
+    """Five trees for two ranks: one of them is repeated."""
+    trees = [fold(random_branches(seed)).to_dict() for seed in range(5)]
+    collate, total = DataCollatorForEagle3(0), torch.zeros(VOCAB, dtype=torch.int64)
+    for rank in range(2):
+        sampler = DistributedSampler(trees, num_replicas=2, rank=rank, shuffle=False)
+        total += count_supervised(DataLoader(trees, sampler=sampler, collate_fn=collate), VOCAB)
+        with pytest.raises(ValueError, match=r"repeats dataset rows.*`batch_size=1`"):
+            count_supervised(DataLoader(trees, 3, sampler=sampler, collate_fn=collate), VOCAB)
+    assert torch.equal(total, count_supervised([collate(trees)], VOCAB)) and total.sum() > 20
+    even = DistributedSampler(trees[:4], num_replicas=2, rank=0, shuffle=False)
+    counts = count_supervised(DataLoader(trees[:4], 2, sampler=even, collate_fn=collate), VOCAB)
+    assert torch.equal(counts, count_supervised([collate(trees[:4:2])], VOCAB))
+
+
 def test_parts_of_a_split_tree_add_up(target):
     draft, tree = make_draft(), fold(random_branches(11))
     size = int(tree.branch_lengths.max())
@@ -202,6 +222,67 @@ def test_flex_follows_the_paths_as_the_dense_mask_does(steps, monkeypatch):
     with torch.no_grad():
         got, want = (attend(query, keys, values, TreeContext(draft_tree)) for attend in (flex_steps, dense_steps))
     assert (got - want).abs().max() < 1e-5 * want.abs().max()
+
+
+def forks():
+    """Branches of more than a block of FlexAttention that fork in and between blocks."""
+    rng = np.random.default_rng(0)
+    trunk = rng.integers(3, VOCAB, size=150)
+    paths = [[*trunk[:cut], *rng.integers(3, VOCAB, size=40)] for cut in (150, 128, 90, 90, 20)]
+    return [Branch(path, (rng.random(len(path)) < 0.7).astype(float)) for path in paths]
+
+
+def run_on_flex(device, dtype, draft, target, features, spoil=None):
+    """`run` by FlexAttention, in float32 or under autocast, with the states of a target in float64."""
+    batch = DataCollatorForEagle3(0, length=256, ttt_steps=3)(features)
+    with keep_double():
+        states = target.states(batch)
+        states["target_logits"] = target.draft_logits(states.pop("last_hidden_states"), draft.draft_ids)
+    states = {name: x.float() if x.is_floating_point() else x for name, x in states.items()}
+    model = copy.deepcopy(draft).float().to(device)
+    model.attn_backend = "flex"
+    if spoil is not None:
+        spoil(batch["draft_tree"])
+    inputs = {name: value.to(device) for name, value in {**batch, **states}.items()}
+    with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        output = model(**inputs, ttt_steps=3)
+    output.loss.backward()
+    gradients = {name: p.grad.double().cpu() for name, p in model.named_parameters() if p.requires_grad}
+    return output.loss.item(), [value.tolist() for value in output.sums[1:3]], gradients, batch
+
+
+def compare_on_flex(device, dtype):
+    """Against float64 a tree is as close as its branches; one whose branches see each other is not."""
+
+    def branches_see_each_other(draft_tree):
+        draft_tree[:, SUBTREE_END] = draft_tree.shape[2]
+
+    target, tree = Eagle3Target(make_target(), AUX), fold(forks())
+    draft, documents = make_draft(head_dim=64), as_documents(tree.branches())
+    loss, counts, gradients, _ = run(draft, target, documents, 3, compact=False)
+    exact = loss, counts[:2], gradients  # the draft's choices are decided by rounding
+    flat, got, wrong = (
+        run_on_flex(device, dtype, draft, target, *arguments)
+        for arguments in ((documents,), ([tree.to_dict()],), ([tree.to_dict()], branches_see_each_other))
+    )
+    assert got[3]["draft_tree"].shape[2] > 2 * 128 and got[1] == flat[1] == exact[1]
+    of_tree, of_flat, of_wrong = (differs(x, exact)[0] for x in (got, flat, wrong))
+    assert of_tree < max(2 * of_flat, 1e-4 if dtype == torch.float32 else 1e-2) < 0.1 * of_wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flex_on_a_tree_is_as_close_as_on_its_branches_on_a_cpu(dtype, monkeypatch):
+    """Without the compiler, and with a backward that torch only lets other devices use."""
+    monkeypatch.setattr(kernels, "_call_compiled", lambda function, *args: function(*args))
+    monkeypatch.setattr(flex_module, "_validate_device", lambda *args: None)
+    monkeypatch.setattr(attention_module, "takes_flex", lambda requested, *args: requested == "flex")
+    compare_on_flex("cpu", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flex_on_a_tree_is_as_close_as_on_its_branches(dtype):
+    compare_on_flex("cuda", dtype)
 
 
 # ---- training ----
