@@ -10,10 +10,11 @@ steps on the same branches: `tree` as one packed sequence, `stock` as a padded b
 
 The first two steps take the same branches, so that the second shows what the first changed. `moved` is the change of
 the loss; `hidden_moved` that of the last hidden states, relative to their norm; `follows` its projection on the change
-in float32 (1: all of it, on average), `cosine` the cosine of both (below 1: rounding differs from step to step). `lost`
-is the share of outputs of adapted linear layers that equal those of the layer without its adapter (stock, eager). `gap`
-is the distance of the loss from that of float32, averaged over the steps, and `judged` the mean loss of all batches
-under the trained adapters in float32, `judged_before` without them: what training learned, whatever the forward showed.
+in float32 (1: all of it, on average), `cosine` the cosine of both (below 1: rounding differs from step to step).
+`lost` is the share of outputs of adapted linear layers that equal those of the layer without its adapter (stock,
+eager). `gap` is the distance of the loss from that of float32, averaged over the steps, and `judged` the mean loss of
+all batches under the trained adapters in float32, `judged_before` without them: what training learned, whatever the
+forward showed.
 
 Models: `smollm2` has real weights and trains on generated dialogues; `0.6b` and `8b-wide` (2 layers) have random ones.
 `sum` is no model but the sum that ends a block, residual + (output of the linear layer + output of its adapter), of a
