@@ -160,6 +160,17 @@ def test_lora():
     assert_same(model, compiled, rows(2))
 
 
+def test_lora_is_checked_inside_autocast(monkeypatch):
+    """Graphs cast weights anew; eager layers, with which they are compared, take what autocast has cast before."""
+    monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
+    model = get_peft_model(make_model("llama", torch.float32), LoraConfig(r=4, target_modules="all-linear")).train()
+    compiled = copy.deepcopy(model)
+    (row,) = rows(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = prepare_model(model)(**row).loss
+        assert torch.equal(prepare_model(compiled, compile_layers=True)(**row).loss, expected)
+
+
 @pytest.mark.parametrize(
     ("weights", "adapters", "autocast", "compiles"),
     [
