@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -295,10 +296,11 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     if "smollm2" in args.models and args.gguf is None:
         parser.error("`--models smollm2` needs `--gguf`")
     device = torch.device("cpu")
-    results = Results(args.output, {**environment(device, args.commit), "device": "CPU"})
+    results = Results(args.output, {**environment(device, args.commit), "device": f"CPU, {os.cpu_count()} cores"})
     if SUM in args.models:
         for row in sums(args.modes):
             progress(results.rows, row)
+        results.write()
     for name in args.models:
         if name == SUM:
             continue

@@ -55,7 +55,7 @@ class TreeLossMixin(StepMixin):
         self._install_hooks(self.model)
 
     def _install_hooks(self, model: Any) -> None:
-        options = {"attn_backend": "auto", "compile_layers": False}
+        options: dict[str, Any] = {"attn_backend": "auto", "compile_layers": False}
         dtypes = {x.dtype for x in model.parameters() if x.is_floating_point() and not x.requires_grad}
         # frozen weights of several dtypes run under autocast only; the self-check is stricter without it
         with self.accelerator.autocast() if len(dtypes) > 1 else nullcontext():
