@@ -55,11 +55,11 @@ class TreeLossMixin(StepMixin):
         self._install_hooks(self.model)
 
     def _install_hooks(self, model: Any) -> None:
-        install_tree_hooks(
-            model,
-            attn_backend=getattr(self.args, "attn_backend", "auto"),
-            compile_layers=getattr(self.args, "compile_layers", False),
-        )
+        options: dict[str, Any] = {"attn_backend": "auto", "compile_layers": False}
+        dtypes = {x.dtype for x in model.parameters() if x.is_floating_point() and not x.requires_grad}
+        # frozen weights of several dtypes run under autocast only; the self-check is stricter without it
+        with self.accelerator.autocast() if len(dtypes) > 1 else nullcontext():
+            install_tree_hooks(model, **{name: getattr(self.args, name, value) for name, value in options.items()})
 
     def call_model_init(self, trial: Any = None) -> Any:
         model = super().call_model_init(trial)

@@ -87,6 +87,30 @@ def test_adapters_that_look_at_the_call_are_refused(name, dtype):
         prepare_model(adapted(config(), dtype))
 
 
+@pytest.mark.parametrize("name", REFUSED)
+def test_they_are_refused_inside_autocast(name):
+    """Autocast keeps the weights that it has cast, without the noise of the check."""
+    config, message = REFUSED[name]
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=message):
+        prepare_model(adapted(config()))
+
+
+def test_autocast_forgets_the_noise_of_the_check():
+    """A call inside autocast that is the first after the adapters came: it is checked, and runs them as they are."""
+    model = make_model("llama", dtype=torch.float32)
+    prepare_model(model)
+    model = get_peft_model(model, LoraConfig(r=4, **TARGETS)).train()
+    batch = concatenate_trees(random_forest(0), pad_token_id=0)
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        found.append({"loss": loss.detach(), **gradients(model)})
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
 def test_rounding_of_the_model_itself_is_no_fault_of_an_adapter(monkeypatch):
     monkeypatch.setitem(ROUNDING, torch.bfloat16, 6e-3)  # a deep model rounds by more than the tolerance
     prepare_model(adapted(EXACT["lora"](), torch.bfloat16))

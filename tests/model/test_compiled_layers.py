@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch._dynamo.utils import counters
 
 from conformance.build import build_model
-from hf_prefix_tree import prepare_model, unprepare_model
+from hf_prefix_tree import Branch, fold, prepare_model, unprepare_model
 from hf_prefix_tree.modeling import compilation
 from hf_prefix_tree.modeling.batch import concatenate_trees
 from hf_prefix_tree.modeling.prepare import ensure_verified, is_prepared
@@ -158,6 +158,75 @@ def test_lora():
     prepare_model(compiled)
     prepare_model(compiled, compile_layers=True)
     assert_same(model, compiled, rows(2))
+
+
+def test_lora_is_checked_inside_autocast(monkeypatch):
+    """Graphs cast weights anew; eager layers, with which they are compared, take what autocast has cast before."""
+    monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
+    model = get_peft_model(make_model("llama", torch.float32), LoraConfig(r=4, target_modules="all-linear")).train()
+    compiled = copy.deepcopy(model)
+    (row,) = rows(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = prepare_model(model)(**row).loss
+        assert torch.equal(prepare_model(compiled, compile_layers=True)(**row).loss, expected)
+
+
+@pytest.mark.parametrize(
+    ("weights", "adapters", "autocast", "compiles"),
+    [
+        (torch.bfloat16, torch.bfloat16, False, False),
+        (torch.bfloat16, torch.float32, False, False),
+        (torch.bfloat16, torch.float32, True, False),
+        (torch.float32, torch.float32, True, False),
+        # the code generator keeps float32 where eager layers round
+        pytest.param(torch.bfloat16, torch.float32, False, True, marks=pytest.mark.slow),
+    ],
+)
+def test_sixteen_bits_round_as_in_stock_layers_bit_for_bit(monkeypatch, weights, adapters, autocast, compiles):
+    """A branch alone, of one block, in the same attention: what is left is what this package adds to a layer."""
+    monkeypatch.setattr(compilation, "BACKEND", "inductor")
+    model = make_model("qwen3", dtype=weights, amplify=1.0)
+    config = LoraConfig(target_modules="all-linear", r=4)
+    tree = get_peft_model(model, config, autocast_adapter_dtype=adapters == torch.float32).train()
+    stock = copy.deepcopy(tree)
+    stock.get_base_model().set_attn_implementation("sdpa")
+    prepare_model(tree)
+    if compiles:
+        verified = mock.patch(
+            "hf_prefix_tree.modeling.prepare._verify", lambda base, state, _: state.verified_on.add("cpu")
+        )
+        with verified:  # it was, before
+            prepare_model(tree, compile_layers=True)
+            ensure_verified(tree, tree)
+        for layer in stock.get_base_model().model.layers:
+            layer.compile()
+    ids = torch.randint(3, 97, (1, 128))
+    row = concatenate_trees([fold([Branch(ids[0].tolist(), [1] * 128)])], pad_token_id=0)
+    # a whole mask, because SDPA rounds otherwise where it is told that attention is causal
+    mask = torch.ones(128, 128, dtype=torch.bool).tril()[None, None]
+
+    def steps(model, loss_of):
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        assert {parameter.dtype for parameter in trained} == {adapters}
+        optimizer = torch.optim.AdamW(trained, lr=1e-3)
+        for _ in range(2):  # the adapters of the first are zero
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = loss_of(model)
+            loss.backward()
+            yield loss.detach(), *(parameter.grad.clone() for parameter in trained)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def stock_loss(model):
+        logits = model(input_ids=ids, attention_mask=mask).logits[0, :-1].float()
+        nll = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+        return nll.double().mean().float()
+
+    losses = []
+    for got, expected in zip(steps(tree, lambda model: model(**row).loss), steps(stock, stock_loss), strict=True):
+        assert all(map(torch.equal, got, expected))
+        losses.append(got[0])
+    assert losses[0] != losses[1]
 
 
 def test_only_calls_with_a_tree_run_compiled():

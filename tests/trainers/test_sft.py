@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils.logging import warning_once
 from trl import SFTConfig, SFTTrainer
@@ -155,6 +155,26 @@ def test_lora(tmp_path):
     assert all("lora_" in name for name in got) and len(got) == 8
     assert distance(got, expected) < 5e-6
     assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
+
+
+def test_linear_layers_in_bf16_train_lora_as_in_float32_under_autocast(tmp_path):
+    """Autocast rounds the weights of linear layers anyway; embeddings and norms give the residual stream its dtype."""
+    trees, losses, trained = make_trees(2), [], []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = make_model("llama", torch.bfloat16).float()
+        for module in model.model.layers.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.to(dtype)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name:  # PEFT starts adapters in the numbers of the layer's dtype
+                torch.nn.init.constant_(parameter, 0.125)
+        options = {"max_steps": 3, "learning_rate": 1e-2, "bf16": True, "optim": "adamw_torch"}
+        run = train(tmp_path, trees, model, **options)
+        losses.append([row["loss"] for row in run.state.log_history if "loss" in row])
+        trained.append({name: value for name, value in weights(run.model).items() if "lora_" in name})
+    assert losses[0] == losses[1] and len(set(losses[0])) == 3
+    assert all(torch.equal(value, trained[1][name]) for name, value in trained[0].items())
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "gemma3"])

@@ -195,7 +195,8 @@ def _attend(
             f"{hint}"
         )
     dtype = attention_dtype(query.device, value.dtype)
-    query, key, value = (x.to(dtype) for x in (query, key, value))
+    if isinstance(mask, BlockMask):  # the dense attention casts by itself
+        query, key, value = (x.to(dtype) for x in (query, key, value))
     if isinstance(mask, TreeBlockMask) and mask.backend == "flash":
         odd_sizes = query.shape[-1] != value.shape[-1] or query.shape[-1] not in FLASH_HEAD_SIZES
         if softcap is not None or s_aux is not None or odd_sizes or dtype not in FLASH_DTYPES:
@@ -204,10 +205,9 @@ def _attend(
                 "its config does not tell and `flash-attn-4` does not serve on trees. Use `attn_backend='flex'`."
             )
         output = attend_flash(query, key, value, mask, scale=scaling)
-    elif isinstance(mask, BlockMask):
-        output = attend_flex(query, key, value, mask, scale=scaling, softcap=softcap, sinks=s_aux)
     else:
-        output = attend_dense(query, key, value, mask, scale=scaling, softcap=softcap, sinks=s_aux)
+        attend: Any = attend_flex if isinstance(mask, BlockMask) else attend_dense
+        output = attend(query, key, value, mask, scale=scaling, softcap=softcap, sinks=s_aux)
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -56,9 +56,10 @@ def attend_dense(
     Returns:
         `torch.Tensor` of shape `(B, heads, N, value_dim)`.
     """
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
+    groups, dtype = query.shape[1] // key.shape[1], attention_dtype(query.device, value.dtype)
+    if groups > 1:  # before the cast, as in stock layers: gradients of a group add up in the dtype of its key
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    query, key, value = (x.to(dtype) for x in (query, key, value))
     length = query.shape[2]
     if length <= LONG or query.device.type != "cpu":
         return _attend_dense(query, key, value, mask, scale, softcap, sinks)
@@ -80,8 +81,7 @@ def _attend_dense(
 ) -> Tensor:
     if softcap is None and sinks is None:
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = torch.matmul(query, key.transpose(2, 3)) * scale
+    scores = torch.matmul(query, key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
