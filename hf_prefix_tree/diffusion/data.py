@@ -8,6 +8,7 @@ the turn is. Cost: that of rendering, see `hf_prefix_tree.data.turns`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -70,7 +71,8 @@ def prepare_diffusion_rows(
         dataset = read_samples(dataset, tokenizer, **options)
     check_not_empty(dataset, "dataset")
     if "input_ids" in columns:  # early, before the model is trained
-        read_sample(next(iter(dataset)), "row 0")
+        for row in islice(dataset, 1):  # a stream may have none left
+            read_sample(row, "row 0")
     if group_by is not None:
         dataset = read_samples(dataset, tokenizer, group_by=group_by, max_length=cap[1], **options)
         return cached_map(dataset, _with_indices, with_indices=True, num_proc=num_proc, desc="Numbering samples")

@@ -312,6 +312,13 @@ def test_a_bad_row_stops_or_is_skipped(tmp_path, tiny_tokenizer, caplog):
         trainer_of(tmp_path, dataset, **options)
 
 
+def test_a_stream_may_have_no_row_left():
+    stream = Dataset.from_list([{"input_ids": [5, 6], "loss_mask": [1]}]).to_iterable_dataset()
+    assert list(prepare_diffusion_rows(stream, None, on_error="skip")) == []
+    with pytest.raises(ValueError, match="row 0"):
+        prepare_diffusion_rows(stream, None)
+
+
 def test_the_columns_of_trl_say_what_is_supervised(tmp_path):
     rows = rows_of_ids(4)
     expected = logs_of(train(tmp_path, rows, max_steps=1))
