@@ -30,6 +30,7 @@ from hf_prefix_tree.modeling.attention.masks.causal import TreeBlockMask
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
 
 logger = logging.getLogger(__name__)
+_log_once = functools.cache(logger.log)
 
 ATTN_BACKENDS = ("auto", "flex", "flash", "sdpa")
 
@@ -141,13 +142,8 @@ def _log(requested: str, call: AttentionCall, backend: str, reason: str) -> str:
         level, reason = logging.WARNING, f"{reason}; the dense mask of {call.length} tokens takes {gib:.1f} GiB"
         if gib > 3 and call.device.type == "cpu":
             raise ValueError(f"{reason}: lower `max_packed_tokens`, or use a GPU, where FlexAttention needs none.")
-    _log_once(f"Tree attention on {call.device.type}: {backend}, as {reason}.", level)
+    _log_once(level, f"Tree attention on {call.device.type}: {backend}, as {reason}.")
     return backend
-
-
-@functools.cache
-def _log_once(message: str, level: int) -> None:
-    logger.log(level, message)
 
 
 def why_not_flex(device: torch.device, dtype: torch.dtype, head_dim: int, length: int) -> str | None:
@@ -207,9 +203,8 @@ def _flash_version() -> Version | None:
 
 
 _sparse: dict[tuple, str | None] = {}  # reasons by device, kind of mask and power of two of the length
-_checked: dict[
-    tuple, str | None
-] = {}  # reasons by device, dtype, kind of mask, long or short sequences, and head sizes
+# Reasons by device, dtype, kind of mask, long or short sequences, and head sizes.
+_checked: dict[tuple, str | None] = {}
 
 
 def _too_sparse(call: AttentionCall, mask: Callable[[], TreeBlockMask]) -> str | None:
