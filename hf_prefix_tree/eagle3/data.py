@@ -117,16 +117,12 @@ def pack_eagle3_dataset(
         return {name: [row[name] for row in rows] for name in PACKED_COLUMNS}
     samples = samples if isinstance(samples, (Dataset, StreamedDataset, Sequence)) else list(samples)
     samples = read_samples(samples, tokenizer, num_proc=num_proc, **options)
-    if isinstance(samples, StreamedDataset):
-        return _mapped(samples, _packed, _PACKED, settings)
+    processes: dict[str, Any] = {}
     if isinstance(samples, Dataset):
         # Documents of different batches share no sequence, so large ones pack tighter; a batch is held as lists.
         size = min(-(-len(samples) // (num_proc or 1)), _MAX_BATCH)
         processes = {"batch_size": max(1, size), "num_proc": num_proc, "desc": "Packing documents"}
-        rows = _mapped(samples, _packed, _PACKED, settings, **processes)
-    else:
-        rows = _packed(enumerate(samples), **settings)
-    return _not_empty(rows, "samples")
+    return _not_empty(_mapped(samples, _packed, _PACKED, settings, **processes), "samples")
 
 
 def _documents(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> list[Document]:
@@ -158,7 +154,9 @@ def _map_batch(
 
 
 def _mapped(dataset: Any, function: Any, columns: Features, settings: dict[str, Any], **kwargs: Any) -> Any:
-    """A dataset or a stream whose rows are those that a function makes of its samples."""
+    """The rows that a function makes of samples: a dataset or a stream where they are one, otherwise a list."""
+    if not isinstance(dataset, Dataset | StreamedDataset):
+        return function(enumerate(dataset), **settings)
     return cached_map(
         dataset,
         _map_batch,
@@ -265,12 +263,11 @@ def build_eagle3_dataloader(
         "collate_fn": DataCollatorForEagle3(pad, length=packed_sequence_size or seq_length),
         "num_workers": num_workers,
         "pin_memory": torch.cuda.is_available(),
+        "persistent_workers": num_workers > 0,
         "generator": torch.Generator().manual_seed(seed),  # seeds of workers: not from the global generator
     }
-    if num_workers > 0:
-        settings["persistent_workers"] = True
-        if torch.cuda.is_initialized():
-            settings["multiprocessing_context"] = "forkserver"  # a forked CUDA context aborts the worker
+    if num_workers > 0 and torch.cuda.is_initialized():
+        settings["multiprocessing_context"] = "forkserver"  # a forked CUDA context aborts the worker
     if isinstance(rows, StreamedDataset):
         rows = rows.shuffle(seed=seed) if shuffle else rows
         return DataLoader(RankRows(rows, rank, ranks, batch_size) if ranks > 1 else rows, **settings)
@@ -307,14 +304,13 @@ def prepare_eagle3_rows(
         return dataset
     cap = ("packed_sequence_size", packed_sequence_size) if packed_sequence_size else ("seq_length", seq_length)
     dataset = read_samples(dataset, **options, num_proc=num_proc, counts=counts)
-    if isinstance(dataset, Dataset | StreamedDataset):
-        processes = {"num_proc": num_proc, "desc": "Truncating documents"}  # which a stream ignores
-        documents = _mapped(dataset, _truncated, _DOCUMENTS, {"length": cap[1]}, **processes)
-        rows = without_unsupervised(documents, cap)
+    processes = {"num_proc": num_proc, "desc": "Truncating documents"}  # which a stream ignores
+    rows = _mapped(dataset, _truncated, _DOCUMENTS, {"length": cap[1]}, **processes)
+    if isinstance(rows, list):
+        kept = kept_of([document[TRUNCATION] for document in rows], cap)
+        rows = [{name: rows[index][name] for name in DOCUMENT_KEYS} for index in kept]
     else:
-        truncated = _truncated(enumerate(dataset), cap[1])
-        kept = kept_of([document[TRUNCATION] for document in truncated], cap)
-        rows = [{name: truncated[index][name] for name in DOCUMENT_KEYS} for index in kept]
+        rows = without_unsupervised(rows, cap)
     if packed_sequence_size:
         return pack_eagle3_dataset(rows, packed_sequence_size, pad_token_id, strategy, num_proc=num_proc)
     return _not_empty(rows, "dataset")
@@ -363,10 +359,8 @@ def prepare_eagle3_trees(dataset: Any, args: Eagle3Config, tokenizer: Any, pad_t
     if not size:
         return _not_empty(trees, "dataset")
     settings: dict[str, Any] = {"length": size, "strategy": args.packing_strategy}
-    if isinstance(trees, list):
-        return _not_empty(_folded(enumerate(trees), **settings), "dataset")
     processes = {"num_proc": num_proc, "desc": "Packing trees"}  # which a stream ignores
-    return _mapped(trees, _folded, TREE_FEATURES, settings, **processes)
+    return _not_empty(_mapped(trees, _folded, TREE_FEATURES, settings, **processes), "dataset")
 
 
 def _folded(rows: Iterable[tuple[int, Mapping[str, Any]]], length: int, strategy: str) -> list[dict[str, Any]]:
