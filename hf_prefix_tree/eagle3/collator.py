@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from hf_prefix_tree.data.supervision import check_features, located, read_sample
 from hf_prefix_tree.data.trees import TREE_FEATURES
@@ -243,10 +244,7 @@ class DataCollatorForEagle3:
             item if isinstance(item, dict) else eagle3_row([item] if item[0] else [], length, self.pad_token_id)
             for item in read
         ]
-        count = max(len(row["seq_lens"]) for row in rows)
-        for row in rows:
-            row["seq_lens"] += [0] * (count - len(row["seq_lens"]))
-        return {name: torch.tensor([row[name] for row in rows]) for name in PACKED_COLUMNS}
+        return {name: pad_sequence([torch.tensor(row[name]) for row in rows], True) for name in PACKED_COLUMNS}
 
 
 def is_tree(row: Mapping[str, Any]) -> bool:
