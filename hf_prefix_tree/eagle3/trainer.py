@@ -184,6 +184,7 @@ class Eagle3Trainer(StepMixin, Trainer):
         assert isinstance(model, Eagle3DraftModel)
         model.attn_backend = args.attn_backend
         super().__init__(model, args, data_collator, train_dataset, eval_dataset, processing_class, **kwargs)
+        self._signature_columns = [*ROW_COLUMNS, HIDDEN_STATES]
 
     # ---- the loss and its metrics ----
 
@@ -273,7 +274,3 @@ class Eagle3Trainer(StepMixin, Trainer):
             return collator
         collator.target_fingerprint, collator.states_folder = self.target.fingerprint, self.target.folder
         return collator
-
-    def _set_signature_columns_if_needed(self) -> None:
-        if self._signature_columns is None:
-            self._signature_columns = [*ROW_COLUMNS, HIDDEN_STATES]
