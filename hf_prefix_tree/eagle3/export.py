@@ -187,9 +187,8 @@ def _draft_config(config: dict[str, Any]) -> Eagle3DraftConfig:
     fields["rope_parameters"].setdefault("rope_theta", layer.get("rope_theta"))
     fields["aux_layer_ids"] = aux_layer_ids(config)
     fields["target_name_or_path"] = config.get("speculators_config", {}).get("verifier", {}).get("name_or_path")
-    return Eagle3DraftConfig(
-        **fields, **{name: config.get(name) for name in ("draft_vocab_size", "target_hidden_size")}
-    )
+    fields |= {name: config.get(name) for name in ("draft_vocab_size", "target_hidden_size")}
+    return Eagle3DraftConfig(**fields)
 
 
 # ---- the configs ----
