@@ -127,8 +127,7 @@ def choose_backend(
         no_flash = no_flash or _too_sparse(call, mask)
     if no_flash := no_flash or _agrees_with_triton(call, mask):
         return _log(requested, call, "flex", f"no FLASH: {no_flash}")
-    reason = f"flash-attn-4 {_flash_version()} agrees with Triton at these head sizes"
-    return _log(requested, call, "flash", reason)
+    return _log(requested, call, "flash", f"flash-attn-4 {_flash_version()} agrees with Triton at these head sizes")
 
 
 def _log(requested: str, call: AttentionCall, backend: str, reason: str) -> str:
