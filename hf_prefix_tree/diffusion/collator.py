@@ -130,9 +130,8 @@ class DataCollatorForDiffusionLM:
         samples, ends = [], []  # an end is where the last block ends, also where that is beyond the cap
         block = self.block_size or 1
         for index, feature in enumerate(features):
-            where = f"`features[{index}]`"
-            sample = read_sample(feature, where, padded=self.keeps_padding)
-            with located(where):
+            with located(f"`features[{index}]`"):
+                sample = read_sample(feature, padded=self.keeps_padding)
                 prefix = self._prefix(sample)
             samples.append(sample)
             ends.append(prefix + rounded_up(len(sample.input_ids) - prefix, block))
