@@ -6,12 +6,14 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from datasets import Dataset, Features, List, Value, load_dataset
 from datasets import IterableDataset as StreamedDataset
-from torch.utils.data import DataLoader, IterableDataset
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
 
 from hf_prefix_tree.data.baselines import read_branches, read_samples
 from hf_prefix_tree.data.counts import TRUNCATION, kept_of, truncation_of, without_unsupervised
@@ -27,19 +29,13 @@ from hf_prefix_tree.eagle3.collator import (
     eagle3_row,
     read_document,
 )
+from hf_prefix_tree.eagle3.config import Eagle3Config
 from hf_prefix_tree.eagle3.vocabulary import rank_and_size
 from hf_prefix_tree.training.checks import padding_token_of
 from hf_prefix_tree.training.sampling import PaddedStream, rank_loader
 from hf_prefix_tree.tree.folding import check_choice, check_integer
 from hf_prefix_tree.tree.packing import split_tree
 from hf_prefix_tree.tree.prefix_tree import PrefixTree, fold
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from transformers import PreTrainedTokenizerBase
-
-    from hf_prefix_tree.eagle3.config import Eagle3Config
-
 
 _PACKED = Features(dict.fromkeys(PACKED_COLUMNS, List(Value("int64"))))
 _DOCUMENTS = Features({**dict.fromkeys(DOCUMENT_KEYS, List(Value("int64"))), TRUNCATION: Value("int64")})
@@ -376,7 +372,7 @@ def _not_empty(rows: Any, name: str) -> Any:
     return rows
 
 
-class RankRows(IterableDataset):
+class RankRows(PaddedStream):
     """
     A rank's part of a stream of dataset rows; every rank gets as many whole batches as the others.
 
@@ -386,13 +382,11 @@ class RankRows(IterableDataset):
     """
 
     def __init__(self, stream: Any, rank: int, ranks: int, batch_size: int) -> None:
-        self.stream, self.rank, self.ranks = PaddedStream(stream, ranks * batch_size), rank, ranks
+        super().__init__(stream, ranks * batch_size)
+        self.rank, self.ranks = rank, ranks
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        return itertools.islice(self.stream, self.rank, None, self.ranks)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.stream.set_epoch(epoch)
+        return itertools.islice(super().__iter__(), self.rank, None, self.ranks)
 
 
 def _place(dp_mesh: DeviceMesh | None) -> tuple[int, int]:
