@@ -50,7 +50,8 @@ class PaddedDataset(ConcatDataset):
 
     def __init__(self, dataset: Any, multiple: int) -> None:
         self.dataset = dataset
-        super().__init__([dataset, [PADDING_FEATURE] * (-len(dataset) % multiple)])
+        padding: Any = [PADDING_FEATURE] * (-len(dataset) % multiple)
+        super().__init__([dataset, padding])
 
 
 class PaddedStream(IterableDataset):
@@ -231,23 +232,16 @@ def linked_rows(tree_ids: Sequence[Sequence[int]]) -> list[list[int]]:
 
     ```
     """
-    parents = list(range(len(tree_ids)))
-
-    def root(row: int) -> int:
-        while parents[row] != row:
-            parents[row] = parents[parents[row]]
-            row = parents[row]
-        return row
-
+    units = [[row] for row in range(len(tree_ids))]  # of each row: one list for all rows of a unit
     first: dict[int, int] = {}
     for row, ids in enumerate(tree_ids):
         for tree_id in ids:
-            upper, lower = sorted((root(first.setdefault(tree_id, row)), root(row)))
-            parents[lower] = upper
-    units: dict[int, list[int]] = {}
-    for row in range(len(tree_ids)):
-        units.setdefault(root(row), []).append(row)
-    return list(units.values())
+            smaller, larger = sorted((units[first.setdefault(tree_id, row)], units[row]), key=len)
+            if smaller is not larger:
+                larger += smaller
+                for moved in smaller:
+                    units[moved] = larger
+    return [sorted(unit) for unit in {id(unit): unit for unit in units}.values()]
 
 
 @dataclass(eq=False, kw_only=True)
