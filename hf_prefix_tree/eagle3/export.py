@@ -147,8 +147,7 @@ def load_exported(path: str | os.PathLike[str]) -> Eagle3DraftModel:
     Raises:
         `ValueError`: If [`validate_export`] finds anything wrong with it.
     """
-    problems = validate_export(path)
-    if problems:
+    if problems := validate_export(path):
         raise ValueError(f"`path` ({os.fspath(path)}) holds no whole draft: " + " ".join(problems))
     config = json.loads(Path(path, CONFIG).read_bytes())
     tensors = _renamed(load_file(Path(path, WEIGHTS)), _layer_of(config)[1], _LAYER)

@@ -163,8 +163,7 @@ class Eagle3DraftModel(PreTrainedModel):
         Raises:
             `ValueError`: If there are not as many as the head has outputs, or they are no ascending ids of the target.
         """
-        problem = problem_of_ids(ids, self.config.vocab_size, self.lm_head.out_features)
-        if problem is not None:
+        if problem := problem_of_ids(ids, self.config.vocab_size, self.lm_head.out_features):
             raise ValueError(f"`ids` is no draft vocabulary: {problem}. Pass the result of `build_token_mapping`.")
         if self.d2t is not None:
             self.d2t.copy_(d2t_from_ids(ids))
