@@ -241,8 +241,7 @@ def warn_of_dropout(model: PreTrainedModel) -> None:
             "branches, where unfolded training draws once each: unbiased, but not the same numbers.",
             stacklevel=3,
         )
-    rates = {rate for module in model.modules() for rate in _dropouts(module) if rate > 0}
-    if rates:
+    if rates := {rate for module in model.modules() for rate in _dropouts(module) if rate > 0}:
         warnings.warn(
             f"The model has dropout (p={sorted(rates)}). On a tree a shared token draws one mask for all its branches"
             ", where unfolded training draws one each: unbiased, but not the same numbers. Set it to 0 for exactness.",

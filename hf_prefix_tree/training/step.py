@@ -297,8 +297,7 @@ class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer wh
         if has_length(dataloader):
             self._check_ranks_agree("batches to evaluate", len(dataloader))
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        sums = self._gathered("eval")
-        if sums is not None:
+        if (sums := self._gathered("eval")) is not None:
             metrics = self.evaluation_metrics(sums)
             output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
