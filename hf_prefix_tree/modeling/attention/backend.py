@@ -85,8 +85,7 @@ def _head_dim(config: Any) -> int:
         return min(_head_dim(layer) for layer in config.per_layer_config)
     if getattr(config, "qk_nope_head_dim", None):  # multi-head latent attention
         return config.qk_nope_head_dim + config.qk_rope_head_dim
-    head_dim = getattr(config, "head_dim", None)
-    return head_dim if head_dim is not None else config.hidden_size // config.num_attention_heads
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def choose_backend(
