@@ -118,9 +118,7 @@ class DataCollatorForDiffusionLM:
     @property
     def block_pad_token_id(self) -> int:
         """The id that fills blocks: EOS, or PAD where there is no EOS."""
-        block_pad_token_id = self.pad_token_id if self.eos_token_id is None else self.eos_token_id
-        assert block_pad_token_id is not None  # `__post_init__` saw to it
-        return block_pad_token_id
+        return self.pad_token_id if self.eos_token_id is None else self.eos_token_id  # type: ignore[return-value]
 
     def __call__(self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         return_tensors = return_tensors or self.return_tensors
