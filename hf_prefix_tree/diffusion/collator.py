@@ -118,9 +118,7 @@ class DataCollatorForDiffusionLM:
     @property
     def block_pad_token_id(self) -> int:
         """The id that fills blocks: EOS, or PAD where there is no EOS."""
-        block_pad_token_id = self.pad_token_id if self.eos_token_id is None else self.eos_token_id
-        assert block_pad_token_id is not None  # `__post_init__` saw to it
-        return block_pad_token_id
+        return self.pad_token_id if self.eos_token_id is None else self.eos_token_id  # type: ignore[return-value]
 
     def __call__(self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         return_tensors = return_tensors or self.return_tensors
@@ -130,9 +128,8 @@ class DataCollatorForDiffusionLM:
         samples, ends = [], []  # an end is where the last block ends, also where that is beyond the cap
         block = self.block_size or 1
         for index, feature in enumerate(features):
-            where = f"`features[{index}]`"
-            sample = read_sample(feature, where, padded=self.keeps_padding)
-            with located(where):
+            with located(f"`features[{index}]`"):
+                sample = read_sample(feature, padded=self.keeps_padding)
                 prefix = self._prefix(sample)
             samples.append(sample)
             ends.append(prefix + rounded_up(len(sample.input_ids) - prefix, block))

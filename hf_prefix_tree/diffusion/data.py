@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from datasets import IterableDataset
+from transformers import PreTrainedTokenizerBase
 
 from hf_prefix_tree.data.baselines import read_samples
 from hf_prefix_tree.data.counts import TRUNCATION, truncation_of, without_unsupervised
@@ -21,9 +22,6 @@ from hf_prefix_tree.data.supervision import read_sample
 from hf_prefix_tree.data.trees import cached_map
 from hf_prefix_tree.diffusion.collator import SAMPLE_INDEX
 from hf_prefix_tree.tree.folding import check_not_empty
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def prepare_diffusion_rows(

@@ -163,8 +163,7 @@ def _left_aligned(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) 
     if input_ids.dim() != 2:
         raise ValueError(f"`input_ids` must have the shape (B, P), got {tuple(input_ids.shape)}.")
     if attention_mask is None:
-        lengths = torch.full((input_ids.shape[0],), input_ids.shape[1], device=input_ids.device)
-        return input_ids.clone(), lengths
+        attention_mask = torch.ones_like(input_ids)
     if attention_mask.shape != input_ids.shape:
         raise ValueError(
             f"`attention_mask` has the shape {tuple(attention_mask.shape)} and `input_ids` {tuple(input_ids.shape)}: "

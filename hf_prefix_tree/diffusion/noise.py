@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -160,12 +161,10 @@ def corrupt(
         is_masked = supervised & (ranks < num_masked)
     else:
         is_masked = supervised & (uniforms(seeds, _CHOICE, positions) < level)
+    noise: Any = mask_token_id
     if kind == "random":
         assert vocab_size is not None
         noise = (uniforms(seeds, _TOKEN, positions) * vocab_size).long()
-    else:
-        assert mask_token_id is not None
-        noise = torch.full_like(positions, mask_token_id)
     p = level if kind in ("uniform", "blockwise") else torch.ones_like(level)
     return Corrupted(torch.where(is_masked, noise, input_ids), is_masked, p)
 

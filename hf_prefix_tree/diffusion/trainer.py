@@ -98,7 +98,6 @@ class DiffusionSFTTrainer(StepMixin, PreparationMixin, SFTTrainer):
     """
 
     columns = COLUMNS
-    data_collator: Any
     _tag_names = ["trl", "sft", "diffusion-lm"]  # noqa: RUF012 - as in TRL
     _name = "Diffusion SFT"
 
@@ -113,12 +112,10 @@ class DiffusionSFTTrainer(StepMixin, PreparationMixin, SFTTrainer):
         **kwargs: Any,
     ) -> None:
         args = checks.check_arguments(args, DiffusionSFTConfig, model, "DiffusionSFT", kwargs)
+        self._cap = "max_length", args.max_length  # where `prepared_rows` cuts samples
         if data_collator is not None:
             checks.check_collator(data_collator, DataCollatorForDiffusionLM, args, ("block_size", "response_window"))
-        # where samples are cut; `SFTTrainer` prepares datasets while it initialises
-        self._cap = (
-            ("max_length", args.max_length) if data_collator is None else ("max_seq_len", data_collator.max_seq_len)
-        )
+            self._cap = "max_seq_len", data_collator.max_seq_len
         self._draw = 0
         collator = data_collator or default_data_collator  # until the tokenizer is there
         super().__init__(model, args, collator, train_dataset, eval_dataset, processing_class, **kwargs)
@@ -225,14 +222,13 @@ class DiffusionSFTTrainer(StepMixin, PreparationMixin, SFTTrainer):
     def prediction_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[torch.Tensor, None, None]:
-        inputs, losses = self._prepare_inputs(inputs), []
+        inputs = self._prepare_inputs(inputs)
+        losses: list[Any] = []
         with torch.no_grad(), self.compute_loss_context_manager():
             draws = 1 if self.args.corruption == "all_masked" else self.args.eval_noise_draws  # all of them are equal
             for draw in range(draws):
                 self._draw = draw
-                loss = self.compute_loss(model, inputs)
-                assert isinstance(loss, torch.Tensor)
-                losses.append(loss)
+                losses.append(self.compute_loss(model, inputs))
         return torch.stack(losses).mean(), None, None
 
     def evaluation_metrics(self, sums: torch.Tensor) -> dict[str, float]:

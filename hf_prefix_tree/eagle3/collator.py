@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from hf_prefix_tree.data.supervision import check_features, located, read_sample
 from hf_prefix_tree.data.trees import TREE_FEATURES
@@ -243,10 +244,7 @@ class DataCollatorForEagle3:
             item if isinstance(item, dict) else eagle3_row([item] if item[0] else [], length, self.pad_token_id)
             for item in read
         ]
-        count = max(len(row["seq_lens"]) for row in rows)
-        for row in rows:
-            row["seq_lens"] += [0] * (count - len(row["seq_lens"]))
-        return {name: torch.tensor([row[name] for row in rows]) for name in PACKED_COLUMNS}
+        return {name: pad_sequence([torch.tensor(row[name]) for row in rows], True) for name in PACKED_COLUMNS}
 
 
 def is_tree(row: Mapping[str, Any]) -> bool:
@@ -303,13 +301,9 @@ def _hidden_states(
             if len(feature["input_ids"]):
                 raise ValueError(f"Some dataset rows have `{HIDDEN_STATES}` and others don't: precompute all of them.")
             continue
-        states = _states_of(file, collator)
-        for name, expected in sequence_of(feature).items():
-            if name not in states or not torch.equal(states.pop(name), expected):
-                raise ValueError(
-                    f"{file} was computed for other tokens or documents than this dataset row has: its `{name}` "
-                    "differs; precompute it again."
-                )
+        if collator.states_folder is not None and not Path(file).exists():  # the folder was moved
+            file = str(collator.states_folder / Path(file).name)
+        states = read_states(file, sequence_of(feature), collator.target_fingerprint)
         row, length = 0 if is_tree(feature) else index, len(states["target_ids"])
         for name, value in states.items():
             if name not in stacked:
@@ -319,19 +313,34 @@ def _hidden_states(
     return stacked
 
 
-def _states_of(file: str, collator: DataCollatorForEagle3) -> dict[str, torch.Tensor]:
-    if collator.states_folder is not None and not Path(file).exists():  # the folder was moved
-        file = str(collator.states_folder / Path(file).name)
+def read_states(file: str, sequence: Mapping[str, torch.Tensor], fingerprint: str | None) -> dict[str, torch.Tensor]:
+    """
+    The precomputed hidden states of a dataset row.
+
+    Args:
+        file (`str`): Their file.
+        sequence (`Mapping[str, torch.Tensor]`): What they depend on, see [`sequence_of`].
+        fingerprint (`str`, *optional*): That of the target that computed them; `None` takes any.
+
+    Raises:
+        `ValueError`: If the file can't be read, or was computed by another target or for another sequence.
+    """
     try:
-        metadata, tensors = read_tensors(file)
+        metadata, states = read_tensors(file)
     except ValueError as error:
         raise ValueError(
             f"{error}: run `precompute_hidden_states` again, which computes only what is missing, or pass the folder "
             "of the files as `target_model`."
         ) from error
-    if collator.target_fingerprint not in (None, metadata.get("target_fingerprint")):
+    if fingerprint not in (None, metadata.get("target_fingerprint")):
         raise ValueError(
             f"{file} was computed by another target, or from other layers of it, than the one that is trained for: "
             "precompute it again, or pass the folder that it lies in as `target_model`."
         )
-    return tensors
+    for name, expected in sequence.items():
+        if name not in states or not torch.equal(states.pop(name), expected):
+            raise ValueError(
+                f"{file} was computed for other tokens or documents than this dataset row has: its `{name}` differs; "
+                "precompute it again."
+            )
+    return states

@@ -6,12 +6,14 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from datasets import Dataset, Features, List, Value, load_dataset
 from datasets import IterableDataset as StreamedDataset
-from torch.utils.data import DataLoader, IterableDataset
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
 
 from hf_prefix_tree.data.baselines import read_branches, read_samples
 from hf_prefix_tree.data.counts import TRUNCATION, kept_of, truncation_of, without_unsupervised
@@ -27,19 +29,13 @@ from hf_prefix_tree.eagle3.collator import (
     eagle3_row,
     read_document,
 )
+from hf_prefix_tree.eagle3.config import Eagle3Config
 from hf_prefix_tree.eagle3.vocabulary import rank_and_size
 from hf_prefix_tree.training.checks import padding_token_of
 from hf_prefix_tree.training.sampling import PaddedStream, rank_loader
 from hf_prefix_tree.tree.folding import check_choice, check_integer
 from hf_prefix_tree.tree.packing import split_tree
 from hf_prefix_tree.tree.prefix_tree import PrefixTree, fold
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from transformers import PreTrainedTokenizerBase
-
-    from hf_prefix_tree.eagle3.config import Eagle3Config
-
 
 _PACKED = Features(dict.fromkeys(PACKED_COLUMNS, List(Value("int64"))))
 _DOCUMENTS = Features({**dict.fromkeys(DOCUMENT_KEYS, List(Value("int64"))), TRUNCATION: Value("int64")})
@@ -117,16 +113,12 @@ def pack_eagle3_dataset(
         return {name: [row[name] for row in rows] for name in PACKED_COLUMNS}
     samples = samples if isinstance(samples, (Dataset, StreamedDataset, Sequence)) else list(samples)
     samples = read_samples(samples, tokenizer, num_proc=num_proc, **options)
-    if isinstance(samples, StreamedDataset):
-        return _mapped(samples, _packed, _PACKED, settings)
+    processes: dict[str, Any] = {}
     if isinstance(samples, Dataset):
         # Documents of different batches share no sequence, so large ones pack tighter; a batch is held as lists.
         size = min(-(-len(samples) // (num_proc or 1)), _MAX_BATCH)
         processes = {"batch_size": max(1, size), "num_proc": num_proc, "desc": "Packing documents"}
-        rows = _mapped(samples, _packed, _PACKED, settings, **processes)
-    else:
-        rows = _packed(enumerate(samples), **settings)
-    return _not_empty(rows, "samples")
+    return _not_empty(_mapped(samples, _packed, _PACKED, settings, **processes), "samples")
 
 
 def _documents(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> list[Document]:
@@ -158,7 +150,9 @@ def _map_batch(
 
 
 def _mapped(dataset: Any, function: Any, columns: Features, settings: dict[str, Any], **kwargs: Any) -> Any:
-    """A dataset or a stream whose rows are those that a function makes of its samples."""
+    """The rows that a function makes of samples: a dataset or a stream where they are one, otherwise a list."""
+    if not isinstance(dataset, Dataset | StreamedDataset):
+        return function(enumerate(dataset), **settings)
     return cached_map(
         dataset,
         _map_batch,
@@ -265,12 +259,11 @@ def build_eagle3_dataloader(
         "collate_fn": DataCollatorForEagle3(pad, length=packed_sequence_size or seq_length),
         "num_workers": num_workers,
         "pin_memory": torch.cuda.is_available(),
+        "persistent_workers": num_workers > 0,
         "generator": torch.Generator().manual_seed(seed),  # seeds of workers: not from the global generator
     }
-    if num_workers > 0:
-        settings["persistent_workers"] = True
-        if torch.cuda.is_initialized():
-            settings["multiprocessing_context"] = "forkserver"  # a forked CUDA context aborts the worker
+    if num_workers > 0 and torch.cuda.is_initialized():
+        settings["multiprocessing_context"] = "forkserver"  # a forked CUDA context aborts the worker
     if isinstance(rows, StreamedDataset):
         rows = rows.shuffle(seed=seed) if shuffle else rows
         return DataLoader(RankRows(rows, rank, ranks, batch_size) if ranks > 1 else rows, **settings)
@@ -305,14 +298,13 @@ def prepare_eagle3_rows(
         return dataset
     cap = ("packed_sequence_size", packed_sequence_size) if packed_sequence_size else ("seq_length", seq_length)
     dataset = read_samples(dataset, **options, num_proc=num_proc)
-    if isinstance(dataset, Dataset | StreamedDataset):
-        processes = {"num_proc": num_proc, "desc": "Truncating documents"}  # which a stream ignores
-        documents = _mapped(dataset, _truncated, _DOCUMENTS, {"length": cap[1]}, **processes)
-        rows = without_unsupervised(documents, cap)
+    processes = {"num_proc": num_proc, "desc": "Truncating documents"}  # which a stream ignores
+    rows = _mapped(dataset, _truncated, _DOCUMENTS, {"length": cap[1]}, **processes)
+    if isinstance(rows, list):
+        kept = kept_of([document[TRUNCATION] for document in rows], cap)
+        rows = [{name: rows[index][name] for name in DOCUMENT_KEYS} for index in kept]
     else:
-        truncated = _truncated(enumerate(dataset), cap[1])
-        kept = kept_of([document[TRUNCATION] for document in truncated], cap)
-        rows = [{name: truncated[index][name] for name in DOCUMENT_KEYS} for index in kept]
+        rows = without_unsupervised(rows, cap)
     if packed_sequence_size:
         return pack_eagle3_dataset(rows, packed_sequence_size, pad_token_id, strategy, num_proc=num_proc)
     return _not_empty(rows, "dataset")
@@ -361,10 +353,8 @@ def prepare_eagle3_trees(dataset: Any, args: Eagle3Config, tokenizer: Any, pad_t
     if not size:
         return _not_empty(trees, "dataset")
     settings: dict[str, Any] = {"length": size, "strategy": args.packing_strategy}
-    if isinstance(trees, list):
-        return _not_empty(_folded(enumerate(trees), **settings), "dataset")
     processes = {"num_proc": num_proc, "desc": "Packing trees"}  # which a stream ignores
-    return _mapped(trees, _folded, TREE_FEATURES, settings, **processes)
+    return _not_empty(_mapped(trees, _folded, TREE_FEATURES, settings, **processes), "dataset")
 
 
 def _folded(rows: Iterable[tuple[int, Mapping[str, Any]]], length: int, strategy: str) -> list[dict[str, Any]]:
@@ -380,7 +370,7 @@ def _not_empty(rows: Any, name: str) -> Any:
     return rows
 
 
-class RankRows(IterableDataset):
+class RankRows(PaddedStream):
     """
     A rank's part of a stream of dataset rows; every rank gets as many whole batches as the others.
 
@@ -390,13 +380,11 @@ class RankRows(IterableDataset):
     """
 
     def __init__(self, stream: Any, rank: int, ranks: int, batch_size: int) -> None:
-        self.stream, self.rank, self.ranks = PaddedStream(stream, ranks * batch_size), rank, ranks
+        super().__init__(stream, ranks * batch_size)
+        self.rank, self.ranks = rank, ranks
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        return itertools.islice(self.stream, self.rank, None, self.ranks)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.stream.set_epoch(epoch)
+        return itertools.islice(super().__iter__(), self.rank, None, self.ranks)
 
 
 def _place(dp_mesh: DeviceMesh | None) -> tuple[int, int]:

@@ -147,8 +147,7 @@ def load_exported(path: str | os.PathLike[str]) -> Eagle3DraftModel:
     Raises:
         `ValueError`: If [`validate_export`] finds anything wrong with it.
     """
-    problems = validate_export(path)
-    if problems:
+    if problems := validate_export(path):
         raise ValueError(f"`path` ({os.fspath(path)}) holds no whole draft: " + " ".join(problems))
     config = json.loads(Path(path, CONFIG).read_bytes())
     tensors = _renamed(load_file(Path(path, WEIGHTS)), _layer_of(config)[1], _LAYER)
@@ -183,13 +182,11 @@ def _layer_of(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
 def _draft_config(config: dict[str, Any]) -> Eagle3DraftConfig:
     layer, _ = _layer_of(config)
     fields = {"head_dim": None, **{name: layer[name] for name in _LAYER_FIELDS if name in layer}}
-    fields["rope_parameters"] = {"rope_type": "default", **(layer.get("rope_scaling") or {})}
-    fields["rope_parameters"].setdefault("rope_theta", layer.get("rope_theta"))
-    fields["aux_layer_ids"] = aux_layer_ids(config)
+    rope = {"rope_type": "default", "rope_theta": layer.get("rope_theta"), **(layer.get("rope_scaling") or {})}
+    fields |= {"rope_parameters": rope, "aux_layer_ids": aux_layer_ids(config)}
     fields["target_name_or_path"] = config.get("speculators_config", {}).get("verifier", {}).get("name_or_path")
-    return Eagle3DraftConfig(
-        **fields, **{name: config.get(name) for name in ("draft_vocab_size", "target_hidden_size")}
-    )
+    fields |= {name: config.get(name) for name in ("draft_vocab_size", "target_hidden_size")}
+    return Eagle3DraftConfig(**fields)
 
 
 # ---- the configs ----

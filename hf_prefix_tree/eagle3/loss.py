@@ -107,9 +107,6 @@ def position_losses(
     Returns:
         `tuple`: `-sum p log q`, `(M,)`, in float32 or better; the draft's first choices, int64 `(M,)`.
     """
-    if len(hidden) == 0:  # nothing is supervised: the loss still reaches every parameter
-        zero = head(hidden.new_zeros((1, hidden.shape[1]))).sum() * 0 + hidden.sum()
-        return zero[None][:0], torch.zeros(0, dtype=torch.int64, device=hidden.device)
 
     def chunk(hidden: torch.Tensor, where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = head(hidden)

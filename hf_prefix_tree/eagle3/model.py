@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.utils import ModelOutput
 
@@ -48,7 +49,7 @@ class Eagle3Attention(nn.Module):
         return q, k, v
 
 
-class Eagle3Layer(nn.Module):
+class Eagle3Layer(GradientCheckpointingLayer):
     """The decoder layer."""
 
     def __init__(self, config: Eagle3DraftConfig) -> None:
@@ -136,7 +137,6 @@ class Eagle3DraftModel(PreTrainedModel):
         self.register_buffer("d2t", d2t_from_ids(ids) if is_small else None)
         self.register_buffer("t2d", t2d_from_ids(ids, config.vocab_size) if is_small else None)
         self.attn_backend = "auto"
-        self.gradient_checkpointing = False
         self.embed_tokens.weight.requires_grad_(False)
         self.post_init()
 
@@ -163,8 +163,7 @@ class Eagle3DraftModel(PreTrainedModel):
         Raises:
             `ValueError`: If there are not as many as the head has outputs, or they are no ascending ids of the target.
         """
-        problem = problem_of_ids(ids, self.config.vocab_size, self.lm_head.out_features)
-        if problem is not None:
+        if problem := problem_of_ids(ids, self.config.vocab_size, self.lm_head.out_features):
             raise ValueError(f"`ids` is no draft vocabulary: {problem}. Pass the result of `build_token_mapping`.")
         if self.d2t is not None:
             self.d2t.copy_(d2t_from_ids(ids))
@@ -259,11 +258,8 @@ class Eagle3DraftModel(PreTrainedModel):
     ) -> torch.Tensor:
         """One pass of the layer; its keys and values are appended to the cache."""
         cos, sin = self.rotary_emb(hidden, positions)
-        arguments = (self.embed_tokens(tokens).to(hidden.dtype), hidden, cos, sin, slots, *cache)
-        if self.gradient_checkpointing and self.training:
-            hidden, key, value = self._gradient_checkpointing_func(self.midlayer.__call__, *arguments)
-        else:
-            hidden, key, value = self.midlayer(*arguments)
+        embeddings = self.embed_tokens(tokens).to(hidden.dtype)
+        hidden, key, value = self.midlayer(embeddings, hidden, cos, sin, slots, *cache)
         cache += [key, value]
         return hidden
 

@@ -10,17 +10,18 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, PreTrainedModel
+from datasets import Dataset
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
 from hf_prefix_tree.eagle3.attention import document_tree
-from hf_prefix_tree.eagle3.collator import HIDDEN_STATES, ROW_COLUMNS, DataCollatorForEagle3, sequence_of
+from hf_prefix_tree.eagle3.collator import HIDDEN_STATES, ROW_COLUMNS, DataCollatorForEagle3, read_states, sequence_of
 from hf_prefix_tree.eagle3.config import check_aux_layer_ids, default_aux_layer_ids
 from hf_prefix_tree.eagle3.loss import CHUNK_SIZE
 from hf_prefix_tree.eagle3.vocabulary import rank_and_size, read_tensors, write_tensors
@@ -29,10 +30,6 @@ from hf_prefix_tree.modeling.checks import backbone_of, base_causal_lm
 from hf_prefix_tree.modeling.prepare import ensure_verified, install_tree_hooks
 from hf_prefix_tree.modeling.verify import is_materialized
 from hf_prefix_tree.tree.folding import check_not_empty
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import PretrainedConfig
 
 TARGET_FILE = "eagle3_target.safetensors"  # head and embedding, and a description as JSON in the metadata
 STATES = ("aux_hidden_states", "last_hidden_states", "target_ids")
@@ -248,8 +245,6 @@ def precompute_hidden_states(
         `ValueError`: If the target can't run, or `rows` is empty.
         `OSError`: If a file can't be written.
     """
-    from datasets import Dataset
-
     check_not_empty(rows, "rows")
     folder = Path(output_dir).absolute()
     rank, num_ranks = rank_and_size()
@@ -257,11 +252,13 @@ def precompute_hidden_states(
     collate = DataCollatorForEagle3(pad_token_id=0)
     for index in range(rank, len(rows), num_ranks):
         sequence = sequence_of(rows[index])
-        if not _is_computed(paths[index], sequence, target.fingerprint):
-            batch = {name: value.to(target.head.device) for name, value in collate([rows[index]]).items()}
-            length = len(sequence["input_ids"])  # without the padding that FlexAttention needs
-            states = {name: value[0, :length] for name, value in target.states(batch).items()}
-            write_tensors(paths[index], {**sequence, **states}, {"target_fingerprint": target.fingerprint})
+        with suppress(ValueError):
+            read_states(paths[index], sequence, target.fingerprint)
+            continue  # it is there and whole
+        batch = {name: value.to(target.head.device) for name, value in collate([rows[index]]).items()}
+        length = len(sequence["input_ids"])  # without the padding that FlexAttention needs
+        states = {name: value[0, :length] for name, value in target.states(batch).items()}
+        write_tensors(paths[index], {**sequence, **states}, {"target_fingerprint": target.fingerprint})
     columns = [name for name in ROW_COLUMNS if name in rows[0]]
     described = Dataset.from_list(
         [{**{name: row[name] for name in columns}, HIDDEN_STATES: path} for row, path in zip(rows, paths, strict=True)]
@@ -281,13 +278,3 @@ def precompute_hidden_states(
     if num_ranks > 1:
         dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
     return described
-
-
-def _is_computed(path: str, tokens: dict[str, torch.Tensor], fingerprint: str) -> bool:
-    """Whether the file of a dataset row is there and whole, of these tokens and this target."""
-    try:
-        metadata, tensors = read_tensors(path)
-    except ValueError:
-        return False
-    is_same = all(name in tensors and torch.equal(tensors[name], value) for name, value in tokens.items())
-    return is_same and metadata["target_fingerprint"] == fingerprint

@@ -145,9 +145,6 @@ class Eagle3Trainer(StepMixin, Trainer):
     ```
     """
 
-    _signature_columns: list[str] | None
-    data_collator: Any
-
     def __init__(
         self,
         model: Eagle3DraftModel | str | None = None,
@@ -184,6 +181,7 @@ class Eagle3Trainer(StepMixin, Trainer):
         assert isinstance(model, Eagle3DraftModel)
         model.attn_backend = args.attn_backend
         super().__init__(model, args, data_collator, train_dataset, eval_dataset, processing_class, **kwargs)
+        self._signature_columns = [*ROW_COLUMNS, HIDDEN_STATES]
 
     # ---- the loss and its metrics ----
 
@@ -269,11 +267,6 @@ class Eagle3Trainer(StepMixin, Trainer):
         columns = [columns_of(one) for one in sets if one is not None and not isinstance(one, str)]
         collator = copy(collator)
         collator.ttt_steps = args.ttt_steps
-        if self.target.model is not None and not any(HIDDEN_STATES in names for names in columns):
-            return collator
-        collator.target_fingerprint, collator.states_folder = self.target.fingerprint, self.target.folder
+        if self.target.model is None or any(HIDDEN_STATES in names for names in columns):
+            collator.target_fingerprint, collator.states_folder = self.target.fingerprint, self.target.folder
         return collator
-
-    def _set_signature_columns_if_needed(self) -> None:
-        if self._signature_columns is None:
-            self._signature_columns = [*ROW_COLUMNS, HIDDEN_STATES]

@@ -223,8 +223,7 @@ def save_token_mapping(
     Raises:
         `ValueError`: If the ids are no draft vocabulary of that target.
     """
-    problem = problem_of_ids(ids, target_vocab_size, len(ids) if ids.dim() else 0)
-    if problem is not None:
+    if problem := problem_of_ids(ids, target_vocab_size, len(ids) if ids.dim() else 0):
         raise ValueError(f"`ids` can't be saved: {problem}. Pass the ids that `build_token_mapping` returned.")
     metadata = {"target_vocab_size": str(target_vocab_size)}
     metadata |= {} if fingerprint is None else {"fingerprint": fingerprint}
@@ -357,10 +356,9 @@ def data_fingerprint(source: object) -> str | None:
 
 def _as_array(value: Any) -> Any:
     """One form for lists, arrays and tensors of the same numbers; lists of different lengths stay as they are."""
-    try:
+    with contextlib.suppress(TypeError, ValueError):
         return np.asarray(value)
-    except (TypeError, ValueError):
-        return value
+    return value
 
 
 def _read(

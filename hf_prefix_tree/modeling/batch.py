@@ -20,15 +20,13 @@ is one concatenation per key: O(N).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
-
-if TYPE_CHECKING:
-    from hf_prefix_tree.tree.prefix_tree import PrefixTree
+from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_weights", "attention_mask", "token_branches")
 SUBTREE_END, DEPTH, PREDECESSOR = range(3)
@@ -143,14 +141,12 @@ def concatenate_trees(
         tree_rows[PREDECESSOR, start:end] = np.where(tree.predecessor >= 0, tree.predecessor + start, -1)
         token_branches[start:end] = _branches_through(tree)
         start = end
-    labels = np.where(weights > 0, input_ids, IGNORE_INDEX)
-    attention_mask = (np.arange(length) < tokens).astype(np.int64)
     return {
         # `input_ids` first: engines read the batch size off the first entry
         "input_ids": torch.from_numpy(input_ids)[None],
         "position_ids": torch.from_numpy(tree_rows[DEPTH].astype(np.int64))[None],
-        "labels": torch.from_numpy(labels)[None],
-        "attention_mask": torch.from_numpy(attention_mask)[None],
+        "labels": torch.from_numpy(np.where(weights > 0, input_ids, IGNORE_INDEX))[None],
+        "attention_mask": torch.from_numpy((np.arange(length) < tokens).astype(np.int64))[None],
         "prefix_tree": torch.from_numpy(tree_rows)[None],
         "loss_weights": encode_weights(torch.from_numpy(weights))[None],
         "token_branches": torch.from_numpy(token_branches)[None],

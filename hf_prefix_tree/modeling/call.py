@@ -92,8 +92,7 @@ def prepare(
     is_new = state is None
     if is_new:
         check_support(base, kind.name)
-        backbone = backbone_of(base)
-        assert backbone is not None  # checked above
+        backbone: Any = backbone_of(base)
         state = state_class(kind, attn_backend, implementations(base))
         setattr(base, _STATE, state)
         state.handles = [

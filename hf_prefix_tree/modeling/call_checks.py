@@ -136,8 +136,7 @@ def refuse_long_branches(tree: torch.Tensor, limit: int | None, is_section: bool
     """
     if limit is None or (tree.shape[2] <= limit and not is_section):
         return
-    longest = int(tree[:, DEPTH].max()) + 1
-    if longest > limit:
+    if (longest := int(tree[:, DEPTH].max()) + 1) > limit:
         raise ValueError(
             f"A branch has {longest} tokens, but the rotary frequencies of this model change for the whole call "
             f"beyond {limit} tokens (dynamic or longrope scaling), so it would change the other branches. Use "

@@ -120,9 +120,8 @@ def check_support(model: PreTrainedModel, kind: str) -> None:
         raise ValueError(f"{name} is an encoder-decoder model: use a decoder-only causal LM. {hint}")
     if model.get_output_embeddings() is None or backbone is None:
         raise ValueError(f"{name} has no LM head over a backbone: load the model with `AutoModelForCausalLM`.")
-    is_causal = getattr(config, "is_causal", True)
-    both_sides = not is_causal or getattr(config, "use_bidirectional_attention", None) in (True, "all")
-    if kind == "tree" and both_sides:
+    both_sides = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    if kind == "tree" and (both_sides or not getattr(config, "is_causal", True)):
         raise ValueError(f"{name} attends to both sides; a packed sequence would leak the future. {hint}")
     if kind == "diffusion" and not uses_attention_interface(model.config.__class__):
         raise ValueError(
@@ -242,8 +241,7 @@ def warn_of_dropout(model: PreTrainedModel) -> None:
             "branches, where unfolded training draws once each: unbiased, but not the same numbers.",
             stacklevel=3,
         )
-    rates = {rate for module in model.modules() for rate in _dropouts(module) if rate > 0}
-    if rates:
+    if rates := {rate for module in model.modules() for rate in _dropouts(module) if rate > 0}:
         warnings.warn(
             f"The model has dropout (p={sorted(rates)}). On a tree a shared token draws one mask for all its branches"
             ", where unfolded training draws one each: unbiased, but not the same numbers. Set it to 0 for exactness.",

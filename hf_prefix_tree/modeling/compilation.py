@@ -46,8 +46,7 @@ def compile_decoder_layers(model: PreTrainedModel) -> list[EagerForward | Compil
         `ValueError`: where the model has no decoder layers to compile, or ones whose `forward` something else has
             replaced.
     """
-    backbone = backbone_of(model)
-    assert backbone is not None  # every model that can be prepared has one
+    backbone: Any = backbone_of(model)
     layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ValueError(
@@ -95,7 +94,6 @@ class CompiledForward(Override):
     """
 
     def __init__(self, layer: Any, is_one_graph: bool) -> None:
-        self.layer = layer
         self.is_one_graph = is_one_graph
         super().__init__(layer, "forward", self)
 
@@ -103,16 +101,16 @@ class CompiledForward(Override):
         if not isinstance(kwargs.get("prefix_tree"), TreeContext):
             if active_tree() is not None:
                 raise ValueError(
-                    f"`compile_layers=True`: the call did not hand the tree to {type(self.layer).__name__}, and a "
+                    f"`compile_layers=True`: the call did not hand the tree to {type(self.owner).__name__}, and a "
                     "compiled layer cannot look for it. Leave it at `False`."
                 )
-            return type(self.layer).forward(self.layer, *args, **kwargs)
-        layer_class: Any = type(self.layer)
+            return type(self.owner).forward(self.owner, *args, **kwargs)
+        layer_class: Any = type(self.owner)
         forward, checkpoints = _plain_forward(layer_class)
         is_one_graph = self.is_one_graph and kwargs["prefix_tree"].section is None  # keys are kept outside of graphs
-        run = functools.partial(_run, forward, is_one_graph, self.layer, **kwargs)
-        if checkpoints and self.layer.gradient_checkpointing and self.layer.training and torch.is_grad_enabled():
-            return self.layer._gradient_checkpointing_func(run, *args)
+        run = functools.partial(_run, forward, is_one_graph, self.owner, **kwargs)
+        if checkpoints and self.owner.gradient_checkpointing and self.owner.training and torch.is_grad_enabled():
+            return self.owner._gradient_checkpointing_func(run, *args)
         return run(*args)
 
 

@@ -104,8 +104,7 @@ def _index_by_depth(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[t
     context = active_tree()
     if context is None:
         return None
-    position_ids = context.prefix_tree[:, DEPTH].reshape(-1).long()
-    return (), {**with_names(module, args, kwargs), "position_ids": position_ids}
+    return (), {**with_names(module, args, kwargs), "position_ids": context.prefix_tree[:, DEPTH].reshape(-1).long()}
 
 
 def _unflatten(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor | None:

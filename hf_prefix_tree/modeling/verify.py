@@ -18,7 +18,7 @@ import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -390,12 +390,11 @@ def coarsest_dtype(model: torch.nn.Module) -> Iterator[set[torch.dtype]]:
         if isinstance(output, torch.Tensor):  # a router may return a tuple
             dtypes.add(output.dtype)
 
-    handles = [m.register_forward_hook(note) for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                hooks.enter_context(module.register_forward_hook(note))
         yield dtypes
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def distance(left: torch.Tensor, right: torch.Tensor) -> float:

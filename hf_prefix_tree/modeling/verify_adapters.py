@@ -13,6 +13,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ def verify_adapters(model: PreTrainedModel, forward: Callable) -> None:
         return
     with _with_gradients(model) as dtypes, _randomized(layers) as (parameters, reset):
         # gradients of sharded weights are reduced by hooks
-        runs = _Runs(model, forward, parameters if verify.is_materialized(model) else [], reset)
+        compared = parameters if verify.is_materialized(model) else []
+        runs = _Runs(model, forward, verify.make_forest(model, PATH), compared, reset)
         expected, tree, again = runs.of_branches(), runs.of_tree(), runs.of_tree()
         model.eval()
         runs.parameters = []
@@ -100,7 +102,7 @@ def verify_training(model: PreTrainedModel, forward: Callable, unknown: Sequence
     compared = small if unknown and verify.is_materialized(model) else []
     with _with_gradients(model) as dtypes, _in_training(model, compared):
         length = min(UNKNOWN_PATH, position_limit(model.config.get_text_config()))
-        runs = _Runs(model, forward, compared, lambda: None, length)
+        runs = _Runs(model, forward, verify.make_forest(model, length), compared)
         expected, tree, again = runs.of_branches(), runs.of_tree(), runs.of_tree()
     errors = {"training": _error(tree, expected), "two equal calls": _error(again, tree)}
     reason = _judge(
@@ -165,21 +167,17 @@ def _in_training(model: PreTrainedModel, parameters: list[torch.nn.Parameter]) -
             parameter.requires_grad_(False)
 
 
+@dataclass
 class _Runs:
     """The runs of one forest, as a packed sequence and branch by branch, with the gradients of what is checked."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        forward: Callable,
-        parameters: list[torch.nn.Parameter],
-        reset: Callable,
-        length: int = PATH,
-    ) -> None:
-        self.model, self.forward, self.parameters, self.reset = model, forward, parameters, reset
-        self.forest = verify.make_forest(model, length)
-        self.draws = False  # whether a call moved the random state
-        self.directions: torch.Tensor | None = None  # `[checked tokens, vocabulary]`: what gradients are taken of
+    model: PreTrainedModel
+    forward: Callable
+    forest: verify.Forest
+    parameters: list[torch.nn.Parameter]
+    reset: Callable = lambda: None
+    draws: bool = False  # whether a call moved the random state
+    directions: torch.Tensor | None = None  # `[checked tokens, vocabulary]`: what gradients are taken of
 
     def of_tree(self) -> Result:
         """Logits of all checked tokens of all branches, `[tokens, vocabulary]`, and gradients."""

@@ -15,6 +15,7 @@ all rows and keeps its share.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, IterableDataset, Sampler
 from transformers import TrainerCallback
 
 from hf_prefix_tree.data.trees import cached_map
@@ -38,7 +39,7 @@ def rounded_up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-class PaddedDataset(torch.utils.data.Dataset):
+class PaddedDataset(ConcatDataset):
     """
     `dataset` followed by empty rows.
 
@@ -49,18 +50,11 @@ class PaddedDataset(torch.utils.data.Dataset):
 
     def __init__(self, dataset: Any, multiple: int) -> None:
         self.dataset = dataset
-        self.length = rounded_up(len(dataset), multiple)
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        if index >= self.length:  # what ends an iteration
-            raise IndexError(f"row {index} of {self.length}")
-        return self.dataset[index] if index < len(self.dataset) else PADDING_FEATURE
+        padding: Any = [PADDING_FEATURE] * (-len(dataset) % multiple)
+        super().__init__([dataset, padding])
 
 
-class PaddedStream(torch.utils.data.IterableDataset):
+class PaddedStream(IterableDataset):
     """
     The rows of `dataset` followed by empty ones. In a worker process, those of the worker.
 
@@ -80,8 +74,7 @@ class PaddedStream(torch.utils.data.IterableDataset):
         for row in self.dataset:
             count += 1
             yield row
-        for _ in range(count, rounded_up(count, self.multiple)):
-            yield PADDING_FEATURE
+        yield from itertools.repeat(PADDING_FEATURE, -count % self.multiple)
 
     def set_epoch(self, epoch: int) -> None:
         """Hand the epoch to the stream, as Accelerate would: to its `set_epoch`, or as seed to its `generator`."""
@@ -105,7 +98,7 @@ def fill_uneven_steps(
         sampler ([`StepSampler`], *optional*): Lays out the steps, if not Trainer's sampler.
     """
     args, is_distributed = trainer.args, trainer.accelerator.num_processes > 1
-    if isinstance(dataset, torch.utils.data.IterableDataset):
+    if isinstance(dataset, IterableDataset):
         # Trainer doesn't know where a stream ends, and would carry the gradients of an uneven last step over into the
         # next epoch's first one. (It ignores `dataloader_drop_last` here.)
         multiple = rows * (args.gradient_accumulation_steps if is_training else 1)
@@ -239,23 +232,16 @@ def linked_rows(tree_ids: Sequence[Sequence[int]]) -> list[list[int]]:
 
     ```
     """
-    parents = list(range(len(tree_ids)))
-
-    def root(row: int) -> int:
-        while parents[row] != row:
-            parents[row] = parents[parents[row]]
-            row = parents[row]
-        return row
-
+    units = [[row] for row in range(len(tree_ids))]  # of each row: one list for all rows of a unit
     first: dict[int, int] = {}
     for row, ids in enumerate(tree_ids):
         for tree_id in ids:
-            upper, lower = sorted((root(first.setdefault(tree_id, row)), root(row)))
-            parents[lower] = upper
-    units: dict[int, list[int]] = {}
-    for row in range(len(tree_ids)):
-        units.setdefault(root(row), []).append(row)
-    return list(units.values())
+            smaller, larger = sorted((units[first.setdefault(tree_id, row)], units[row]), key=len)
+            if smaller is not larger:
+                larger += smaller
+                for moved in smaller:
+                    units[moved] = larger
+    return [sorted(unit) for unit in {id(unit): unit for unit in units}.values()]
 
 
 @dataclass(eq=False, kw_only=True)

@@ -13,7 +13,7 @@ import json
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,6 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, ha
 from trl import SFTTrainer
 from trl.trainer.utils import global_then_local_main_first
 
+from hf_prefix_tree.data.supervision import located
 from hf_prefix_tree.data.trees import PARTIAL, checksums, write_files
 from hf_prefix_tree.training.checks import check_trainer, keep_output_dtype, own_loss
 from hf_prefix_tree.training.options import refuse_options
@@ -111,7 +112,6 @@ class CheckpointMixin(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         run = self._get_output_dir(trial)
         folder = Path(run, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        limit = self.args.save_total_limit
         try:
             with replaced(self.args, save_total_limit=None):  # older ones are deleted below
                 super()._save_checkpoint(model, trial)
@@ -123,7 +123,7 @@ class CheckpointMixin(Trainer):
             files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != PARTIAL]
             values = checksums(folder, (path for path in files if path.name not in (CHECKSUMS, _SENTINEL)))
             write_files({folder / CHECKSUMS: json.dumps(values, indent=1).encode()})
-            rotate_checkpoints(run, limit, self.state.best_model_checkpoint, use_mtime=True)
+            rotate_checkpoints(run, self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
 
 
 class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer whatever else a class derives from
@@ -297,8 +297,7 @@ class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer wh
         if has_length(dataloader):
             self._check_ranks_agree("batches to evaluate", len(dataloader))
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        sums = self._gathered("eval")
-        if sums is not None:
+        if (sums := self._gathered("eval")) is not None:
             metrics = self.evaluation_metrics(sums)
             output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
@@ -375,13 +374,8 @@ class PreparationMixin(SFTTrainer):
         prepared = self.__dict__.setdefault("_prepared", weakref.WeakSet())  # `SFTTrainer` prepares in its `__init__`
         if dataset in prepared:  # `evaluate` calls itself for each dataset of a `dict`
             return dataset
-        try:
-            with global_then_local_main_first():
-                dataset = self.prepared_rows(dataset, args)
-        except ValueError as error:
-            if name == "train":
-                raise
-            raise ValueError(f"Dataset {name!r}: {error}") from error
+        with nullcontext() if name == "train" else located(f"Dataset {name!r}"), global_then_local_main_first():
+            dataset = self.prepared_rows(dataset, args)
         if args.shuffle_dataset:
             dataset = dataset.shuffle(seed=args.seed)
         prepared.add(dataset)

@@ -30,6 +30,7 @@ from hf_prefix_tree.modeling.attention.masks.causal import TreeBlockMask
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
 
 logger = logging.getLogger(__name__)
+_log_once = functools.cache(logger.log)
 
 ATTN_BACKENDS = ("auto", "flex", "flash", "sdpa")
 
@@ -84,8 +85,7 @@ def _head_dim(config: Any) -> int:
         return min(_head_dim(layer) for layer in config.per_layer_config)
     if getattr(config, "qk_nope_head_dim", None):  # multi-head latent attention
         return config.qk_nope_head_dim + config.qk_rope_head_dim
-    head_dim = getattr(config, "head_dim", None)
-    return head_dim if head_dim is not None else config.hidden_size // config.num_attention_heads
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def choose_backend(
@@ -126,8 +126,7 @@ def choose_backend(
         no_flash = no_flash or _too_sparse(call, mask)
     if no_flash := no_flash or _agrees_with_triton(call, mask):
         return _log(requested, call, "flex", f"no FLASH: {no_flash}")
-    reason = f"flash-attn-4 {_flash_version()} agrees with Triton at these head sizes"
-    return _log(requested, call, "flash", reason)
+    return _log(requested, call, "flash", f"flash-attn-4 {_flash_version()} agrees with Triton at these head sizes")
 
 
 def _log(requested: str, call: AttentionCall, backend: str, reason: str) -> str:
@@ -141,13 +140,8 @@ def _log(requested: str, call: AttentionCall, backend: str, reason: str) -> str:
         level, reason = logging.WARNING, f"{reason}; the dense mask of {call.length} tokens takes {gib:.1f} GiB"
         if gib > 3 and call.device.type == "cpu":
             raise ValueError(f"{reason}: lower `max_packed_tokens`, or use a GPU, where FlexAttention needs none.")
-    _log_once(f"Tree attention on {call.device.type}: {backend}, as {reason}.", level)
+    _log_once(level, f"Tree attention on {call.device.type}: {backend}, as {reason}.")
     return backend
-
-
-@functools.cache
-def _log_once(message: str, level: int) -> None:
-    logger.log(level, message)
 
 
 def why_not_flex(device: torch.device, dtype: torch.dtype, head_dim: int, length: int) -> str | None:
@@ -207,9 +201,8 @@ def _flash_version() -> Version | None:
 
 
 _sparse: dict[tuple, str | None] = {}  # reasons by device, kind of mask and power of two of the length
-_checked: dict[
-    tuple, str | None
-] = {}  # reasons by device, dtype, kind of mask, long or short sequences, and head sizes
+# Reasons by device, dtype, kind of mask, long or short sequences, and head sizes.
+_checked: dict[tuple, str | None] = {}
 
 
 def _too_sparse(call: AttentionCall, mask: Callable[[], TreeBlockMask]) -> str | None:

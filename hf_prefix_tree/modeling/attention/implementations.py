@@ -43,13 +43,10 @@ def _interface_in_source(model_class: type) -> bool:
 
 
 def _model_classes(config_class: type) -> list[type[PreTrainedModel]]:
-    matching: list[type[PreTrainedModel]] = []
     classes: list[type[PreTrainedModel]] = [PreTrainedModel]
     for model_class in classes:
-        if getattr(model_class, "config_class", None) is config_class:
-            matching.append(model_class)
         classes.extend(model_class.__subclasses__())
-    return matching
+    return [c for c in classes if getattr(c, "config_class", None) is config_class]
 
 
 def default_attention(module: torch.nn.Module) -> Callable:

@@ -117,14 +117,12 @@ def why_not_served(mixer: torch.nn.Module) -> str | None:
     if hasattr(mixer, "base_layer") or hasattr(mixer, "original_module"):
         return "a PEFT adapter wraps the convolution; leave it out of `target_modules` and `modules_to_save`"
     calls = _calls(type(mixer).forward)
-    scans = [name for name in _WITHOUT_STATES if name in calls]
-    if scans:
+    if scans := [name for name in _WITHOUT_STATES if name in calls]:
         return f"its scan `{scans[0]}` takes no state to start from"
     known = [name for name in _ON_TREE if name in calls]
     if "causal_conv1d_fn" not in known:
         return "it calls no function that could"
-    dropping = [name for name in known if not calls[name]]
-    if dropping:
+    if dropping := [name for name in known if not calls[name]]:
         return f"in this Transformers it does not hand `{dropping[0]}` the keyword arguments of the call"
     return None
 

@@ -83,8 +83,7 @@ def _starts_of_runs(segments: Segments, taps: int) -> tuple[Int64Array, Int64Arr
     """
     above = segments.predecessor
     # Of the segments, those that go on from the token before them need no history: it is there already.
-    goes_on = segments.parent >= 0
-    goes_on &= above[segments.start] == segments.start - 1
+    goes_on = (segments.parent >= 0) & (above[segments.start] == segments.start - 1)
     first = np.flatnonzero(~goes_on)
     starts, lengths = segments.start[first], np.add.reduceat(segments.length, first)
     history = np.empty((len(starts), taps), dtype=np.int64)

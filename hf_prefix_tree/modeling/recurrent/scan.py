@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hf_prefix_tree.modeling.context import TreeContext
-from hf_prefix_tree.tree.layout import Int64Array, ranges
+from hf_prefix_tree.tree.layout import Int64Array, node_depths, ranges
 
 SHORTEST_PADDED = 64  # tokens; segments up to it share a padded batch: the chunk size of most scans
 
@@ -92,13 +92,9 @@ class Segments:
         renumbered = np.append(np.cumsum(is_real) - 1, -1)
         self.start, self.length = start[is_real], length[is_real]
         self.parent = renumbered[parents[is_real]]
-        level: list[int] = []
-        for parent in self.parent.tolist():  # parents come before their children
-            level.append(level[parent] + 1 if parent >= 0 else 0)
-        self.level = np.array(level, dtype=np.int64)
-        self.num_levels = max(level, default=0) + 1
-        self.is_parent = np.zeros(len(level), bool)
-        self.is_parent[self.parent[self.parent >= 0]] = True
+        self.level = node_depths(np.ones_like(self.parent), self.parent)
+        self.num_levels = int(self.level.max(initial=0)) + 1
+        self.is_parent = np.isin(np.arange(len(self.parent)), self.parent)
         self._schedules: dict[tuple[bytes, bool], Schedule] = {}
         self._indices: dict[str, tuple[Tensor, ...]] = {}
 

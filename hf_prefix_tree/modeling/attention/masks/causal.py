@@ -36,8 +36,7 @@ def limit_asked_by(config: Any, local_size: int | None, is_overlaid: bool) -> di
         is_overlaid (`bool`): Whether the model lays another mask over the causal one.
     """
     for name, kind in KINDS.items():
-        limit = kind.asked_by(config, local_size, is_overlaid)
-        if limit is not None:
+        if (limit := kind.asked_by(config, local_size, is_overlaid)) is not None:
             return {name: limit}
     return {}
 
