@@ -78,7 +78,8 @@ def test_one_process(tmp_path, whole, options, accumulated):
     start = weights(make_model())
     assert distance(expected, start) > 1e-2 and distance(weights(trainer.model), expected, start) < 1e-5
     for ours, theirs in zip(trainer.state.log_history, log, strict=True):
-        for key in {"loss", "loss/sum", "loss/token_count", "grad_norm", "eval_loss", "num_tokens"} & theirs.keys():
+        keys = {"loss", "loss/sum", "loss/token_count", "grad_norm", "num_tokens", "entropy", "mean_token_accuracy"}
+        for key in (keys | {f"eval_{key}" for key in keys}) & theirs.keys():
             assert ours[key] == pytest.approx(theirs[key], rel=1e-5), key
 
 
@@ -237,7 +238,9 @@ def test_what_auto_counts(tree, max_tokens, checkpointing, expected):
     [
         ({"max_packed_tokens": None}, "`overflow='stream'` needs `max_packed_tokens`"),
         ({"mode": "grouped"}, "no meaning under `mode='grouped'`"),
-        ({"optim": "lomo"}, "changes weights in the backward"),
+        ({"optim": "lomo"}, "`optim='lomo'` changes weights in the backward, and `overflow='stream'`"),
+        ({"optim": "galore_adamw_layerwise"}, "changes weights in the backward"),
+        ({"overflow": "split", "mode": "grouped", "optim": "adalomo"}, "the backward, and `mode='grouped'`"),
         ({"overflow": "streem"}, "`overflow` is 'streem'; pass one of 'auto', 'split', 'stream'"),
     ],
 )
