@@ -255,11 +255,9 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
                 with torch.autocast(device.type, enabled=False), kept_on_host(0) if on_host else nullcontext():
                     self.accelerator.backward(loss)
 
-        # DDP reduces gradients once, with an empty row.
+        # DDP reduces gradients once, with an empty row. In evaluation, the items are those of the batch.
         waits = is_training and self.accelerator.num_processes > 1 and not self.accelerator.is_fsdp2
-        items = (
-            self.count_items(inputs) if self._step_items is None else self._step_items
-        )  # in evaluation, the batch's
+        items = self.count_items(inputs) if self._step_items is None else self._step_items
         with replaced(self, _step_items=items):
             with self.accelerator.no_sync(model) if waits else nullcontext():
                 stream(sections, names, forward, backward)
