@@ -123,6 +123,24 @@ def test_a_deep_path_is_a_chain_of_sections():
         assert relative_error(gradients(model), expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("on_host", [False, True])
+def test_gradients_of_a_path_are_summed_in_float32(on_host):
+    """In bfloat16, a sum of ones ends at 256."""
+    tree = fold([Branch([5, token], np.ones(2)) for token in range(6, 406)])
+    batch = concatenate_trees([tree], pad_token_id=0)
+    layer, sections = torch.nn.Module(), sections_of(batch, 1, on_host=on_host, multiple=1)
+    leaves = []
+
+    def forward(section):
+        leaves.append([torch.zeros(1, 1, section.length, 2, dtype=torch.bfloat16, requires_grad=True) for _ in "kv"])
+        return sum(
+            x[:, :, 0].float().sum() for x in section.extend(layer, *leaves[-1])
+        )  # of the root and of none else
+
+    stream(sections, [section.name for section in sections], forward, lambda loss: loss.backward())
+    assert len(sections) == 401 and all(x.grad[0, 0, 0].tolist() == [400.0, 400.0] for x in leaves[0])  # 401, rounded
+
+
 # ---- negative controls ----
 
 
