@@ -229,9 +229,11 @@ def test_sections_of_completions_wait_for_their_prompt_alone():
     prompt = rng.integers(3, VOCAB, size=400)
     tails = [[first, *rng.integers(3, VOCAB, size=89)] for first in range(3, 19)]
     branches = [Branch(np.append(prompt, tail), np.ones(490)) for tail in tails]
-    planned = plan(fold(branches).subtree_end, 100)
-    assert [is_open for *_, is_open in planned] == [True] * 4 + [False] * 16
-    assert [is_open for *_, is_open in plan(fold(branches).subtree_end, 200)] == [True] * 2 + [False] * 8
+    subtree_end = fold(branches).subtree_end
+    for max_tokens, number, completions in ((100, 4, 16), (150, 3, 16), (200, 2, 8)):
+        planned = plan(subtree_end, max_tokens)
+        assert [is_open for *_, is_open in planned] == [True] * number + [False] * completions
+        assert planned[number][0] == 400  # where the prompt ends
 
 
 def test_a_caterpillars_side_branches_share_passes():
