@@ -234,13 +234,12 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         device = inputs["input_ids"].device
         metrics = self._metrics["train" if self.model.training else "eval"]
         logged = {name: len(entries) for name, entries in metrics.items()}
-        so_far: dict[str, list[torch.Tensor]] = {"label_mask": [], "entropy": [], "is_top1": []}
+        so_far: dict[str, Any] = dict.fromkeys(("label_mask", "entropy", "is_top1"), 0)
 
         def summing(**kwargs: Any) -> Any:  # so that the metrics of the last section are those of all
             outputs = model(**kwargs)
-            for name, sums in so_far.items():
-                sums.append(outputs[name].detach().sum())
-                outputs[name] = torch.stack(sums)
+            for name, total in so_far.items():
+                outputs[name] = so_far[name] = total + outputs[name].detach().sum()
             return outputs
 
         def forward(section: Section | None) -> torch.Tensor:

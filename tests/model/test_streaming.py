@@ -282,7 +282,7 @@ def test_batches_that_cannot_be_cut_are_refused():
     batch = concatenate_trees(forest(1), pad_token_id=0)
     with pytest.raises(ValueError, match="A batch of 2 packed sequences cannot be streamed"):
         sections_of({name: torch.cat([values, values]) for name, values in batch.items()}, 6)
-    with pytest.raises(ValueError, match="Images .* cannot be streamed"):
+    with pytest.raises(ValueError, match=r"Images .* cannot be streamed"):
         sections_of({**batch, "pixel_values": torch.zeros(1, 4)}, 6)
 
 
