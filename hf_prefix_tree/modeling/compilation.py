@@ -26,6 +26,7 @@ from hf_prefix_tree.modeling.checks import backbone_of
 from hf_prefix_tree.modeling.context import TreeContext, active_tree
 from hf_prefix_tree.modeling.positions import Override
 from hf_prefix_tree.modeling.recurrent.hooks import has_convolution
+from hf_prefix_tree.modeling.verify import changed
 
 logger = logging.getLogger(__name__)
 
@@ -170,13 +171,9 @@ def _outputs_recorded(context: TreeContext) -> Iterator[None]:
     outer = collector.get()
     if outer is not None:
         context.recorded = tuple(key for key, outputs in outer.items() if isinstance(outputs, list))
-    before = collector.global_var, collector.compiling
     outputs: dict[str, list] = {key: [] for key in context.recorded}
-    collector.global_var, collector.compiling = outputs, True
-    try:
+    with changed([(vars(collector), "global_var", outputs), (vars(collector), "compiling", True)]):
         yield
-    finally:
-        collector.global_var, collector.compiling = before
-        if outer is not None:
-            for key, values in outputs.items():
-                outer[key] += values
+    if outer is not None:
+        for key, values in outputs.items():
+            outer[key] += values

@@ -216,10 +216,12 @@ def sections_of(
         multiple (`int`, *optional*, defaults to `128`): Sections are padded to a multiple of it.
 
     Raises:
-        `ValueError`: For a batch of several packed sequences.
+        `ValueError`: For a batch of several packed sequences, or with images.
     """
     if len(batch["input_ids"]) != 1:
         raise ValueError(f"A batch of {len(batch['input_ids'])} packed sequences cannot be streamed: collate one.")
+    if batch.get("pixel_values") is not None:
+        raise ValueError("Images (`pixel_values`) cannot be streamed: use `overflow='split'`.")
     arrays = {name: batch[name].cpu().numpy()[0] for name in (*_CUT, "prefix_tree")}
     tokens = int(arrays["attention_mask"].sum())
     subtree_end, depth, predecessor = arrays["prefix_tree"][:, :tokens]

@@ -180,18 +180,18 @@ class TreeSFTConfig(SFTConfig):
 
 
 def check_streaming_config(config: Any) -> None:
-    """Raises `ValueError` for options under which trees cannot be streamed (`overflow="stream"`)."""
-    if config.overflow not in ("stream", "auto"):
-        return
-    given = f"`overflow={config.overflow!r}`"
-    if config.max_packed_tokens is None:
+    """Raises `ValueError` for options under which micro-batches cannot be computed in parts, or trees not streamed."""
+    streams = config.overflow in ("stream", "auto")
+    given = f"`overflow={config.overflow!r}`" if streams else f"`mode={config.mode!r}`"
+    if streams and config.max_packed_tokens is None:
         raise ValueError(f"{given} needs `max_packed_tokens`, of a pass or a packed sequence: set it, to 8192 say.")
-    if config.mode == "grouped":
+    if streams and config.mode == "grouped":
         raise ValueError(f"{given} has no meaning under `mode='grouped'`, which computes branch by branch.")
-    if "lomo" in str(config.optim).lower():
+    optimizer = config.optim.lower()
+    if (streams or config.mode == "grouped") and ("lomo" in optimizer or "layerwise" in optimizer):
         raise ValueError(
-            f"`optim={str(config.optim)!r}` changes weights in the backward, and {given} may have several in a step: "
-            "use another optimizer."
+            f"`optim={optimizer!r}` changes weights in the backward, and {given} may have several in a step: use "
+            "another optimizer."
         )
 
 

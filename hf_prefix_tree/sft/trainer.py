@@ -232,11 +232,20 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         (empty,) = sections_of(inputs | {"attention_mask": torch.zeros_like(inputs["attention_mask"])}, 1)
         part_loss, losses, is_training = super().compute_loss, [], self._is_training
         device = inputs["input_ids"].device
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        logged = {name: len(entries) for name, entries in metrics.items()}
+        so_far: dict[str, Any] = dict.fromkeys(("label_mask", "entropy", "is_top1"), 0)
+
+        def summing(**kwargs: Any) -> Any:  # so that the metrics of the last section are those of all
+            outputs = model(**kwargs)
+            for name, total in so_far.items():
+                outputs[name] = so_far[name] = total + outputs[name].detach().sum()
+            return outputs
 
         def forward(section: Section | None) -> torch.Tensor:
             part = {name: tensor.to(device) for name, tensor in (section or empty).inputs.items()}
             with kept_on_host(part["input_ids"].shape[1]) if on_host else nullcontext():
-                loss: Any = part_loss(model, part, num_items_in_batch=num_items_in_batch)
+                loss: Any = part_loss(summing, part, num_items_in_batch=num_items_in_batch)
             losses.append(loss.detach())
             return loss
 
@@ -245,15 +254,15 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
                 with torch.autocast(device.type, enabled=False), kept_on_host(0) if on_host else nullcontext():
                     self.accelerator.backward(loss)
 
-        # DDP reduces gradients once, with an empty row.
+        # DDP reduces gradients once, with an empty row. In evaluation, the items are those of the batch.
         waits = is_training and self.accelerator.num_processes > 1 and not self.accelerator.is_fsdp2
-        items = (
-            self.count_items(inputs) if self._step_items is None else self._step_items
-        )  # in evaluation, its batch's
+        items = self.count_items(inputs) if self._step_items is None else self._step_items
         with replaced(self, _step_items=items):
             with self.accelerator.no_sync(model) if waits else nullcontext():
                 stream(sections, names, forward, backward)
             last = forward(None) if waits else losses[-1].requires_grad_(is_training)  # for the backward of Trainer
+        for name in {"entropy", "mean_token_accuracy"} & metrics.keys():
+            del metrics[name][logged.get(name, 0) : -1]
         return last + (torch.stack(losses).sum().detach() - last.detach())
 
     def prediction_step(

@@ -157,10 +157,7 @@ def check_arguments(
 
 
 def check_config(
-    config: Any,
-    *,
-    at_least: Mapping[str, int] | None = None,
-    above_zero: Mapping[str, float] | None = None,
+    config: Any, *, at_least: Mapping[str, int] | None = None, above_zero: Mapping[str, float] | None = None
 ) -> None:
     """
     Checks the options that a configuration adds to those of Transformers and TRL, and refuses some of theirs.

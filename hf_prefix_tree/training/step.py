@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,6 +27,7 @@ from trl.trainer.utils import global_then_local_main_first
 
 from hf_prefix_tree.data.supervision import located
 from hf_prefix_tree.data.trees import PARTIAL, checksums, write_files
+from hf_prefix_tree.modeling.verify import changed
 from hf_prefix_tree.training.checks import check_trainer, keep_output_dtype, own_loss
 from hf_prefix_tree.training.options import refuse_options
 from hf_prefix_tree.training.sampling import fill_uneven_steps, is_stream, length_sampler
@@ -34,17 +35,10 @@ from hf_prefix_tree.training.sampling import fill_uneven_steps, is_stream, lengt
 logger = logging.getLogger(__name__)
 
 
-@contextmanager
-def replaced(owner: Any, **values: Any) -> Iterator[None]:
+def replaced(owner: Any, **values: Any) -> AbstractContextManager[None]:
     """Inside, some attributes of an object are `values`."""
-    before = {name: getattr(owner, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+    vars(owner).update({name: getattr(owner, name) for name in values})  # those that its class has, too
+    return changed([(vars(owner), name, value) for name, value in values.items()])
 
 
 class LossTerms(NamedTuple):

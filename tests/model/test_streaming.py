@@ -123,6 +123,24 @@ def test_a_deep_path_is_a_chain_of_sections():
         assert relative_error(gradients(model), expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("on_host", [False, True])
+def test_gradients_of_a_path_are_summed_in_float32(on_host):
+    """In bfloat16, a sum of ones ends at 256."""
+    tree = fold([Branch([5, token], np.ones(2)) for token in range(6, 406)])
+    batch = concatenate_trees([tree], pad_token_id=0)
+    layer, sections = torch.nn.Module(), sections_of(batch, 1, on_host=on_host, multiple=1)
+    leaves = []
+
+    def forward(section):
+        leaves.append([torch.zeros(1, 1, section.length, 2, dtype=torch.bfloat16, requires_grad=True) for _ in "kv"])
+        return sum(
+            x[:, :, 0].float().sum() for x in section.extend(layer, *leaves[-1])
+        )  # of the root and of none else
+
+    stream(sections, [section.name for section in sections], forward, lambda loss: loss.backward())
+    assert len(sections) == 401 and all(x.grad[0, 0, 0].tolist() == [400.0, 400.0] for x in leaves[0])  # 401, rounded
+
+
 # ---- negative controls ----
 
 
@@ -211,9 +229,11 @@ def test_sections_of_completions_wait_for_their_prompt_alone():
     prompt = rng.integers(3, VOCAB, size=400)
     tails = [[first, *rng.integers(3, VOCAB, size=89)] for first in range(3, 19)]
     branches = [Branch(np.append(prompt, tail), np.ones(490)) for tail in tails]
-    planned = plan(fold(branches).subtree_end, 100)
-    assert [is_open for *_, is_open in planned] == [True] * 4 + [False] * 16
-    assert [is_open for *_, is_open in plan(fold(branches).subtree_end, 200)] == [True] * 2 + [False] * 8
+    subtree_end = fold(branches).subtree_end
+    for max_tokens, number, completions in ((100, 4, 16), (150, 3, 16), (200, 2, 8)):
+        planned = plan(subtree_end, max_tokens)
+        assert [is_open for *_, is_open in planned] == [True] * number + [False] * completions
+        assert planned[number][0] == 400  # where the prompt ends
 
 
 def test_a_caterpillars_side_branches_share_passes():
@@ -256,6 +276,14 @@ def test_recurrent_layers_are_refused():
     model = prepare_model(make_hybrid("qwen3_next")).train()
     with pytest.raises(ValueError, match="recurrent layers, whose states are not handed"):
         streamed(model, forest(1), 6)
+
+
+def test_batches_that_cannot_be_cut_are_refused():
+    batch = concatenate_trees(forest(1), pad_token_id=0)
+    with pytest.raises(ValueError, match="A batch of 2 packed sequences cannot be streamed"):
+        sections_of({name: torch.cat([values, values]) for name, values in batch.items()}, 6)
+    with pytest.raises(ValueError, match=r"Images .* cannot be streamed"):
+        sections_of({**batch, "pixel_values": torch.zeros(1, 4)}, 6)
 
 
 def test_a_layer_that_attends_twice_is_refused():

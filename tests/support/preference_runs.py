@@ -1,5 +1,6 @@
 """Runs of TRL's preference trainers and of ours on the same pairs: metrics, weights, tokens computed."""
 
+import contextlib
 import copy
 import functools
 
@@ -9,6 +10,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import PreTrainedTokenizerFast
 
+from conformance.double import keep_double
 from tests.support.models import VOCAB
 from tests.support.trainer_runs import config, distance, make_model, weights
 
@@ -54,10 +56,15 @@ def unpaired(number=20, seed=0):
 
 
 class Run:
-    """One training: what was logged, where the weights went, and how many positions the backbones computed."""
+    """
+    One training: what was logged, where the weights went, and how many positions the backbones computed.
+
+    In float64 on CPU, but for what TRL rounds itself: in float32 its runs are as far from those in float64 as ours.
+    """
 
     def __init__(self, folder, trainer_class, config_class, rows, lora=False, eval_rows=None, **kwargs):
-        model = make_model()
+        on_cpu = kwargs.get("use_cpu", True)
+        model = make_model(dtype=torch.float64 if on_cpu else torch.float32)
         with torch.no_grad():  # a policy that has left its reference
             needs_reference = not lora and not kwargs.get("precompute_ref_log_probs")
             reference = copy.deepcopy(model) if needs_reference else None
@@ -79,9 +86,11 @@ class Run:
             peft_config=copy.deepcopy(LORA) if lora else None,
         )
         self.start = weights(self.trainer.model)
-        self.trainer.train()
-        if eval_rows is not None:
-            self.trainer.evaluate()
+        # casts of recomputed layers are not seen by it
+        with keep_double() if on_cpu and not kwargs.get("gradient_checkpointing") else contextlib.nullcontext():
+            self.trainer.train()
+            if eval_rows is not None:
+                self.trainer.evaluate()
         self.end = weights(self.trainer.model)
         self.logs = [
             {key: value for key, value in entry.items() if not any(word in key for word in NOT_COMPARED)}
@@ -116,8 +125,8 @@ class Folds:
 
 def assert_equal_runs(tree, stock):
     """
-    Equal logs to 1e-6 (gradient norm and rewards to 2e-6), equal weights to 1e-6 of them and 5e-5 of how far training
-    moved them (under AdamW, which blows up the rounding of small gradients; SGD stays below 1e-6).
+    Equal logs to 5e-7, as metrics are rounded to float32; equal weights to 1e-5 of how far training moved them
+    (under AdamW, which blows up the rounding of small gradients; SGD stays below 1e-6).
 
     KTO's `kl` is a difference of summed log-probs, so it is as exact as those: relative to them.
     """
@@ -127,11 +136,9 @@ def assert_equal_runs(tree, stock):
         summed = max((abs(value) for key, value in other.items() if "logps" in key), default=1.0)
         for key, value in other.items():
             size = summed if key.endswith("kl") else max(1.0, abs(value))
-            near = 2e-6 if key == "grad_norm" or key.startswith("rewards") else 1e-6  # sums in float32
-            assert abs(entry[key] - value) <= near * size, (key, entry[key], value)
+            assert abs(entry[key] - value) <= 5e-7 * size, (key, entry[key], value)
     assert distance(stock.end, stock.start) > 1e-3, "training did not move the weights"
-    assert distance(tree.end, stock.end) < 1e-6
-    assert distance(tree.end, stock.end, stock.start) < 5e-5
+    assert distance(tree.end, stock.end, stock.start) < 1e-5
 
 
 def check(tmp_path, monkeypatch, tree_class, stock_class, config_class, rows, **kwargs):

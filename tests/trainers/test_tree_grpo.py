@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from tests.support.models import VOCAB
 from tests.support.policy_runs import CountedTokens, assert_same_training, build, rollouts, run
-from tests.support.trainer_runs import distance
+from tests.support.trainer_runs import distance, make_model
 
 
 def both(folder, steps=5, rollout=None, **options):
@@ -117,7 +117,7 @@ def test_mixed_precision_with_a_reference_model(tmp_path):
     """TRL's default. The reference model comes to be folded with Accelerate's autocast around its forward."""
     options = {"beta": 0.1, "max_steps": 3, "optim": "sgd", "learning_rate": 0.3}
     exact, stock, tree = (
-        run(tmp_path, "grpo", kind, rollout_func=rollouts(), bf16=bf16, **options)
+        run(tmp_path, "grpo", kind, model=make_model(), rollout_func=rollouts(), bf16=bf16, **options)
         for kind, bf16 in (("stock", False), ("stock", True), ("tree", True))
     )
     error, own = (distance(one.weights, exact.weights, exact.start) for one in (tree, stock))
@@ -286,7 +286,7 @@ def test_max_row_tokens(tmp_path):
     [
         ({"loss_type": "bnpo"}, "bnpo"),
         ({"entropy_coef": 0.1}, "entropy bonus"),
-        ({"top_entropy_quantile": 0.5}, "top_entropy_quantile=0.5"),
+        ({"top_entropy_quantile": 0.47}, "top_entropy_quantile=0.47"),  # between two tokens, as TRL rounds it
         ({"router_aux_loss_coef": 0.1, "model_name": "qwen3_moe"}, "router_aux_loss_coef=0"),
     ],
 )
