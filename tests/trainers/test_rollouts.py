@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +13,7 @@ from hf_prefix_tree.rl.rollouts import Row, join_rows
 from hf_prefix_tree.training.step import replaced
 from tests.support.policy_runs import assert_same_training, build, rollouts, run
 from tests.support.ranks import run_ranks
-from tests.support.rollout_loss import GivenRollout, GivenRow
+from tests.support.rollout_loss import GivenRow
 from tests.support.rollout_runs import (
     LOSS_TYPES,
     Recorded,
@@ -19,7 +22,10 @@ from tests.support.rollout_runs import (
     compare_in_rank,
     differences,
     draw_rollouts,
+    drawn,
+    near_twins,
     rollout_function,
+    swap_advantages,
     train,
 )
 
@@ -51,31 +57,50 @@ QUICK = ("grpo", "dapo", "vespo")
 QUICK_FIRST = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in LOSS_TYPES]
 
 
-def compared_on_two_ranks(folder, seeds):
-    run_ranks(compare_in_rank, folder, seeds, timeout=900)
-    errors = [torch.load(folder / f"errors{rank}.pt") for rank in range(2)]
-    assert len(errors[0]) == len(seeds)
-    return max(max(of_seed) for of_rank in errors for of_seed in of_rank)
+def check_two_ranks(folder, seeds, controls):
+    """One launch, since the ranks take longer to start than a tiny model to train."""
+    run_ranks(compare_in_rank, folder, seeds, controls, timeout=1200)
+    ranks = [torch.load(folder / f"results{rank}.pt") for rank in range(2)]
+    errors, swapped = ({**ranks[0][name], **ranks[1][name]} for name in ("errors", "controls"))
+    assert errors.keys() == {*seeds, *controls} and swapped.keys() == {*controls}
+    wrong = {name: found for name, found in errors.items() if max(found) >= 1e-10}
+    assert not wrong
+    assert ranks[0]["apart"] == [0.0] * len(errors)  # one rank has compared, for both
+    # the negative control: the advantages of two rollouts that share 90 % of their tokens, swapped on one rank
+    assert min(min(found[1::2]) for found in swapped.values()) > 0.1
 
 
 def test_two_ranks_equal_the_definition(tmp_path):
-    assert compared_on_two_ranks(tmp_path, [1, 2]) < 1e-10
+    check_two_ranks(tmp_path, [1, 2], ["grpo"])
+
+
+SETS = range(1000, 1200)
 
 
 @pytest.mark.slow
-def test_all_losses_on_two_ranks_equal_the_definition(tmp_path):
-    assert compared_on_two_ranks(tmp_path, list(range(1000, 1016))) < 1e-10
+def test_200_random_sets_on_two_ranks_equal_the_definition(tmp_path):
+    check_two_ranks(tmp_path, list(SETS), list(LOSS_TYPES))
 
 
-def near_twins():
-    """Two rollouts of two rows that share 90 % of their tokens, and have opposite rewards."""
-    shared = list(range(3, 39))
-    twins = []
-    for last, score in ((40, 1.0), (50, -1.0)):
-        ends = [[last, last + 1], [last + 2, last + 3]]
-        rows = [GivenRow(shared[:4], shared[4:] + end, [1] * 34, [-1.0] * 34) for end in ends]
-        twins.append(GivenRollout(rows, score))
-    return twins
+def test_the_random_sets_hold_every_case():
+    """What the comparisons above are worth."""
+    sets = [drawn(seed, ranks=2) for seed in SETS]
+    setups = Counter((options["loss_type"], options["gradient_accumulation_steps"]) for options, _ in sets)
+    assert len(setups) == len(LOSS_TYPES) * 4
+    rollouts = [rollout for _, several in sets for rollout in several]
+    assert set(Counter(len(rollout.rows) for rollout in rollouts)) == {1, 2, 3, 4, 5, 6}
+    cases = Counter()
+    for rollout in rollouts:
+        ids = [(*row.prompt, *row.completion) for row in rollout.rows]
+        cases["identical rows"] += len(set(ids)) < len(ids)
+        cases["compaction"] += any(len(row.prompt) < len(before.prompt) for before, row in pairwise(rollout.rows))
+        cases["an empty completion"] += any(not row.completion for row in rollout.rows)
+        cases["no completion"] += not any(row.completion for row in rollout.rows)
+        cases["masks"] += any(0 in row.mask for row in rollout.rows)
+        cases["no token that counts"] += any(row.completion and not any(row.mask) for row in rollout.rows)
+    assert len(cases) == 6 and min(cases.values()) > 100, cases
+    num_rows = [[sum(len(r.rows) for r in half) for half in np.split(np.array(s, object), 2)] for _, s in sets]
+    assert sum(first != second for first, second in num_rows) > 150  # the ranks have different numbers of rows
 
 
 @pytest.mark.parametrize("loss_type", QUICK_FIRST)
@@ -85,7 +110,7 @@ def test_advantages_that_are_swapped_are_noticed(tmp_path, loss_type):
     options = {"loss_type": loss_type, "gradient_accumulation_steps": 1, "max_completion_length": 128}
     trainer = train(tmp_path, twins, 2, **options)
     assert max(differences(trainer, twins, 2)) < 1e-10
-    twins[0].advantages, twins[1].advantages = twins[1].advantages, twins[0].advantages
+    swap_advantages(twins)
     assert min(differences(trainer, twins, 2)[1::2]) > 0.1
 
 
