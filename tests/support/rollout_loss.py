@@ -19,9 +19,11 @@ class DoubleHead:
 
     @staticmethod
     def apply(hidden, weight, bias, labels, temperature, chunk_size, softcap, logit_scale, outputs):
-        log_probs = (hidden @ weight.T * logit_scale / temperature).log_softmax(-1)
+        logits = hidden @ weight.T * logit_scale / temperature
+        log_probs = logits.log_softmax(-1)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
-        return log_probs.gather(-1, labels[:, None])[:, 0], entropy, None, None, None
+        of_labels = log_probs.gather(-1, labels[:, None])[:, 0]
+        return of_labels, entropy, None, logits.mean(-1), logits.argmax(-1) == labels
 
 
 @dataclass

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -127,6 +128,17 @@ class Unfolded(Recorded):
     min_reuse = math.inf
 
 
+@contextmanager
+def double_by_default() -> Iterator[None]:
+    """What TRL gathers from a rank without a token that counts is a new tensor; other ranks gather float64 there."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def train(
     folder: Path,
     rollouts: list[GivenRollout],
@@ -136,7 +148,7 @@ def train(
     **options: Any,
 ) -> Recorded:
     """Two optimizer steps on the same rollouts in float64. The second one's ratios and KL are not those of a start."""
-    with mock.patch("trl.trainer.utils._ChunkedLogProbFunction", DoubleHead), keep_double():
+    with mock.patch("trl.trainer.utils._ChunkedLogProbFunction", DoubleHead), double_by_default(), keep_double():
         trainer = build(
             folder,
             "grpo",
@@ -154,9 +166,7 @@ def train(
         if vllm:
             trainer.use_vllm, trainer._last_loaded_step = True, 0
             trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
-        gc.freeze()  # or the collection before each training looks through all that is imported, which takes longer
         trainer.train()
-        gc.unfreeze()
     for rollout, advantage in zip(rollouts, trainer._logs["advantages"], strict=True):
         rollout.advantages = [advantage] * len(rollout.rows)
     return trainer

@@ -59,7 +59,7 @@ QUICK_FIRST = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slo
 
 def check_two_ranks(folder, seeds, controls):
     """One launch, since the ranks take longer to start than a tiny model to train."""
-    run_ranks(compare_in_rank, folder, seeds, controls, timeout=1200)
+    run_ranks(compare_in_rank, folder, seeds, controls, timeout=3600)
     ranks = [torch.load(folder / f"results{rank}.pt") for rank in range(2)]
     errors, swapped = ({**ranks[0][name], **ranks[1][name]} for name in ("errors", "controls"))
     assert errors.keys() == {*seeds, *controls} and swapped.keys() == {*controls}
