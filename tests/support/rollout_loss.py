@@ -22,8 +22,9 @@ class DoubleHead:
         logits = hidden @ weight.T * logit_scale / temperature
         log_probs = logits.log_softmax(-1)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
-        of_labels = log_probs.gather(-1, labels[:, None])[:, 0]
-        return of_labels, entropy, None, logits.mean(-1), logits.argmax(-1) == labels
+        own = log_probs.gather(-1, labels[:, None])[:, 0]
+        squares = (2 * log_probs).logsumexp(-1)
+        return own, entropy, squares.detach(), logits.mean(-1).detach(), own == log_probs.amax(-1)
 
 
 @dataclass

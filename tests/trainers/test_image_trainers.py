@@ -42,21 +42,28 @@ def test_steps_of_kto_are_those_of_trl_in_double(tmp_path, caplog):
 
 
 JOBS = [("grpo", "other images"), ("grpo", "a rank without images")]
-MORE_JOBS = [("dpo", "other images"), ("dpo", "a rank without images"), ("kto", "a rank without images")]
+MORE_JOBS = [
+    ("rloo", "a rank without images"),
+    ("dpo", "other images"),
+    ("dpo", "a rank without images"),
+    ("kto", "a rank without images"),
+]
 
 
-@pytest.mark.parametrize("jobs", [JOBS, pytest.param(MORE_JOBS, marks=pytest.mark.slow)], ids=["grpo", "preference"])
+@pytest.mark.parametrize("jobs", [JOBS, pytest.param(MORE_JOBS, marks=pytest.mark.slow)], ids=["quick", "more"])
 def test_two_ranks_with_images_are_those_of_trl_in_double(tmp_path, jobs):
     run_ranks(train_in_rank, tmp_path, jobs, timeout=900)
-    for index, (_, shown) in enumerate(jobs):
+    for index, (method, shown) in enumerate(jobs):
         ranks = [torch.load(tmp_path / f"runs{index}-{rank}.pt") for rank in range(2)]
         for stock, tree in ranks:
             assert_equal_in_double({**tree, "logs": ranks[0][1]["logs"]}, {**stock, "logs": ranks[0][0]["logs"]})
-        for (_, first), (_, second) in [ranks]:
-            assert all(torch.equal(value, second["end"][name]) for name, value in first["end"].items())
+        first, second = (tree["end"] for _, tree in ranks)
+        assert all(torch.equal(value, second[name]) for name, value in first.items())
         assert ranks[0][1]["logs"][0]["tree/token_ratio"] > 1.3
         images = [[sum(found["seen"]) for found in runs] for runs in ranks]
         assert images[0][0] > images[0][1] > 0  # of stock and tree
+        if method in ("grpo", "rloo") and shown == "a rank without images":
+            assert "leave out images" in (tmp_path / "error0.txt").read_text()
         assert images[1] == ([0, 0] if shown == "a rank without images" else images[0])
 
 
