@@ -42,12 +42,7 @@ def test_steps_of_kto_are_those_of_trl_in_double(tmp_path, caplog):
 
 
 JOBS = [("grpo", "other images"), ("grpo", "a rank without images")]
-MORE_JOBS = [
-    ("rloo", "a rank without images"),
-    ("dpo", "other images"),
-    ("dpo", "a rank without images"),
-    ("kto", "a rank without images"),
-]
+MORE_JOBS = [(method, "a rank without images") for method in ("rloo", "dpo", "kto")] + [("dpo", "other images")]
 
 
 @pytest.mark.parametrize("jobs", [JOBS, pytest.param(MORE_JOBS, marks=pytest.mark.slow)], ids=["quick", "more"])
