@@ -53,6 +53,7 @@ def test_twenty_steps_are_the_same_without_folding(tmp_path):
     assert losses[1] == pytest.approx(losses[0], abs=1e-10) and np.ptp(losses[0]) > 1e-3
 
 
+EOS = 2
 QUICK = ("grpo", "dapo", "vespo")
 QUICK_FIRST = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in LOSS_TYPES]
 
@@ -112,6 +113,27 @@ def test_advantages_that_are_swapped_are_noticed(tmp_path, loss_type):
     assert max(differences(trainer, twins, 2)) < 1e-10
     swap_advantages(twins)
     assert min(differences(trainer, twins, 2)[1::2]) > 0.1
+
+
+@pytest.mark.parametrize("loss_type", QUICK_FIRST)
+def test_truncated_rollouts_are_left_out(tmp_path, loss_type):
+    """A rollout whose completions end without an end token counts as one without tokens that count."""
+    several = draw_rollouts(7, 8)
+    for rollout in several[::2]:
+        rollout.rows.append(GivenRow(rollout.rows[0].prompt, [5, EOS], [1, 1], [-1.0, -2.0]))
+    options = {"loss_type": loss_type, "gradient_accumulation_steps": 2, "mask_truncated_completions": True}
+    trainer = train(tmp_path, several, 4, beta=0.125, **options)
+    assert trainer.processing_class.eos_token_id == EOS
+    plain = differences(trainer, several, 4)
+    ids = [[token for row in rollout.rows for token in row.completion] for rollout in several]
+    truncated = [bool(tokens) and tokens[-1] != EOS for tokens in ids]
+    assert sum(truncated) == 4
+    for rollout in (rollout for rollout, is_truncated in zip(several, truncated, strict=True) if is_truncated):
+        for row in rollout.rows:
+            row.mask = [0] * len(row.mask)
+    assert max(differences(trainer, several, 4)) < 1e-10
+    assert min(plain[1::2]) > 1e-2
+    assert trainer.state.log_history[0]["tree/token_ratio"] > 1.2
 
 
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
