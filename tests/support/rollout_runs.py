@@ -257,13 +257,34 @@ def swap_advantages(twins: list[GivenRollout]) -> None:
     twins[0].advantages, twins[1].advantages = twins[1].advantages, twins[0].advantages
 
 
+def give_row_scores(rollouts: list[GivenRollout]) -> None:
+    """A reward per row, and for one rollout a single reward for all its rows."""
+    rng = np.random.default_rng(0)
+    for rollout in rollouts:
+        rollout.row_scores = rng.normal(size=len(rollout.rows)).tolist()
+    rollouts[3].row_scores = None
+
+
+def give_row_advantages(rollouts: list[GivenRollout], scale_rewards: str) -> None:
+    """A row's advantage: its reward, less the mean of its group, on the scale of the group."""
+    rewards = np.array([np.mean(r.score if r.row_scores is None else r.row_scores) for r in rollouts])
+    groups = rewards.reshape(-1, FEW)
+    scale = {"none": np.ones(len(rewards)), "batch": np.full(len(rewards), rewards.std(ddof=1) + 1e-4)}
+    scale["group"] = np.repeat(groups.std(axis=1, ddof=1), FEW) + 1e-4
+    for rollout, mean, std in zip(rollouts, np.repeat(groups.mean(axis=1), FEW), scale[scale_rewards], strict=True):
+        scores = rollout.row_scores or [rollout.score] * len(rollout.rows)
+        rollout.advantages = [(score - mean) / std for score in scores]
+
+
 def compare_in_rank(folder: str, seeds: list[int], controls: list[str]) -> None:
     """
     Trains on the rollouts of each seed, and for each loss type of `controls` on near twins per rank. Then this rank
     compares every second training with the definition, and the near twins also after a swap of advantages on one rank.
+    At last, a training with a reward per row.
     """
     rank = int(os.environ["RANK"])
-    taken, results = [], {"apart": [], "errors": {}, "controls": {}}
+    taken: list[Any] = []
+    results: dict[str, Any] = {"apart": [], "errors": {}, "controls": {}}
     twins = {"per_device": 2, "gradient_accumulation_steps": 1, "max_completion_length": 128}
     jobs = [(seed, *drawn(seed, ranks=2)) for seed in seeds]
     jobs += [(name, {**twins, "loss_type": name}, near_twins() + near_twins(start=4)) for name in controls]
@@ -281,4 +302,9 @@ def compare_in_rank(folder: str, seeds: list[int], controls: list[str]) -> None:
         if name in controls:
             swap_advantages(rollouts[2:])
             results["controls"][name] = differences(steps, rollouts, *setting)
+    rollouts = draw_rollouts(5, 8)
+    give_row_scores(rollouts)
+    trainer = train(Path(folder, str(rank)), rollouts, 2, loss_type="grpo", gradient_accumulation_steps=2)
+    give_row_advantages(rollouts, "group")
+    results["rows"] = differences(trainer, rollouts, 2, ranks=2)
     torch.save(results, Path(folder, f"results{rank}.pt"))

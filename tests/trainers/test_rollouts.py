@@ -23,6 +23,8 @@ from tests.support.rollout_runs import (
     differences,
     draw_rollouts,
     drawn,
+    give_row_advantages,
+    give_row_scores,
     near_twins,
     rollout_function,
     swap_advantages,
@@ -67,6 +69,7 @@ def check_two_ranks(folder, seeds, controls):
     wrong = {name: found for name, found in errors.items() if max(found) >= 1e-10}
     assert not wrong
     assert ranks[0]["apart"] == [0.0] * len(errors)  # one rank has compared, for both
+    assert max(max(rank["rows"][1::2]) for rank in ranks) < 1e-5  # TRL's advantages are in float32
     # the negative control: the advantages of two rollouts that share 90 % of their tokens, swapped on one rank
     assert min(min(found[1::2]) for found in swapped.values()) > 0.1
 
@@ -138,24 +141,14 @@ def test_truncated_rollouts_are_left_out(tmp_path, loss_type):
 
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
 def test_one_reward_per_row(tmp_path, scale_rewards):
-    """A row's advantage: its reward, less the mean of its group, on the scale of the group."""
-    drawn = draw_rollouts(5, 8)
-    assert any(not row.completion for rollout in drawn for row in rollout.rows)
-    rng = np.random.default_rng(0)
-    for rollout in drawn:
-        rollout.row_scores = rng.normal(size=len(rollout.rows)).tolist()
-    drawn[3].row_scores = None  # one reward for all rows
+    several = draw_rollouts(5, 8)
+    assert any(not row.completion for rollout in several for row in rollout.rows)
+    give_row_scores(several)
     options = {"loss_type": "grpo", "gradient_accumulation_steps": 2, "scale_rewards": scale_rewards}
-    trainer = train(tmp_path, drawn, 4, **options)
-    plain = differences(trainer, drawn, 4)[1::2]
-    rewards = np.array([np.mean(r.score if r.row_scores is None else r.row_scores) for r in drawn])
-    groups = rewards.reshape(4, 2)
-    scale = {"none": np.ones(8), "batch": np.full(8, rewards.std(ddof=1) + 1e-4)}
-    scale["group"] = np.repeat(groups.std(axis=1, ddof=1), 2) + 1e-4
-    for rollout, mean, std in zip(drawn, np.repeat(groups.mean(axis=1), 2), scale[scale_rewards], strict=True):
-        scores = rollout.row_scores or [rollout.score] * len(rollout.rows)
-        rollout.advantages = [(score - mean) / std for score in scores]
-    assert max(differences(trainer, drawn, 4)[1::2]) < 1e-5  # TRL's advantages are in float32
+    trainer = train(tmp_path, several, 4, **options)
+    plain = differences(trainer, several, 4)[1::2]
+    give_row_advantages(several, scale_rewards)
+    assert max(differences(trainer, several, 4)[1::2]) < 1e-5  # TRL's advantages are in float32
     assert min(plain) > 1e-2
 
 
