@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 # Functions of two tensors, of which the second may be in float32: rotary frequencies times positions, and positions of
 # patches between those that were learned.
 _OF_TWO = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.nn.functional.grid_sample)
+_LOW = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class keep_double(TorchFunctionMode):
@@ -37,23 +38,21 @@ class keep_double(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        if tensor is not None and tensor.dtype == torch.float64:
-            if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
-                return tensor
-            if func in (torch.Tensor.to, torch.Tensor.type):
-                args = tuple(torch.float64 if _is_low(value) else value for value in args)
-            if _is_low(kwargs.get("dtype")):
-                kwargs["dtype"] = torch.float64
-            target = args[1] if func is torch.Tensor.to and len(args) > 1 else None
-            if isinstance(target, torch.Tensor) and target.is_floating_point():
-                args = (tensor, target.to(torch.float64), *args[2:])
-            second = args[1] if func in _OF_TWO and len(args) > 1 else None
-            if isinstance(second, torch.Tensor) and _is_low(second.dtype):
+        kwargs = kwargs or {}
+        tensor = args[0] if args else None
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float64:
+            return func(*args, **kwargs)
+        if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
+            return tensor
+        if kwargs.get("dtype") in _LOW:
+            kwargs = {**kwargs, "dtype": torch.float64}
+        if func in (torch.Tensor.to, torch.Tensor.type):
+            args = tuple(
+                torch.float64 if isinstance(value, torch.dtype) and value in _LOW else value for value in args
+            )
+        second = args[1] if len(args) > 1 else None
+        if isinstance(second, torch.Tensor):
+            casts = func is torch.Tensor.to and second.is_floating_point()
+            if casts or (func in _OF_TWO and second.dtype in _LOW):
                 args = (tensor, second.double(), *args[2:])
         return func(*args, **kwargs)
-
-
-def _is_low(dtype: object) -> bool:
-    return dtype in (torch.float32, torch.float16, torch.bfloat16)

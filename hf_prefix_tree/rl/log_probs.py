@@ -99,10 +99,8 @@ def tree_log_probs(
         sequences = [torch.as_tensor(ids) for ids in input_ids]
         if not sequences:
             return []
-        ids, is_token, is_wanted = _padded(sequences, completion_mask)
-        rows = tree_log_probs(
-            model, ids, is_token, completion_mask=is_wanted, temperature=temperature, min_reuse=min_reuse
-        )
+        ids, mask, wanted = _padded(sequences, completion_mask)
+        rows = tree_log_probs(model, ids, mask, completion_mask=wanted, temperature=temperature, min_reuse=min_reuse)
         return [row[: len(sequence)] for row, sequence in zip(rows, sequences, strict=True)]
     if input_ids.dim() != 2 or not input_ids.numel():
         raise ValueError(
@@ -119,12 +117,8 @@ def tree_log_probs(
     model = getattr(model, "_orig_mod", model)  # a compiled graph of the whole model can't hold the tree
     fold_shared_prefixes(model, min_reuse=min_reuse)
     with _fused_head(base_causal_lm(extract_model_from_parallel(model, keep_torch_compile=False)), temperature):
-        log_probs = model(
-            input_ids=input_ids,
-            attention_mask=is_token,
-            labels=input_ids.masked_fill(~is_wanted, IGNORE_INDEX),
-            fused_lm_head=True,
-        ).log_probs
+        labels = input_ids.masked_fill(~is_wanted, IGNORE_INDEX)
+        log_probs = model(input_ids=input_ids, attention_mask=is_token, labels=labels, fused_lm_head=True).log_probs
     return torch.nn.functional.pad(log_probs, (1, 0))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from accelerate.utils import gather_object
 from trl import RLOOTrainer
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
@@ -119,6 +121,14 @@ class TreePolicyMixin(FoldedForwardMixin):
             return super()._generate_single_turn(*args, **kwargs)
         finally:
             set_implementations(base, before)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        has_images = any(row.get("image") or row.get("images") for row in inputs)
+        if not (self._is_vlm and self.log_multimodal) or len(set(gather_object([has_images]))) == 1:
+            return super()._generate_and_score_completions(inputs)
+        warnings.warn("TRL's tables of completions leave out images where a rank has none to show.", stacklevel=2)
+        with replaced(self, log_multimodal=False):  # TRL gathers them, and would wait for that rank forever
+            return super()._generate_and_score_completions(inputs)
 
     # ---- micro-batches ----
 

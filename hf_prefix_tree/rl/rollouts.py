@@ -166,13 +166,12 @@ class SampledTurns:
         messages (list of lists of messages): Those of each rollout, to which the loop appends.
         turns (list of lists): For each turn of a rollout, the tokens it was sampled after, the list that holds its
             tokens, that of its log-probs or `None`, and its index in both. The loop may cut entries of these lists.
+        lengths (list of `int`): The number of messages of each rollout at the last call of [`continued`].
     """
 
     messages: list[list[dict[str, Any]]]
     turns: list[list[tuple[list[int], list[list[int]], list[list[float]] | None, int]]]
-
-    def __post_init__(self) -> None:
-        self.lengths = [len(messages) for messages in self.messages]
+    lengths: list[int]
 
     def continued(self) -> list[int]:
         """The rollouts to which tools have answered since the last call."""
@@ -269,7 +268,7 @@ class RolloutRowsMixin(GRPOTrainer):
         loop = super()._tool_call_loop
         if self.rollout_rows == "one":
             return loop(prompts, prompt_ids, completion_ids, completions, logprobs, *args)
-        turns = SampledTurns(prompts, [[] for _ in prompts])
+        turns = SampledTurns(prompts, [[] for _ in prompts], [len(messages) for messages in prompts])
         first = [list(log_probs) for log_probs in logprobs] if logprobs is not None else None
         turns.add(list(range(len(prompts))), prompt_ids, list(completion_ids), first)  # the loop appends to both
         with replaced(self, _turns=turns):
@@ -367,9 +366,7 @@ class RolloutRowsMixin(GRPOTrainer):
             return score(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
         images = [name for name, value in kwargs.items() if value is not None and not isinstance(value, bool)]
         if images:
-            raise ValueError(
-                f"`rollout_func` returned rollouts of several rows with images ({images}): train on text."
-            )
+            raise ValueError(f"`rollout_func` returned several rows with images ({images}): train on text.")
         rows = PaddedRows.of(self._rollouts, input_ids, attention_mask, logits_to_keep)
         *per_token, aux_loss = score(model, rows.input_ids, rows.attention_mask, rows.is_completion.shape[1], **kwargs)
         return *(None if values is None else rows.join(values) for values in per_token), aux_loss

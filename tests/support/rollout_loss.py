@@ -5,7 +5,7 @@ model, and every formula is over the tokens of a rollout. No code of the package
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,12 @@ class DoubleHead:
 
     @staticmethod
     def apply(hidden, weight, bias, labels, temperature, chunk_size, softcap, logit_scale, outputs):
-        log_probs = (hidden @ weight.T * logit_scale / temperature).log_softmax(-1)
+        logits = hidden @ weight.T * logit_scale / temperature
+        log_probs = logits.log_softmax(-1)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
-        return log_probs.gather(-1, labels[:, None])[:, 0], entropy, None, None, None
+        own = log_probs.gather(-1, labels[:, None])[:, 0]
+        squares = (2 * log_probs).logsumexp(-1)
+        return own, entropy, squares.detach(), logits.mean(-1).detach(), own == log_probs.amax(-1)
 
 
 @dataclass
@@ -117,8 +120,8 @@ def token_terms(
 
 def step_loss(
     model: Any,
-    old: Any,
-    reference: Any,
+    old: Callable[[GivenRollout], torch.Tensor],
+    reference: Callable[[GivenRollout], torch.Tensor],
     args: Any,
     micro_batches: Sequence[Sequence[GivenRollout]],
     vllm: bool = False,
@@ -127,7 +130,9 @@ def step_loss(
     The loss of an optimizer step.
 
     Args:
-        model, old, reference: The policy, the policy that scored the rollouts first, and the reference policy.
+        model: The policy.
+        old, reference: The log-probs of a rollout's tokens that count, `(n,)`, under the policy that scored the
+            rollouts first and under the reference policy.
         args (`GRPOConfig`): TRL's options.
         micro_batches: The rollouts of each of TRL's micro-batches, of all ranks and accumulation steps.
         vllm: Whether log-probs of the sampler correct the ratio.
@@ -137,9 +142,8 @@ def step_loss(
     for batch in micro_batches:
         terms = []
         for rollout in batch:
-            with torch.no_grad():
-                fixed = rollout_log_probs(old, rollout), rollout_log_probs(reference, rollout)
-            terms.append(token_terms(args, rollout, rollout_log_probs(model, rollout), *fixed, vllm))
+            now = rollout_log_probs(model, rollout)
+            terms.append(token_terms(args, rollout, now, old(rollout), reference(rollout), vllm))
         sums.append([values.sum() for values in terms])
         counts.append([len(values) for values in terms])
     flat_sums = torch.stack([value for batch in sums for value in batch])

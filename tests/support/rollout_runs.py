@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ from conformance.double import keep_double
 from hf_prefix_tree import TreeGRPOTrainer
 from tests.support.models import VOCAB
 from tests.support.policy_runs import build
-from tests.support.rollout_loss import DoubleHead, GivenRollout, GivenRow, step_loss
+from tests.support.rollout_loss import DoubleHead, GivenRollout, GivenRow, rollout_log_probs, step_loss
 from tests.support.trainer_runs import make_model
 
 LOSS_TYPES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo", "sapo", "cispo", "vespo")
@@ -87,7 +89,7 @@ def score_reward(score: list[Any], **kwargs: Any) -> list[Any]:
 
 
 class Recorded(TreeGRPOTrainer):
-    """Keeps the loss, the weights and the gradients of each optimizer step."""
+    """Keeps the loss over all ranks, the weights and the gradients of each optimizer step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -115,11 +117,26 @@ class _Recorder(TrainerCallback):
         self.trainer.gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
         self.trainer.losses.append(0.0)
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        losses = torch.tensor(self.trainer.losses, dtype=torch.float64)
+        self.trainer.losses = self.trainer.accelerator.reduce(losses, "mean").tolist()
+
 
 class Unfolded(Recorded):
     """As many forwards as TRL."""
 
     min_reuse = math.inf
+
+
+@contextmanager
+def double_by_default() -> Iterator[None]:
+    """What TRL gathers from a rank without a token that counts is a new tensor; other ranks gather float64 there."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def train(
@@ -131,7 +148,7 @@ def train(
     **options: Any,
 ) -> Recorded:
     """Two optimizer steps on the same rollouts in float64. The second one's ratios and KL are not those of a start."""
-    with mock.patch("trl.trainer.utils._ChunkedLogProbFunction", DoubleHead), keep_double():
+    with mock.patch("trl.trainer.utils._ChunkedLogProbFunction", DoubleHead), double_by_default(), keep_double():
         trainer = build(
             folder,
             "grpo",
@@ -167,22 +184,23 @@ def micro_batches(rollouts: list[GivenRollout], per_device: int, ranks: int) -> 
 
 
 def differences(
-    trainer: Recorded, rollouts: list[GivenRollout], per_device: int, ranks: int = 1, vllm: bool = False
+    trainer: Any, rollouts: list[GivenRollout], per_device: int, ranks: int = 1, vllm: bool = False
 ) -> list[float]:
-    """Of both steps: the difference of the loss, and the relative one of the gradients, from the definition."""
+    """
+    Of each step: the difference of the loss, and the relative one of the gradients, from the definition. Of `trainer`
+    it reads the options and what [`Recorded`] keeps.
+    """
     batches = micro_batches(rollouts, per_device, ranks)
-    start = trainer.models[0]
+    with torch.no_grad():  # the policy that scored the rollouts first is the reference, too
+        at_start = {id(rollout): rollout_log_probs(trainer.models[0], rollout) for rollout in rollouts}
     errors = []
     for step, model in enumerate(trainer.models):
         model.zero_grad()
-        # a detached copy of the start: no gradient flows into old and reference log-probs
-        loss = step_loss(model, copy.deepcopy(start), copy.deepcopy(start), trainer.args, batches, vllm)
+        fixed = [lambda rollout: at_start[id(rollout)]] * 2
+        loss = step_loss(model, *fixed, trainer.args, batches, vllm)
         loss.backward()
         expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-        got = trainer.losses[step]
-        if ranks > 1:
-            got = trainer.accelerator.reduce(torch.tensor(got, dtype=torch.float64), "mean").item()
-        errors.append(abs(got - loss.item()))
+        errors.append(abs(trainer.losses[step] - loss.item()))
         # relative to the largest entry; where advantages are zero, gradients are zero up to rounding
         errors.append(
             max(
@@ -211,17 +229,82 @@ def random_options(seed: int) -> dict[str, Any]:
     return options
 
 
-def compare(folder: Path, seed: int, ranks: int = 1) -> list[float]:
-    """Trains on the rollouts of a seed, and compares with the definition."""
+def drawn(seed: int, ranks: int = 1) -> tuple[dict[str, Any], list[GivenRollout]]:
+    """The options of a seed, and the rollouts of all ranks for an optimizer step."""
     options = random_options(seed)
-    number = ranks * options["per_device"] * options["gradient_accumulation_steps"]
-    rollouts = draw_rollouts(seed, number)
+    return options, draw_rollouts(seed, ranks * options["per_device"] * options["gradient_accumulation_steps"])
+
+
+def compare(folder: Path, seed: int) -> list[float]:
+    """Trains on the rollouts of a seed, and compares with the definition."""
+    options, rollouts = drawn(seed)
     trainer = train(folder, rollouts, **options)
-    return differences(trainer, rollouts, options["per_device"], ranks, options.get("vllm", False))
+    return differences(trainer, rollouts, options["per_device"], vllm=options.get("vllm", False))
 
 
-def compare_in_rank(folder: str, seeds: list[int]) -> None:
-    rank = os.environ["RANK"]
-    # one folder: once the ranks are connected, only the first one saves models
-    errors = [compare(Path(folder, rank), seed, ranks=2) for seed in seeds]
-    torch.save(errors, Path(folder, f"errors{rank}.pt"))
+def near_twins(start: int = 3) -> list[GivenRollout]:
+    """Two rollouts of two rows that share 90 % of their tokens, and have opposite rewards."""
+    shared = list(range(start, start + 36))
+    twins = []
+    for last, score in ((40, 1.0), (50, -1.0)):
+        ends = [[last, last + 1], [last + 2, last + 3]]
+        rows = [GivenRow(shared[:4], shared[4:] + end, [1] * 34, [-1.0] * 34) for end in ends]
+        twins.append(GivenRollout(rows, score))
+    return twins
+
+
+def swap_advantages(twins: list[GivenRollout]) -> None:
+    twins[0].advantages, twins[1].advantages = twins[1].advantages, twins[0].advantages
+
+
+def give_row_scores(rollouts: list[GivenRollout]) -> None:
+    """A reward per row, and for one rollout a single reward for all its rows."""
+    rng = np.random.default_rng(0)
+    for rollout in rollouts:
+        rollout.row_scores = rng.normal(size=len(rollout.rows)).tolist()
+    rollouts[3].row_scores = None
+
+
+def give_row_advantages(rollouts: list[GivenRollout], scale_rewards: str) -> None:
+    """A row's advantage: its reward, less the mean of its group, on the scale of the group."""
+    rewards = np.array([np.mean(r.score if r.row_scores is None else r.row_scores) for r in rollouts])
+    groups = rewards.reshape(-1, FEW)
+    scale = {"none": np.ones(len(rewards)), "batch": np.full(len(rewards), rewards.std(ddof=1) + 1e-4)}
+    scale["group"] = np.repeat(groups.std(axis=1, ddof=1), FEW) + 1e-4
+    for rollout, mean, std in zip(rollouts, np.repeat(groups.mean(axis=1), FEW), scale[scale_rewards], strict=True):
+        scores = rollout.row_scores or [rollout.score] * len(rollout.rows)
+        rollout.advantages = [(score - mean) / std for score in scores]
+
+
+def compare_in_rank(folder: str, seeds: list[int], controls: list[str]) -> None:
+    """
+    Trains on the rollouts of each seed, and for each loss type of `controls` on near twins per rank. Then this rank
+    compares every second training with the definition, and the near twins also after a swap of advantages on one rank.
+    At last, a training with a reward per row.
+    """
+    rank = int(os.environ["RANK"])
+    taken: list[Any] = []
+    results: dict[str, Any] = {"apart": [], "errors": {}, "controls": {}}
+    twins = {"per_device": 2, "gradient_accumulation_steps": 1, "max_completion_length": 128}
+    jobs = [(seed, *drawn(seed, ranks=2)) for seed in seeds]
+    jobs += [(name, {**twins, "loss_type": name}, near_twins() + near_twins(start=4)) for name in controls]
+    for name, options, rollouts in jobs:
+        # a folder of this rank: once the ranks are connected, only the first one saves models
+        trainer = train(Path(folder, str(rank)), rollouts, **options)
+        flat = torch.cat([gradient.ravel() for step in trainer.gradients for gradient in step.values()])
+        of_ranks = trainer.accelerator.gather(flat[None])
+        results["apart"].append((of_ranks[0] - of_ranks[1]).abs().max().item())
+        kept = {key: getattr(trainer, key) for key in ("args", "models", "gradients", "losses")}
+        taken.append((name, options, rollouts, SimpleNamespace(**kept)))
+    for name, options, rollouts, steps in taken[rank::2]:
+        setting = options["per_device"], 2, options.get("vllm", False)
+        results["errors"][name] = differences(steps, rollouts, *setting)
+        if name in controls:
+            swap_advantages(rollouts[2:])
+            results["controls"][name] = differences(steps, rollouts, *setting)
+    rollouts = draw_rollouts(5, 8)
+    give_row_scores(rollouts)
+    trainer = train(Path(folder, str(rank)), rollouts, 2, loss_type="grpo", gradient_accumulation_steps=2)
+    give_row_advantages(rollouts, "group")
+    results["rows"] = differences(trainer, rollouts, 2, ranks=2)
+    torch.save(results, Path(folder, f"results{rank}.pt"))

@@ -1,8 +1,7 @@
-"""GRPO, RLOO and DPO on prompts with images: TRL's numbers, from fewer tokens and each image once."""
+"""GRPO, RLOO, DPO and KTO on prompts with images: TRL's numbers, from fewer tokens and each image once."""
 
 import logging
 
-import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -10,22 +9,57 @@ from trl import DPOConfig, DPOTrainer
 
 from conformance.build import build_model
 from hf_prefix_tree import TreeDPOTrainer
-from tests.support.image_rows import SeenImages, picture, processor
+from tests.support.image_rows import SeenImages, processor
+from tests.support.image_runs import pairs, questions, train, train_in_rank
 from tests.support.policy_runs import assert_same_training, run
+from tests.support.ranks import run_ranks
 from tests.support.trainer_runs import config, distance, weights
 
 
-def text(rng, length):
-    return " ".join(f"t{i}" for i in rng.integers(8, 80, size=length))
+def assert_equal_in_double(tree, stock):
+    """Gradients to 1e-10 of the largest, as all logged numbers; weights follow from the gradients."""
+    assert len(stock["logs"]) == len(tree["logs"]) == len(stock["gradients"]) == len(tree["gradients"]) == 2
+    for entry, other in zip(tree["logs"], stock["logs"], strict=True):
+        for name in other.keys() - {"step_time"}:
+            near = 1e-10 if name not in ("loss", "grad_norm") else 1e-6  # the trainers log these in float32
+            assert entry[name] == pytest.approx(other[name], rel=near, abs=near), name
+    for got, expected in zip(tree["gradients"], stock["gradients"], strict=True):
+        assert got.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert (got[name] - gradient).abs().max() <= 1e-10 * max(gradient.abs().max(), 1e-5), name
+    assert distance(tree["end"], stock["end"]) < 1e-10 < 1e-3 < distance(stock["end"], stock["start"])
 
 
-def questions(number):
-    """Prompts with an image each; every second one is the text before it with another image."""
-    rng = np.random.default_rng(0)
-    texts = [text(rng, 12) for _ in range(number // 2)]
-    return [
-        {"prompt": [{"role": "user", "content": texts[i // 2]}], "images": [picture(seed=i)]} for i in range(number)
-    ]
+def test_steps_of_kto_are_those_of_trl_in_double(tmp_path, caplog):
+    """Images of one text, a prompt without an image; the KL term's completions belong to other prompts."""
+    with caplog.at_level(logging.WARNING, logger="hf_prefix_tree"):
+        stock, tree = (train(tmp_path, "kto", is_tree, [0, 1, None, 0]) for is_tree in (False, True))
+    assert_equal_in_double(tree, stock)
+    assert any(gradient.abs().max() > 1e-4 for name, gradient in tree["gradients"][0].items() if "visual" in name)
+    assert "Falling back" not in caplog.text and tree["logs"][0]["tree/token_ratio"] > 1.5
+    # the KL term and the loss, of two steps
+    assert (stock["seen"], tree["seen"]) == ([4, 4, 2, 2], [2, 2, 1, 1])
+
+
+JOBS = [("grpo", "other images"), ("grpo", "a rank without images")]
+MORE_JOBS = [(method, "a rank without images") for method in ("rloo", "dpo", "kto")] + [("dpo", "other images")]
+
+
+@pytest.mark.parametrize("jobs", [JOBS, pytest.param(MORE_JOBS, marks=pytest.mark.slow)], ids=["quick", "more"])
+def test_two_ranks_with_images_are_those_of_trl_in_double(tmp_path, jobs):
+    run_ranks(train_in_rank, tmp_path, jobs, timeout=900)
+    for index, (method, shown) in enumerate(jobs):
+        ranks = [torch.load(tmp_path / f"runs{index}-{rank}.pt") for rank in range(2)]
+        for stock, tree in ranks:
+            assert_equal_in_double({**tree, "logs": ranks[0][1]["logs"]}, {**stock, "logs": ranks[0][0]["logs"]})
+        first, second = (tree["end"] for _, tree in ranks)
+        assert all(torch.equal(value, second[name]) for name, value in first.items())
+        assert ranks[0][1]["logs"][0]["tree/token_ratio"] > 1.3
+        images = [[sum(found["seen"]) for found in runs] for runs in ranks]
+        assert images[0][0] > images[0][1] > 0  # of stock and tree
+        if method in ("grpo", "rloo") and shown == "a rank without images":
+            assert "leave out images" in (tmp_path / "error0.txt").read_text()
+        assert images[1] == ([0, 0] if shown == "a rank without images" else images[0])
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
@@ -41,7 +75,7 @@ def test_a_step_of_policy_training_is_that_of_trl(algorithm, tmp_path, caplog):
                 run(
                     *(tmp_path, algorithm, kind),
                     model=model,
-                    train_dataset=Dataset.from_list(questions(2)),
+                    train_dataset=Dataset.from_list(questions(range(2))),
                     processing_class=processor(model.config),
                     **{"max_steps": 2, "num_iterations": 2, "num_generations": 4, "temperature": 0.9},
                     **{"per_device_train_batch_size": 4, "max_completion_length": 6, "learning_rate": 1e-3},
@@ -58,9 +92,6 @@ def test_a_step_of_policy_training_is_that_of_trl(algorithm, tmp_path, caplog):
 
 
 def test_a_step_of_dpo_is_that_of_trl(tmp_path, caplog):
-    rng, names = np.random.default_rng(1), ("chosen", "rejected")
-    answers = [{name: [{"role": "assistant", "content": text(rng, 4)}] for name in names} for _ in range(4)]
-    rows = [{**question, **answer} for question, answer in zip(questions(4), answers, strict=True)]
     found = []
     for kind in (DPOTrainer, TreeDPOTrainer):
         model, reference = (build_model("qwen2_5_vl", seed=seed, variant="images") for seed in (0, 1))
@@ -69,7 +100,7 @@ def test_a_step_of_dpo_is_that_of_trl(tmp_path, caplog):
             model=model,
             ref_model=reference,
             args=config(tmp_path, DPOConfig, per_device_train_batch_size=4, learning_rate=0.05),
-            train_dataset=Dataset.from_list(rows),
+            train_dataset=Dataset.from_list(pairs(range(4))),
             processing_class=processor(model.config),
         )
         seen.calls.clear()

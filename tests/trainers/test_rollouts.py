@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +13,7 @@ from hf_prefix_tree.rl.rollouts import Row, join_rows
 from hf_prefix_tree.training.step import replaced
 from tests.support.policy_runs import assert_same_training, build, rollouts, run
 from tests.support.ranks import run_ranks
-from tests.support.rollout_loss import GivenRollout, GivenRow
+from tests.support.rollout_loss import GivenRow
 from tests.support.rollout_runs import (
     LOSS_TYPES,
     Recorded,
@@ -19,7 +22,12 @@ from tests.support.rollout_runs import (
     compare_in_rank,
     differences,
     draw_rollouts,
+    drawn,
+    give_row_advantages,
+    give_row_scores,
+    near_twins,
     rollout_function,
+    swap_advantages,
     train,
 )
 
@@ -47,35 +55,56 @@ def test_twenty_steps_are_the_same_without_folding(tmp_path):
     assert losses[1] == pytest.approx(losses[0], abs=1e-10) and np.ptp(losses[0]) > 1e-3
 
 
+EOS = 2
 QUICK = ("grpo", "dapo", "vespo")
 QUICK_FIRST = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in LOSS_TYPES]
 
 
-def compared_on_two_ranks(folder, seeds):
-    run_ranks(compare_in_rank, folder, seeds, timeout=900)
-    errors = [torch.load(folder / f"errors{rank}.pt") for rank in range(2)]
-    assert len(errors[0]) == len(seeds)
-    return max(max(of_seed) for of_rank in errors for of_seed in of_rank)
+def check_two_ranks(folder, seeds, controls):
+    """One launch, since the ranks take longer to start than a tiny model to train."""
+    run_ranks(compare_in_rank, folder, seeds, controls, timeout=3600)
+    ranks = [torch.load(folder / f"results{rank}.pt") for rank in range(2)]
+    errors, swapped = ({**ranks[0][name], **ranks[1][name]} for name in ("errors", "controls"))
+    assert errors.keys() == {*seeds, *controls} and swapped.keys() == {*controls}
+    wrong = {name: found for name, found in errors.items() if max(found) >= 1e-10}
+    assert not wrong
+    assert ranks[0]["apart"] == [0.0] * len(errors)  # one rank has compared, for both
+    assert max(max(rank["rows"][1::2]) for rank in ranks) < 1e-5  # TRL's advantages are in float32
+    # the negative control: the advantages of two rollouts that share 90 % of their tokens, swapped on one rank
+    assert min(min(found[1::2]) for found in swapped.values()) > 0.1
 
 
 def test_two_ranks_equal_the_definition(tmp_path):
-    assert compared_on_two_ranks(tmp_path, [1, 2]) < 1e-10
+    check_two_ranks(tmp_path, [1, 2], ["grpo"])
+
+
+SETS = range(1000, 1200)
 
 
 @pytest.mark.slow
-def test_all_losses_on_two_ranks_equal_the_definition(tmp_path):
-    assert compared_on_two_ranks(tmp_path, list(range(1000, 1016))) < 1e-10
+def test_200_random_sets_on_two_ranks_equal_the_definition(tmp_path):
+    check_two_ranks(tmp_path, list(SETS), list(LOSS_TYPES))
 
 
-def near_twins():
-    """Two rollouts of two rows that share 90 % of their tokens, and have opposite rewards."""
-    shared = list(range(3, 39))
-    twins = []
-    for last, score in ((40, 1.0), (50, -1.0)):
-        ends = [[last, last + 1], [last + 2, last + 3]]
-        rows = [GivenRow(shared[:4], shared[4:] + end, [1] * 34, [-1.0] * 34) for end in ends]
-        twins.append(GivenRollout(rows, score))
-    return twins
+def test_the_random_sets_hold_every_case():
+    """What the comparisons above are worth."""
+    sets = [drawn(seed, ranks=2) for seed in SETS]
+    setups = Counter((options["loss_type"], options["gradient_accumulation_steps"]) for options, _ in sets)
+    assert len(setups) == len(LOSS_TYPES) * 4
+    rollouts = [rollout for _, several in sets for rollout in several]
+    assert set(Counter(len(rollout.rows) for rollout in rollouts)) == {1, 2, 3, 4, 5, 6}
+    cases = Counter()
+    for rollout in rollouts:
+        ids = [(*row.prompt, *row.completion) for row in rollout.rows]
+        cases["identical rows"] += len(set(ids)) < len(ids)
+        cases["compaction"] += any(len(row.prompt) < len(before.prompt) for before, row in pairwise(rollout.rows))
+        cases["an empty completion"] += any(not row.completion for row in rollout.rows)
+        cases["no completion"] += not any(row.completion for row in rollout.rows)
+        cases["masks"] += any(0 in row.mask for row in rollout.rows)
+        cases["no token that counts"] += any(row.completion and not any(row.mask) for row in rollout.rows)
+    assert len(cases) == 6 and min(cases.values()) > 100, cases
+    num_rows = [[sum(len(r.rows) for r in half) for half in np.split(np.array(s, object), 2)] for _, s in sets]
+    assert sum(first != second for first, second in num_rows) > 150  # the ranks have different numbers of rows
 
 
 @pytest.mark.parametrize("loss_type", QUICK_FIRST)
@@ -85,30 +114,41 @@ def test_advantages_that_are_swapped_are_noticed(tmp_path, loss_type):
     options = {"loss_type": loss_type, "gradient_accumulation_steps": 1, "max_completion_length": 128}
     trainer = train(tmp_path, twins, 2, **options)
     assert max(differences(trainer, twins, 2)) < 1e-10
-    twins[0].advantages, twins[1].advantages = twins[1].advantages, twins[0].advantages
+    swap_advantages(twins)
     assert min(differences(trainer, twins, 2)[1::2]) > 0.1
+
+
+@pytest.mark.parametrize("loss_type", QUICK_FIRST)
+def test_truncated_rollouts_are_left_out(tmp_path, loss_type):
+    """A rollout whose completions end without an end token counts as one without tokens that count."""
+    several = draw_rollouts(7, 8)
+    for rollout in several[::2]:
+        rollout.rows.append(GivenRow(rollout.rows[0].prompt, [5, EOS], [1, 1], [-1.0, -2.0]))
+    options = {"loss_type": loss_type, "gradient_accumulation_steps": 2, "mask_truncated_completions": True}
+    trainer = train(tmp_path, several, 4, beta=0.125, **options)
+    assert trainer.processing_class.eos_token_id == EOS
+    plain = differences(trainer, several, 4)
+    ids = [[token for row in rollout.rows for token in row.completion] for rollout in several]
+    truncated = [bool(tokens) and tokens[-1] != EOS for tokens in ids]
+    assert sum(truncated) == 4
+    for rollout in (rollout for rollout, is_truncated in zip(several, truncated, strict=True) if is_truncated):
+        for row in rollout.rows:
+            row.mask = [0] * len(row.mask)
+    assert max(differences(trainer, several, 4)) < 1e-10
+    assert min(plain[1::2]) > 1e-2
+    assert trainer.state.log_history[0]["tree/token_ratio"] > 1.2
 
 
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
 def test_one_reward_per_row(tmp_path, scale_rewards):
-    """A row's advantage: its reward, less the mean of its group, on the scale of the group."""
-    drawn = draw_rollouts(5, 8)
-    assert any(not row.completion for rollout in drawn for row in rollout.rows)
-    rng = np.random.default_rng(0)
-    for rollout in drawn:
-        rollout.row_scores = rng.normal(size=len(rollout.rows)).tolist()
-    drawn[3].row_scores = None  # one reward for all rows
+    several = draw_rollouts(5, 8)
+    assert any(not row.completion for rollout in several for row in rollout.rows)
+    give_row_scores(several)
     options = {"loss_type": "grpo", "gradient_accumulation_steps": 2, "scale_rewards": scale_rewards}
-    trainer = train(tmp_path, drawn, 4, **options)
-    plain = differences(trainer, drawn, 4)[1::2]
-    rewards = np.array([np.mean(r.score if r.row_scores is None else r.row_scores) for r in drawn])
-    groups = rewards.reshape(4, 2)
-    scale = {"none": np.ones(8), "batch": np.full(8, rewards.std(ddof=1) + 1e-4)}
-    scale["group"] = np.repeat(groups.std(axis=1, ddof=1), 2) + 1e-4
-    for rollout, mean, std in zip(drawn, np.repeat(groups.mean(axis=1), 2), scale[scale_rewards], strict=True):
-        scores = rollout.row_scores or [rollout.score] * len(rollout.rows)
-        rollout.advantages = [(score - mean) / std for score in scores]
-    assert max(differences(trainer, drawn, 4)[1::2]) < 1e-5  # TRL's advantages are in float32
+    trainer = train(tmp_path, several, 4, **options)
+    plain = differences(trainer, several, 4)[1::2]
+    give_row_advantages(several, scale_rewards)
+    assert max(differences(trainer, several, 4)[1::2]) < 1e-5  # TRL's advantages are in float32
     assert min(plain) > 1e-2
 
 

@@ -95,6 +95,15 @@ def test_images_are_told_apart_by_these_inputs(trainer):
     assert all(f'{name}=inputs.get("{name}")' in text for name in names[8:])
 
 
+@TRAINERS
+def test_images_are_gathered_for_the_log_by_ranks_that_have_some(trainer):
+    """Hence a rank without images is waited for, unless the log leaves images out."""
+    text = source(trainer._generate_and_score_completions)
+    assert 'if images is not None and self.log_multimodal: self._logs["images"].extend(gather_object(images))' in text
+    assert "images is not None and all(img_list == [] for img_list in images): images = None" in text
+    assert source(trainer).count("self.log_multimodal") == 2  # there, and where the option is read
+
+
 def test_grpo_losses():
     """How each loss is normalised: what scales a micro-batch of another size rests on it."""
     text = source(GRPOTrainer._compute_loss)
