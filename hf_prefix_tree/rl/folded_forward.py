@@ -14,17 +14,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from accelerate.utils import extract_model_from_parallel
+from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers import PreTrainedModel
 
 from hf_prefix_tree.data.images import mark_images
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
-from hf_prefix_tree.modeling.batch import WEIGHTED_BY_CALLER
+from hf_prefix_tree.modeling.batch import PREDECESSOR, WEIGHTED_BY_CALLER
 from hf_prefix_tree.modeling.checks import base_causal_lm, rope_limit
 from hf_prefix_tree.modeling.positions import IMAGE_INPUTS
 from hf_prefix_tree.modeling.prepare import ensure_verified, install_tree_hooks, is_prepared
+from hf_prefix_tree.modeling.streaming import Section, sections_of, stream
 from hf_prefix_tree.rl.config import MIN_REUSE, FoldingOptions
-from hf_prefix_tree.rl.folded_rows import FoldedRows, fold_rows, images_of_rows, row_multiple
-from hf_prefix_tree.training.checks import refuse_engines
+from hf_prefix_tree.rl.folded_rows import TREE_INPUTS, FoldedRows, empty_row, fold_rows, images_of_rows, row_multiple
+from hf_prefix_tree.training.checks import check_streaming, refuse_engines
 from hf_prefix_tree.training.options import refuse_options
 from hf_prefix_tree.training.step import CheckpointMixin, replaced
 
@@ -136,11 +138,17 @@ def ids_to_fold(
     return input_ids.masked_scatter(attention_mask != 0, torch.from_numpy(np.concatenate(marked)).to(input_ids.device))
 
 
+def _calls_of(model: torch.nn.Module) -> _FoldedCalls:
+    return getattr(base_causal_lm(extract_model_from_parallel(model, keep_torch_compile=False)), _STATE)
+
+
 class _FoldedCalls:
     """The hooks around one causal LM, and a stack of its running calls (the self-check runs calls inside a call)."""
 
     def __init__(self, base: PreTrainedModel, min_reuse: float) -> None:
         self.min_reuse = min_reuse
+        self.pass_tokens = math.inf  # most of a call; a larger one is streamed
+        self.on_host = False  # what waits meanwhile
         self.row_tokens = self.packed_tokens = 0  # of the folded training calls since the last log
         self._running: list[_Call | None] = []
         self._warned: set[str] = set()
@@ -167,10 +175,14 @@ class _FoldedCalls:
         if module.training:
             self.row_tokens += call.rows.tokens.numel()
             self.packed_tokens += call.rows.batch["input_ids"].numel()
-        device = kwargs["input_ids"].device
-        flags = {name: x for name, x in kwargs.items() if name not in (*call.rows.batch, *_NOT_FOR_TREES)}
-        batch = {name: x.to(device, non_blocking=True) for name, x in call.rows.batch.items()}
-        return (), {**batch, **flags, WEIGHTED_BY_CALLER: True}
+        device, batch = kwargs["input_ids"].device, call.rows.batch
+        flags = {name: x for name, x in kwargs.items() if name not in (*batch, *_NOT_FOR_TREES)}
+        flags[WEIGHTED_BY_CALLER] = True
+        if batch["attention_mask"].sum() > self.pass_tokens:
+            call.streamed = _Streamed(module, batch, flags, device, int(self.pass_tokens), self.on_host)
+            call.results = call.streamed.run()
+            batch = empty_row(device)  # the rest of this call: a graph to hang the backward of the sections on
+        return (), {**{name: x.to(device, non_blocking=True) for name, x in batch.items()}, **flags}
 
     def _after(self, module: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         call = self._running.pop()
@@ -235,13 +247,103 @@ class _FoldedCalls:
         if isinstance(images, str):
             return images
         rows = fold_rows(ids, is_token, is_wanted, row_multiple(input_ids.device), images)
-        if rows.reuse < self.min_reuse:
+        if rows.reuse < self.min_reuse and ids.size <= self.pass_tokens:
             return (
                 f"too few tokens are shared: {rows.tokens.numel()} tokens of rows for a packed sequence of "
                 f"{rows.batch['input_ids'].shape[1]}, a reuse below `min_reuse={self.min_reuse}`"
             )
         label_mask = (labels[:, 1:] if shifted is None else labels) != IGNORE_INDEX
         return _Call(rows, label_mask, kwargs.get("num_items_in_batch"))
+
+
+def _per_token(output: Any) -> dict[str, torch.Tensor]:
+    """The results of TRL's `FusedCausalLMOutput` that have one entry for each token."""
+    return {name: x for name, x in vars(output).items() if isinstance(x, torch.Tensor) and x.dim() == 2}
+
+
+class _Streamed:
+    """
+    A folded call in sections (`overflow="stream"`). A loss needs the results of all of them, so they run without
+    gradient first, and once more in the backward, which knows the gradient of every result.
+    """
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        batch: dict[str, torch.Tensor],
+        flags: dict[str, Any],
+        device: torch.device,
+        max_tokens: int,
+        on_host: bool,
+    ) -> None:
+        if not batch.keys() <= set(TREE_INPUTS):
+            raise ValueError(
+                "Rows with images cannot be streamed (`overflow='stream'`): use `overflow='split'`, or raise "
+                f"`max_row_tokens={max_tokens}`."
+            )
+        self.module, self.flags, self.device = module, flags, device
+        # In place of a weight, a label carries the index of its result to the section that computes it.
+        ranks = (batch["labels"] != IGNORE_INDEX).cumsum(dim=1) - 1
+        self.batch, self.results = {**batch, "loss_weights": ranks}, int(ranks[0, -1]) + 1
+        self.options = {"max_tokens": max_tokens, "on_host": on_host, "multiple": row_multiple(device)}
+        self.autocast = torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
+        # Dropout draws the same masks in the backward.
+        self.draws = torch.get_rng_state(), *get_device_states(torch.empty(0, device=device))
+
+    def run(self, grads: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """The results, `[1, M]` each, without gradient; or the backward that has their gradients."""
+        results: dict[str, torch.Tensor] = {}
+
+        def forward(section: Section | None) -> torch.Tensor:
+            assert section is not None  # there are no other ranks'
+            part, (dtype, enabled) = section.inputs, self.autocast
+            is_result = (part["labels"] != IGNORE_INDEX) & (part["prefix_tree"][:, PREDECESSOR] >= 0)
+            where = part["loss_weights"][is_result].to(self.device)
+            inputs = {name: part[name].to(self.device, non_blocking=True) for name in TREE_INPUTS}
+            # The cache would hand weights that were cast without gradient to calls with one.
+            with torch.autocast(self.device.type, dtype, enabled, cache_enabled=False):
+                output = self.module(**inputs, **self.flags)
+            total = output.log_probs.new_zeros(())
+            for name, value in _per_token(output).items():
+                own = value[0, : len(where)]  # a section without labels has a result that stands for none
+                if grads is None:
+                    results.setdefault(name, value.new_zeros((1, self.results)))[0, where] = own
+                elif name in grads:
+                    total = total + (own * grads[name][0, where]).sum()
+            return total
+
+        sections = sections_of(self.batch, **self.options)
+        with torch.set_grad_enabled(grads is not None):
+            backward = (lambda loss: None) if grads is None else torch.autograd.backward
+            stream(sections, [section.name for section in sections], forward, backward)
+        return results
+
+    def backward(self, grads: dict[str, torch.Tensor]) -> None:
+        """Adds to the gradients of the parameters."""
+        state, devices, states = self.draws
+        with torch.random.fork_rng(devices, device_type=self.device.type):
+            torch.set_rng_state(state)
+            set_device_states(devices, states, device_type=self.device.type)
+            self.run(grads)
+
+
+class _BackwardOfSections(torch.autograd.Function):
+    """Results of a streamed call; `anchor`, a result of the model, says that they depend on its parameters."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, streamed: _Streamed, names: tuple[str, ...], values: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.streamed, ctx.names, ctx.shape = streamed, names, anchor.shape
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(value for value in values if not value.is_floating_point()))
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, None, None, None]:
+        given = {name: grad for name, grad in zip(ctx.names, grads, strict=True) if grad is not None}
+        ctx.streamed.backward(given)
+        return next(iter(given.values())).new_zeros(ctx.shape), None, None, None
 
 
 @dataclasses.dataclass
@@ -251,18 +353,21 @@ class _Call:
     rows: FoldedRows
     label_mask: torch.Tensor  # of the shape of the results
     num_items_in_batch: torch.Tensor | int | None
+    streamed: _Streamed | None = None
+    results: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # of all sections, if it is streamed
 
     def unfold(self, output: Any, config: Any) -> Any:
         """The output of the rows, given that of the tree (TRL's `FusedCausalLMOutput`)."""
-        device = output.log_probs.device
+        device, values = output.log_probs.device, tuple(self.results.values())
+        if output.log_probs.requires_grad and values:
+            values = _BackwardOfSections.apply(output.log_probs, self.streamed, tuple(self.results), values)
+        for name, value in zip(self.results, values, strict=True):
+            setattr(output, name, value)
         where, mask = self.rows.where.to(device, non_blocking=True), self.label_mask.to(device)
-        for field in dataclasses.fields(output):
-            value = getattr(output, field.name)
-            if isinstance(value, torch.Tensor) and value.dim() == 2:
-                # Autograd sums the gradients of shared tokens in the backward of this gather. Without any label the
-                # result still depends on the model: a differentiable zero.
-                unfolded = value.new_zeros(mask.shape).masked_scatter(mask, value[0][where])
-                setattr(output, field.name, unfolded)
+        for name, value in _per_token(output).items():
+            # Autograd sums the gradients of shared tokens in the backward of this gather. Without any label the result
+            # still depends on the model: a differentiable zero.
+            setattr(output, name, value.new_zeros(mask.shape).masked_scatter(mask, value[0][where]))
         divisor = mask.sum().clamp(min=1) if self.num_items_in_batch is None else self.num_items_in_batch
         output.loss = -output.log_probs.sum() / divisor
         if output.aux_loss is not None:  # of the rows already, see `token_branches`
@@ -286,6 +391,8 @@ class FoldedForwardMixin(CheckpointMixin):
 
     min_reuse: float = MIN_REUSE
     attn_backend: str | None = None
+    max_row_tokens: int = 0
+    overflow: str = "split"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -297,23 +404,43 @@ class FoldedForwardMixin(CheckpointMixin):
                 "and for compiled layers call `prepare_model(model, compile_layers=True)` before the trainer."
             )
         self.fold_models()
+        if self.overflow == "stream":
+            check_streaming(self, in_calls=True)
+            if math.isinf(self.min_reuse):
+                raise ValueError(
+                    "`overflow='stream'` streams folded rows, and under `torch_compile=True` or `min_reuse=inf` none "
+                    "are folded: leave these out."
+                )
 
     def fold_models(self) -> None:
         """Folds the models that the trainer has so far; called early where `__init__` already scores rows."""
         if isinstance(self.args, FoldingOptions):
-            self.min_reuse, self.attn_backend = self.args.min_reuse, self.args.attn_backend
+            for option in dataclasses.fields(FoldingOptions):
+                setattr(self, option.name, getattr(self.args, option.name))
         if self.args.torch_compile:
             self.min_reuse = math.inf
         for model in (self.model, getattr(self, "ref_model", None)):
             if model is not None:
                 fold_shared_prefixes(model, min_reuse=self.min_reuse, attn_backend=self.attn_backend)
+                calls = _calls_of(model)
+                calls.pass_tokens = self.max_row_tokens if self.overflow == "stream" else math.inf
+                calls.on_host = getattr(self.args, "activation_offloading", False)
 
     def training_step(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         ensure_verified(self.model, model)
-        return super().training_step(model, *args, **kwargs)
+        if self.overflow != "stream" or self.accelerator.num_processes == 1:
+            return super().training_step(model, *args, **kwargs)
+        with self.accelerator.no_sync(
+            model
+        ):  # sections run inside of DDP, which would count their gradients as its own
+            loss = super().training_step(model, *args, **kwargs)
+        if self.accelerator.sync_gradients:
+            inputs = {**empty_row(loss.device), "fused_lm_head": True, WEIGHTED_BY_CALLER: True}
+            self.accelerator.backward(model(**inputs).log_probs.sum())
+        return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        calls = getattr(base_causal_lm(self.accelerator.unwrap_model(self.model)), _STATE)
+        calls = _calls_of(self.model)
         if "loss" in logs:  # every rank logs a training step
             counts = torch.tensor([calls.row_tokens, calls.packed_tokens], device=self.accelerator.device)
             row_tokens, packed_tokens = self.accelerator.reduce(counts).tolist()

@@ -31,9 +31,9 @@ from hf_prefix_tree.data.supervision import IGNORE_INDEX
 from hf_prefix_tree.data.trees import write_files
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
 from hf_prefix_tree.modeling.flops import choose_overflow
-from hf_prefix_tree.modeling.streaming import Section, kept_on_host, sections_of, stream
+from hf_prefix_tree.modeling.streaming import Section, sections_of, stream
 from hf_prefix_tree.sft.collator import BranchCollator, DataCollatorForPrefixTree, EvaluationCollator, branch_batches
-from hf_prefix_tree.sft.config import PREPARATION, TreeSFTConfig, check_streaming
+from hf_prefix_tree.sft.config import PREPARATION, TreeSFTConfig
 from hf_prefix_tree.sft.mixin import TreeLossMixin
 from hf_prefix_tree.training import checks
 from hf_prefix_tree.training.step import PreparationMixin, replaced
@@ -129,7 +129,7 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         args.assistant_only_loss = self._asked
         checks.check_texts(self)
         if args.overflow == "stream":
-            check_streaming(self)
+            checks.check_streaming(self)
         if data_collator is None:
             pad_token_id, multiple = checks.padding_token_of(self._tokenizer), args.pad_to_multiple_of or BLOCK_SIZE
             self.data_collator = DataCollatorForPrefixTree(pad_token_id, args.weighting, multiple)
@@ -235,15 +235,13 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
 
         def forward(section: Section | None) -> torch.Tensor:
             part = {name: tensor.to(device) for name, tensor in (section or empty).inputs.items()}
-            with kept_on_host(part["input_ids"].shape[1]) if on_host else nullcontext():
-                loss: Any = part_loss(model, part, num_items_in_batch=num_items_in_batch)
+            loss: Any = part_loss(model, part, num_items_in_batch=num_items_in_batch)
             losses.append(loss.detach())
             return loss
 
         def backward(loss: torch.Tensor) -> None:
-            if is_training:  # inside of the forward's autocast and of TRL's offloading, neither of which it takes
-                with torch.autocast(device.type, enabled=False), kept_on_host(0) if on_host else nullcontext():
-                    self.accelerator.backward(loss)
+            if is_training:
+                self.accelerator.backward(loss)
 
         # DDP reduces gradients once, with an empty row.
         waits = is_training and self.accelerator.num_processes > 1 and not self.accelerator.is_fsdp2

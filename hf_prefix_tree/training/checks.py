@@ -213,6 +213,44 @@ def refuse_ignored(config: Any, given: Sequence[str]) -> None:
         )
 
 
+def check_streaming_config(config: Any, size: str = "max_packed_tokens") -> None:
+    """Raises `ValueError` for options under which trees cannot be streamed (`overflow="stream"`)."""
+    if config.overflow not in ("stream", "auto"):
+        return
+    given = f"`overflow={config.overflow!r}`"
+    if not getattr(config, size):
+        raise ValueError(f"{given} needs `{size}`, of a pass or a packed sequence: set it, to 8192 say.")
+    if getattr(config, "mode", "tree") == "grouped":
+        raise ValueError(f"{given} has no meaning under `mode='grouped'`, which computes branch by branch.")
+    if "lomo" in str(config.optim).lower():
+        raise ValueError(
+            f"`optim={str(config.optim)!r}` changes weights in the backward, and {given} may have several in a step: "
+            "use another optimizer."
+        )
+
+
+def check_streaming(trainer: Any, in_calls: bool = False) -> None:
+    """
+    Raises `ValueError` where an engine or the loss of a router does not allow that trees are streamed.
+
+    Args:
+        trainer (`Trainer`): The trainer, initialised.
+        in_calls (`bool`, *optional*, defaults to `False`): Whether sections are calls inside of a call of the model.
+    """
+    engine = "DeepSpeed" if trainer.is_deepspeed_enabled else "Tensor parallelism" if trainer.get_tp_size() > 1 else ""
+    engine = engine or "FSDP2" * (in_calls and trainer.accelerator.is_fsdp2)
+    if engine:
+        raise ValueError(
+            f"{engine} does not allow the several backwards of a micro-batch that `overflow='stream'` does. Use DDP"
+            f"{'' if in_calls else ' or FSDP2'}, or `overflow='split'`."
+        )
+    if trainer.aux_loss_enabled:
+        raise ValueError(
+            "The router's auxiliary loss is that of all tokens of a micro-batch together, which `overflow='stream'` "
+            "computes apart: set `router_aux_loss_coef=0`, or use `overflow='split'`."
+        )
+
+
 def check_collator(collator: Any, collator_class: type, args: Any, names: Sequence[str] = ()) -> None:
     """Raises `ValueError` for a collator of another class, or of other values of the options `names` than `args`."""
     if not isinstance(collator, collator_class) or not getattr(collator, "keeps_sample_index", True):
