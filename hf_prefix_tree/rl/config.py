@@ -47,8 +47,8 @@ class FoldingOptions:
         check_streaming_config(self, "max_row_tokens")
         if self.max_row_tokens and self.overflow == "split" and not hasattr(self, "num_generations"):
             raise ValueError(
-                f"`max_row_tokens={self.max_row_tokens}` has no meaning here without `overflow='stream'`: forwards are "
-                "TRL's micro-batches."
+                f"`max_row_tokens={self.max_row_tokens}` has no meaning here without `overflow='stream'`, as forwards "
+                "are TRL's micro-batches: set `per_device_train_batch_size`."
             )
 
 

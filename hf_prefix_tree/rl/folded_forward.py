@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Mapping
@@ -179,7 +180,7 @@ class _FoldedCalls:
         flags = {name: x for name, x in kwargs.items() if name not in (*batch, *_NOT_FOR_TREES)}
         flags[WEIGHTED_BY_CALLER] = True
         if batch["attention_mask"].sum() > self.pass_tokens:
-            call.streamed = _Streamed(module, batch, flags, device, int(self.pass_tokens), self.on_host)
+            call.streamed = _Streamed(self, module, batch, flags, device)
             call.results = call.streamed.run()
             batch = empty_row(device)  # the rest of this call: a graph to hang the backward of the sections on
         return (), {**{name: x.to(device, non_blocking=True) for name, x in batch.items()}, **flags}
@@ -261,89 +262,86 @@ def _per_token(output: Any) -> dict[str, torch.Tensor]:
     return {name: x for name, x in vars(output).items() if isinstance(x, torch.Tensor) and x.dim() == 2}
 
 
+@dataclasses.dataclass
 class _Streamed:
     """
     A folded call in sections (`overflow="stream"`). A loss needs the results of all of them, so they run without
     gradient first, and once more in the backward, which knows the gradient of every result.
     """
 
-    def __init__(
-        self,
-        module: PreTrainedModel,
-        batch: dict[str, torch.Tensor],
-        flags: dict[str, Any],
-        device: torch.device,
-        max_tokens: int,
-        on_host: bool,
-    ) -> None:
-        if not batch.keys() <= set(TREE_INPUTS):
+    calls: _FoldedCalls
+    module: PreTrainedModel
+    batch: dict[str, torch.Tensor]
+    flags: dict[str, Any]
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        if not self.batch.keys() <= set(TREE_INPUTS):
             raise ValueError(
-                "Rows with images cannot be streamed (`overflow='stream'`): use `overflow='split'`, or raise "
-                f"`max_row_tokens={max_tokens}`."
+                f"Rows with images and more than `max_row_tokens={self.calls.pass_tokens}` tokens cannot be streamed: "
+                "raise it, or use `overflow='split'`."
             )
-        self.module, self.flags, self.device = module, flags, device
         # In place of a weight, a label carries the index of its result to the section that computes it.
-        ranks = (batch["labels"] != IGNORE_INDEX).cumsum(dim=1) - 1
-        self.batch, self.results = {**batch, "loss_weights": ranks}, int(ranks[0, -1]) + 1
-        self.options = {"max_tokens": max_tokens, "on_host": on_host, "multiple": row_multiple(device)}
-        self.autocast = torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
-        # Dropout draws the same masks in the backward.
-        self.draws = torch.get_rng_state(), *get_device_states(torch.empty(0, device=device))
+        ranks = (self.batch["labels"] != IGNORE_INDEX).cumsum(dim=1) - 1
+        self.batch, self.size = {**self.batch, "loss_weights": ranks}, int(ranks[0, -1]) + 1
+        kind = self.device.type
+        # Its cache would hand weights that were cast without gradient to calls with one.
+        options = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), False
+        self.autocast = functools.partial(torch.autocast, kind, *options)
+        # The backward draws the same masks of dropout.
+        devices = {parameter.device: parameter for parameter in self.module.parameters()}
+        self.draws = torch.get_rng_state(), *get_device_states(*devices.values())
 
     def run(self, grads: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """The results, `[1, M]` each, without gradient; or the backward that has their gradients."""
+        """The results, `[1, M]` each, without gradient; or the backward, given their gradients."""
         results: dict[str, torch.Tensor] = {}
 
         def forward(section: Section | None) -> torch.Tensor:
-            assert section is not None  # there are no other ranks'
-            part, (dtype, enabled) = section.inputs, self.autocast
+            assert section is not None  # all are of this rank
+            part = section.inputs
             is_result = (part["labels"] != IGNORE_INDEX) & (part["prefix_tree"][:, PREDECESSOR] >= 0)
             where = part["loss_weights"][is_result].to(self.device)
             inputs = {name: part[name].to(self.device, non_blocking=True) for name in TREE_INPUTS}
-            # The cache would hand weights that were cast without gradient to calls with one.
-            with torch.autocast(self.device.type, dtype, enabled, cache_enabled=False):
+            with self.autocast():
                 output = self.module(**inputs, **self.flags)
             total = output.log_probs.new_zeros(())
             for name, value in _per_token(output).items():
                 own = value[0, : len(where)]  # a section without labels has a result that stands for none
                 if grads is None:
-                    results.setdefault(name, value.new_zeros((1, self.results)))[0, where] = own
+                    results.setdefault(name, value.new_zeros((1, self.size)))[0, where] = own
                 elif name in grads:
                     total = total + (own * grads[name][0, where]).sum()
             return total
 
-        sections = sections_of(self.batch, **self.options)
-        with torch.set_grad_enabled(grads is not None):
-            backward = (lambda loss: None) if grads is None else torch.autograd.backward
+        tokens, multiple, trains = int(self.calls.pass_tokens), row_multiple(self.device), grads is not None
+        sections = sections_of(self.batch, tokens, on_host=self.calls.on_host, multiple=multiple)
+        state, devices, states = self.draws
+        with torch.set_grad_enabled(trains), torch.random.fork_rng(devices, trains, device_type=self.device.type):
+            if trains:
+                torch.set_rng_state(state)
+                set_device_states(devices, states, device_type=self.device.type)
+            backward = torch.autograd.backward if trains else lambda loss: None
             stream(sections, [section.name for section in sections], forward, backward)
         return results
 
-    def backward(self, grads: dict[str, torch.Tensor]) -> None:
-        """Adds to the gradients of the parameters."""
-        state, devices, states = self.draws
-        with torch.random.fork_rng(devices, device_type=self.device.type):
-            torch.set_rng_state(state)
-            set_device_states(devices, states, device_type=self.device.type)
-            self.run(grads)
-
 
 class _BackwardOfSections(torch.autograd.Function):
-    """Results of a streamed call; `anchor`, a result of the model, says that they depend on its parameters."""
+    """The results of a streamed call; `anchor`, another result of the model, says that they depend on its weights."""
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, streamed: _Streamed, names: tuple[str, ...], values: tuple[torch.Tensor, ...]
+        ctx: Any, anchor: torch.Tensor, streamed: _Streamed, results: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        ctx.streamed, ctx.names, ctx.shape = streamed, names, anchor.shape
+        ctx.streamed, ctx.names, ctx.shape = streamed, tuple(results), anchor.shape
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(value for value in values if not value.is_floating_point()))
-        return values
+        ctx.mark_non_differentiable(*(value for value in results.values() if not value.is_floating_point()))
+        return tuple(results.values())
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, None, None]:
         given = {name: grad for name, grad in zip(ctx.names, grads, strict=True) if grad is not None}
-        ctx.streamed.backward(given)
-        return next(iter(given.values())).new_zeros(ctx.shape), None, None, None
+        ctx.streamed.run(given)
+        return next(iter(given.values())).new_zeros(ctx.shape), None, None
 
 
 @dataclasses.dataclass
@@ -354,17 +352,16 @@ class _Call:
     label_mask: torch.Tensor  # of the shape of the results
     num_items_in_batch: torch.Tensor | int | None
     streamed: _Streamed | None = None
-    results: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # of all sections, if it is streamed
+    results: dict[str, torch.Tensor] | None = None  # of all sections
 
     def unfold(self, output: Any, config: Any) -> Any:
         """The output of the rows, given that of the tree (TRL's `FusedCausalLMOutput`)."""
-        device, values = output.log_probs.device, tuple(self.results.values())
-        if output.log_probs.requires_grad and values:
-            values = _BackwardOfSections.apply(output.log_probs, self.streamed, tuple(self.results), values)
-        for name, value in zip(self.results, values, strict=True):
-            setattr(output, name, value)
+        device, results = output.log_probs.device, self.results or _per_token(output)
+        if self.results and output.log_probs.requires_grad:
+            values = _BackwardOfSections.apply(output.log_probs, self.streamed, results)
+            results = dict(zip(results, values, strict=True))
         where, mask = self.rows.where.to(device, non_blocking=True), self.label_mask.to(device)
-        for name, value in _per_token(output).items():
+        for name, value in results.items():
             # Autograd sums the gradients of shared tokens in the backward of this gather. Without any label the result
             # still depends on the model: a differentiable zero.
             setattr(output, name, value.new_zeros(mask.shape).masked_scatter(mask, value[0][where]))
@@ -430,9 +427,7 @@ class FoldedForwardMixin(CheckpointMixin):
         ensure_verified(self.model, model)
         if self.overflow != "stream" or self.accelerator.num_processes == 1:
             return super().training_step(model, *args, **kwargs)
-        with self.accelerator.no_sync(
-            model
-        ):  # sections run inside of DDP, which would count their gradients as its own
+        with self.accelerator.no_sync(model):  # of the calls of sections it knows nothing
             loss = super().training_step(model, *args, **kwargs)
         if self.accelerator.sync_gradients:
             inputs = {**empty_row(loss.device), "fused_lm_head": True, WEIGHTED_BY_CALLER: True}

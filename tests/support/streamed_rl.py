@@ -29,7 +29,7 @@ from hf_prefix_tree import (
     TreeRLOOConfig,
     TreeRLOOTrainer,
 )
-from hf_prefix_tree.rl.folded_forward import _Streamed
+from hf_prefix_tree.rl import folded_forward
 from tests.support import policy_runs, preference_runs
 from tests.support.rollout_loss import DoubleHead
 from tests.support.trainer_runs import config, make_model
@@ -90,7 +90,7 @@ def in_double(function: Any) -> Any:
 def all_in_double() -> Iterator[None]:
     with (
         mock.patch("trl.trainer.utils._ChunkedLogProbFunction", DoubleHead),
-        mock.patch.object(_Streamed, "run", in_double(_Streamed.run)),
+        mock.patch.object(folded_forward, "stream", in_double(folded_forward.stream)),
         mock.patch.object(Qwen3DecoderLayer, "forward", in_double(Qwen3DecoderLayer.forward)),
         keep_double(),
     ):
@@ -171,15 +171,10 @@ def logs(record: Record) -> list[dict[str, float]]:
     ]
 
 
-def run_rank(folder: str, jobs: dict[str, tuple[str, dict[str, Any]]]) -> None:
-    """Each rank compares its streamed run with TRL's, on rows of its own."""
+def compare_ranks(folder: str, jobs: dict[str, dict[str, Any]]) -> None:
+    """What each rank does: TRL's runs, and streamed ones, on rows of its own."""
     rank = os.environ["RANK"]
-    for name, (method, options) in jobs.items():
-        runs = [run(Path(folder, rank), method, kind, **options) for kind in ("stock", "stream")]
-        assert max(runs[1].tokens[True]) <= STREAM["max_row_tokens"] and len(runs[1].tokens[True]) > 8, name
-        found = error(runs[1], runs[0]) if rank == "0" else max_gradient_error(*runs)
-        assert found < 1e-10, (name, rank, found)
-
-
-def max_gradient_error(got: Record, expected: Record) -> float:
-    return error(got, expected)
+    for method, options in jobs.items():
+        stock, streamed = (run(Path(folder, rank), method, kind, **options) for kind in ("stock", "stream"))
+        assert max(streamed.tokens[True]) <= STREAM["max_row_tokens"] and len(streamed.tokens[True]) > 8, method
+        torch.save([error(streamed, stock), streamed.losses, streamed.gradients], Path(folder, f"{method}-{rank}.pt"))
