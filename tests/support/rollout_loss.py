@@ -22,7 +22,10 @@ class DoubleHead:
         log_probs = (hidden @ weight.T * logit_scale / temperature).log_softmax(-1)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
         own = log_probs.gather(-1, labels[:, None])[:, 0]
-        squares, mean = (2 * log_probs).logsumexp(-1).detach(), (hidden @ weight.T * logit_scale / temperature).mean(-1)
+        squares, mean = (
+            (2 * log_probs).logsumexp(-1).detach(),
+            (hidden @ weight.T * logit_scale / temperature).mean(-1),
+        )
         return own, entropy, squares, mean.detach(), own == log_probs.amax(-1)
 
 

@@ -7,7 +7,7 @@ import copy
 import functools
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -100,10 +100,10 @@ def all_in_double() -> Iterator[None]:
 def run(folder: Any, method: str, kind: str, **options: Any) -> Record:
     """Trains `SGD["max_steps"]` steps; `kind` is "stock", "tree" or "stream"."""
     trainer_class, config_class = CLASSES[method][kind != "stock"]
-    options = {**SGD, **options, **(STREAM if kind == "stream" else {})}
-    lora = options.pop("lora", None)
-    with all_in_double():
-        model = make_model(dtype=torch.float64).double()
+    options = {**SGD, **(STREAM if kind == "stream" else {}), **options}
+    lora, dtype = options.pop("lora", None), options.pop("dtype", torch.float64)
+    with all_in_double() if dtype == torch.float64 else nullcontext():
+        model = make_model(dtype=dtype).to(dtype)
         adapter = None
         if lora is not None:
             adapter = LoraConfig(
@@ -136,11 +136,11 @@ def run(folder: Any, method: str, kind: str, **options: Any) -> Record:
                 peft_config=adapter,
             )
         if getattr(trainer, "ref_model", None) is not None:
-            trainer.ref_model.double()
+            trainer.ref_model.to(dtype)
             if method in ("grpo", "rloo"):
                 trainer.ref_model.load_state_dict(trainer.model.state_dict())  # TRL loads it in float32
         if adapter is not None:
-            trainer.model.double()
+            trainer.model.to(dtype)
             generator = torch.manual_seed(0)
             with torch.no_grad():
                 for name, parameter in trainer.model.named_parameters():
