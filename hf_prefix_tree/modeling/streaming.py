@@ -329,7 +329,7 @@ def stream(
     sections: Sequence[Section],
     names: Iterable[Name],
     forward: Callable[[Section | None], Tensor],
-    backward: Callable[[Tensor], None],
+    backward: Callable[[Tensor], None] | None,
 ) -> None:
     """
     Runs the sections of a packed sequence, forward and backward. What waits is kept by the host where their keys and
@@ -340,7 +340,7 @@ def stream(
         names (`Iterable` of names): Theirs, or of several ranks together: where engines reduce gradients with every
             backward, all ranks must run forwards and backwards in the same order.
         forward (`Callable`): The loss of a section, `None` for one that other ranks have; one call of the model.
-        backward (`Callable`): The backward of such a loss.
+        backward (`Callable`, *optional*): The backward of such a loss.
     """
     by_name = {section.name: section for section in sections}
     on_host = sections[0].store.on_host
@@ -348,6 +348,8 @@ def stream(
 
     def close() -> None:
         name, loss = waiting.pop()
+        if backward is None:
+            return
         with torch.autocast(loss.device.type, enabled=False), kept_on_host(0) if on_host else nullcontext():
             backward(loss)
         if name in by_name:

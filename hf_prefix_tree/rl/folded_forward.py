@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from accelerate.utils import extract_model_from_parallel
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers import PreTrainedModel
 
 from hf_prefix_tree.data.images import mark_images
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
-from hf_prefix_tree.modeling.batch import PREDECESSOR, WEIGHTED_BY_CALLER
+from hf_prefix_tree.modeling.batch import WEIGHTED_BY_CALLER, is_supervised
 from hf_prefix_tree.modeling.checks import base_causal_lm, rope_limit
 from hf_prefix_tree.modeling.positions import IMAGE_INPUTS
 from hf_prefix_tree.modeling.prepare import ensure_verified, install_tree_hooks, is_prepared
@@ -181,7 +181,6 @@ class _FoldedCalls:
         flags[WEIGHTED_BY_CALLER] = True
         if batch["attention_mask"].sum() > self.pass_tokens:
             call.streamed = _Streamed(self, module, batch, flags, device)
-            call.results = call.streamed.run()
             batch = empty_row(device)  # the rest of this call: a graph to hang the backward of the sections on
         return (), {**{name: x.to(device, non_blocking=True) for name, x in batch.items()}, **flags}
 
@@ -285,12 +284,24 @@ class _Streamed:
         ranks = (self.batch["labels"] != IGNORE_INDEX).cumsum(dim=1) - 1
         self.batch, self.size = {**self.batch, "loss_weights": ranks}, int(ranks[0, -1]) + 1
         kind = self.device.type
-        # Its cache would hand weights that were cast without gradient to calls with one.
-        options = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), False
-        self.autocast = functools.partial(torch.autocast, kind, *options)
+        # Without its cache, which would hand weights that were cast without gradient to calls with one.
+        self.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), False
         # The backward draws the same masks of dropout.
-        devices = {parameter.device: parameter for parameter in self.module.parameters()}
-        self.draws = torch.get_rng_state(), *get_device_states(*devices.values())
+        one_of_each_device = {parameter.device: parameter for parameter in self.module.parameters()}.values()
+        self.draws = torch.get_rng_state(), *get_device_states(*one_of_each_device)
+        self.results = self.run()
+
+    def attached(self, anchor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The results; as `anchor` does, another result of the model, they depend on its weights."""
+        names = [name for name, value in self.results.items() if value.is_floating_point() and anchor.requires_grad]
+        results = self.results | {name: self.results[name] + 0 * anchor.sum() for name in names}
+
+        def backward(grads: Sequence[torch.Tensor | None]) -> None:
+            self.run({name: grad for name, grad in zip(names, grads, strict=True) if grad is not None})
+
+        if names:
+            register_multi_grad_hook([results[name] for name in names], backward)
+        return results
 
     def run(self, grads: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         """The results, `[1, M]` each, without gradient; or the backward, given their gradients."""
@@ -299,10 +310,9 @@ class _Streamed:
         def forward(section: Section | None) -> torch.Tensor:
             assert section is not None  # all are of this rank
             part = section.inputs
-            is_result = (part["labels"] != IGNORE_INDEX) & (part["prefix_tree"][:, PREDECESSOR] >= 0)
-            where = part["loss_weights"][is_result].to(self.device)
+            where = part["loss_weights"][is_supervised(part["prefix_tree"], part["labels"])].to(self.device)
             inputs = {name: part[name].to(self.device, non_blocking=True) for name in TREE_INPUTS}
-            with self.autocast():
+            with torch.autocast(*self.autocast):
                 output = self.module(**inputs, **self.flags)
             total = output.log_probs.new_zeros(())
             for name, value in _per_token(output).items():
@@ -320,28 +330,8 @@ class _Streamed:
             if trains:
                 torch.set_rng_state(state)
                 set_device_states(devices, states, device_type=self.device.type)
-            backward = torch.autograd.backward if trains else lambda loss: None
-            stream(sections, [section.name for section in sections], forward, backward)
+            stream(sections, [s.name for s in sections], forward, torch.autograd.backward if trains else None)
         return results
-
-
-class _BackwardOfSections(torch.autograd.Function):
-    """The results of a streamed call; `anchor`, another result of the model, says that they depend on its weights."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, streamed: _Streamed, results: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.streamed, ctx.names, ctx.shape = streamed, tuple(results), anchor.shape
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(value for value in results.values() if not value.is_floating_point()))
-        return tuple(results.values())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, None, None]:
-        given = {name: grad for name, grad in zip(ctx.names, grads, strict=True) if grad is not None}
-        ctx.streamed.run(given)
-        return next(iter(given.values())).new_zeros(ctx.shape), None, None
 
 
 @dataclasses.dataclass
@@ -352,14 +342,11 @@ class _Call:
     label_mask: torch.Tensor  # of the shape of the results
     num_items_in_batch: torch.Tensor | int | None
     streamed: _Streamed | None = None
-    results: dict[str, torch.Tensor] | None = None  # of all sections
 
     def unfold(self, output: Any, config: Any) -> Any:
         """The output of the rows, given that of the tree (TRL's `FusedCausalLMOutput`)."""
-        device, results = output.log_probs.device, self.results or _per_token(output)
-        if self.results and output.log_probs.requires_grad:
-            values = _BackwardOfSections.apply(output.log_probs, self.streamed, results)
-            results = dict(zip(results, values, strict=True))
+        device = output.log_probs.device
+        results = _per_token(output) if self.streamed is None else self.streamed.attached(output.log_probs)
         where, mask = self.rows.where.to(device, non_blocking=True), self.label_mask.to(device)
         for name, value in results.items():
             # Autograd sums the gradients of shared tokens in the backward of this gather. Without any label the result

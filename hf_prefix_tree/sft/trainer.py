@@ -239,18 +239,13 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
             losses.append(loss.detach())
             return loss
 
-        def backward(loss: torch.Tensor) -> None:
-            if is_training:
-                self.accelerator.backward(loss)
-
         # DDP reduces gradients once, with an empty row.
         waits = is_training and self.accelerator.num_processes > 1 and not self.accelerator.is_fsdp2
-        items = (
-            self.count_items(inputs) if self._step_items is None else self._step_items
-        )  # in evaluation, its batch's
+        # in evaluation, those of its batch
+        items = self.count_items(inputs) if self._step_items is None else self._step_items
         with replaced(self, _step_items=items):
             with self.accelerator.no_sync(model) if waits else nullcontext():
-                stream(sections, names, forward, backward)
+                stream(sections, names, forward, self.accelerator.backward if is_training else None)
             last = forward(None) if waits else losses[-1].requires_grad_(is_training)  # for the backward of Trainer
         return last + (torch.stack(losses).sum().detach() - last.detach())
 

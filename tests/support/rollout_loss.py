@@ -19,14 +19,12 @@ class DoubleHead:
 
     @staticmethod
     def apply(hidden, weight, bias, labels, temperature, chunk_size, softcap, logit_scale, outputs):
-        log_probs = (hidden @ weight.T * logit_scale / temperature).log_softmax(-1)
+        logits = hidden @ weight.T * logit_scale / temperature
+        log_probs = logits.log_softmax(-1)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
         own = log_probs.gather(-1, labels[:, None])[:, 0]
-        squares, mean = (
-            (2 * log_probs).logsumexp(-1).detach(),
-            (hidden @ weight.T * logit_scale / temperature).mean(-1),
-        )
-        return own, entropy, squares, mean.detach(), own == log_probs.amax(-1)
+        squares = (2 * log_probs).logsumexp(-1)
+        return own, entropy, squares.detach(), logits.mean(-1).detach(), own == log_probs.amax(-1)
 
 
 @dataclass

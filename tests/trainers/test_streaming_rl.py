@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""`overflow="stream"` of GRPO, RLOO, DPO and KTO: steps, losses and gradients are TRL's on the sequences, in float64."""
+"""`overflow="stream"` of GRPO, RLOO, DPO and KTO: steps, losses and gradients are TRL's, in float64."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHECKPOINTED = [
 RUNS = {
     "grpo": ("grpo", {"loss_type": "grpo", "beta": 0.1, **CLIPPED}),
     "dapo": ("grpo", {"loss_type": "dapo", **CHECKPOINTED[0]}),
-    "sequence": ("grpo", {**SEQUENCE, **CLIPPED}),
+    "sequence": ("grpo", {**SEQUENCE, "num_iterations": 2}),
     "entropies": ("grpo", BONUS),
     "grpo_lora": ("grpo", {"loss_type": "grpo", "beta": 0.1, "lora": 0.0, **CHECKPOINTED[1]}),
     "rloo": ("rloo", {"beta": 0.05}),
@@ -124,10 +124,10 @@ ROWS = torch.tensor([[*PROMPT, *tail] for tail in ([20, 21, 22], [20, 21, 30], [
 class Calls:
     """A folded model whose calls have at most 6 tokens, and the log-probs that each call returned."""
 
-    def __init__(self, model=None, pass_tokens=6):
+    def __init__(self, model=None, pass_tokens=6, min_reuse=0):
         self.model = model or make_model()
         add_fused_lm_head(self.model)
-        fold_shared_prefixes(self.model, min_reuse=0)
+        fold_shared_prefixes(self.model, min_reuse=min_reuse)
         folded_forward._calls_of(self.model).pass_tokens = pass_tokens
         self.returned = {False: [], True: []}
         self.model.register_forward_hook(self._note, with_kwargs=True)
@@ -165,9 +165,11 @@ def test_dropout_draws_the_same_masks_in_both_passes(monkeypatch):
         monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
 
 
-def test_a_backward_in_a_thread_of_its_own():
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_backward_in_a_thread_of_its_own(on_host):
     """As on a GPU, where context variables of the forward are not there."""
     expected, calls = Calls(pass_tokens=100), Calls()
+    folded_forward._calls_of(calls.model).on_host = on_host
     weigh(expected.log_probs().log_probs).backward()
     loss = weigh(calls.log_probs().log_probs)
     thread = threading.Thread(target=loss.backward)
@@ -175,6 +177,20 @@ def test_a_backward_in_a_thread_of_its_own():
     thread.join()
     assert len(calls.returned[True]) > 3 and len(expected.returned[True]) == 1
     assert relative_error(calls.gradients(), expected.gradients()) < 1e-5
+
+
+@pytest.mark.parametrize(("pass_tokens", "streams"), [(6, True), (ROWS.numel() - 1, False), (ROWS.numel(), False)])
+def test_rows_that_share_little_are_streamed_if_they_are_large(pass_tokens, streams):
+    """They run unfolded only if all of them, with padding, fit."""
+    calls = Calls(pass_tokens=pass_tokens, min_reuse=100)
+    seen = []
+    calls.model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs.get("prefix_tree") is not None), with_kwargs=True
+    )
+    log_probs = calls.log_probs().log_probs
+    assert torch.allclose(log_probs, Calls(pass_tokens=100).log_probs().log_probs, atol=1e-6)
+    assert seen == [True] * len(seen) if pass_tokens < ROWS.numel() else seen == [False]
+    assert (len(seen) > 3) == streams
 
 
 def test_without_gradient_nothing_is_computed_twice():
