@@ -284,9 +284,8 @@ class _Streamed:
         ranks = (self.batch["labels"] != IGNORE_INDEX).cumsum(dim=1) - 1
         self.batch, self.size = {**self.batch, "loss_weights": ranks}, int(ranks[0, -1]) + 1
         kind = self.device.type
-        # Without its cache, which would hand weights that were cast without gradient to calls with one.
-        self.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), False
-        # The backward draws the same masks of dropout.
+        # The backward computes in the same precision, and draws the same masks of dropout.
+        self.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         one_of_each_device = {parameter.device: parameter for parameter in self.module.parameters()}.values()
         self.draws = torch.get_rng_state(), *get_device_states(*one_of_each_device)
         self.results = self.run()

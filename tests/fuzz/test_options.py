@@ -145,7 +145,7 @@ CONFIGS: dict[Any, dict[str, Any]] = {
         "target_model_init_kwargs": JSON,
     },
     TreeDPOConfig: {**REUSE, "max_row_tokens": lambda v: integer(0)(v) and not v},  # a size of streaming alone
-    TreeKTOConfig: REUSE,
+    TreeKTOConfig: {**REUSE, "max_row_tokens": lambda v: integer(0)(v) and not v},
     TreeGRPOConfig: {**REUSE, "max_row_tokens": integer(0), "rollout_rows": one_of("one", "as_sampled")},
     TreeRLOOConfig: {**REUSE, "max_row_tokens": integer(0)},
 }
