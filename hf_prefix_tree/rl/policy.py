@@ -251,7 +251,8 @@ class TreeGRPOTrainer(TreePolicyMixin, RolloutRowsMixin):
     part of a group.
 
     A [`TreeGRPOConfig`] also says `max_row_tokens` (tokens that one forward may hold, where memory allows more than
-    TRL's micro-batch has), `min_reuse` and `attn_backend` (as for [`fold_shared_prefixes`]).
+    TRL's micro-batch has), `overflow` (what happens to larger trees), `min_reuse` and `attn_backend` (as for
+    [`fold_shared_prefixes`]).
 
     Args:
         model, reward_funcs, args, train_dataset, ...:

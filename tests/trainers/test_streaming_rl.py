@@ -13,11 +13,11 @@ from hf_prefix_tree import TreeDPOConfig, TreeDPOTrainer, TreeGRPOConfig, TreeKT
 from hf_prefix_tree.modeling import streaming
 from hf_prefix_tree.rl import folded_forward
 from hf_prefix_tree.rl.folded_forward import fold_shared_prefixes
-from tests.support import preference_runs
+from tests.support import preference_runs, rollout_runs
 from tests.support.hybrids import make_hybrid
 from tests.support.models import relative_error
 from tests.support.ranks import run_ranks
-from tests.support.streamed_rl import STREAM, compare_ranks, error, logs, run
+from tests.support.streamed_rl import STREAM, all_in_double, compare_ranks, error, logs, run
 from tests.support.trainer_runs import config, distance, make_model, weights
 
 TOLERANCE = 1e-10
@@ -62,6 +62,24 @@ def test_steps_are_those_of_trl(tmp_path, name):
             near = 1e-6 if key == "loss" else 1e-9  # Trainer adds up losses in float32; `error` looks at the losses
             assert ours[key] == pytest.approx(value, rel=near, abs=near), key
     assert max(streamed.tokens[True]) <= STREAM["max_row_tokens"] and len(streamed.tokens[True]) > 8
+
+
+@pytest.mark.parametrize(
+    "seed", [seed if seed < 2 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(24)]
+)
+def test_rollouts_of_several_rows(tmp_path, monkeypatch, seed):
+    """Every loss type of GRPO, by definition; see `test_rollouts.py`."""
+    cut = []
+    sections_of = folded_forward.sections_of
+    monkeypatch.setattr(
+        folded_forward, "sections_of", lambda *args, **kw: cut.append(sections_of(*args, **kw)) or cut[-1]
+    )
+    for name, value in {**STREAM, "min_reuse": 1.2}.items():
+        monkeypatch.setattr(rollout_runs.Recorded, name, value, raising=False)
+    monkeypatch.delattr(rollout_runs.Unfolded, "min_reuse")
+    with all_in_double():
+        errors = rollout_runs.compare(tmp_path, seed)
+    assert max(errors) < TOLERANCE and max(map(len, cut)) > 3
 
 
 @pytest.mark.parametrize("method", ["grpo", "dpo"])
