@@ -64,9 +64,7 @@ def test_steps_are_those_of_trl(tmp_path, name):
     assert max(streamed.tokens[True]) <= STREAM["max_row_tokens"] and len(streamed.tokens[True]) > 8
 
 
-@pytest.mark.parametrize(
-    "seed", [seed if seed < 2 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(24)]
-)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_rollouts_of_several_rows(tmp_path, monkeypatch, seed):
     """Every loss type of GRPO, by definition; see `test_rollouts.py`."""
     cut = []
@@ -74,7 +72,7 @@ def test_rollouts_of_several_rows(tmp_path, monkeypatch, seed):
     monkeypatch.setattr(
         folded_forward, "sections_of", lambda *args, **kw: cut.append(sections_of(*args, **kw)) or cut[-1]
     )
-    for name, value in {**STREAM, "min_reuse": 1.2}.items():
+    for name, value in {**STREAM, "max_row_tokens": 40, "min_reuse": 1.2}.items():
         monkeypatch.setattr(rollout_runs.Recorded, name, value, raising=False)
     monkeypatch.delattr(rollout_runs.Unfolded, "min_reuse")
     with all_in_double():
