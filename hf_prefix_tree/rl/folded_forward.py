@@ -148,8 +148,7 @@ class _FoldedCalls:
 
     def __init__(self, base: PreTrainedModel, min_reuse: float) -> None:
         self.min_reuse = min_reuse
-        self.pass_tokens = math.inf  # most of a call; a larger one is streamed
-        self.on_host = False  # what waits meanwhile
+        self.pass_tokens, self.on_host = math.inf, False  # a larger call is streamed, and the host keeps what waits
         self.row_tokens = self.packed_tokens = 0  # of the folded training calls since the last log
         self._running: list[_Call | None] = []
         self._warned: set[str] = set()
@@ -298,8 +297,7 @@ class _Streamed:
         def backward(grads: Sequence[torch.Tensor | None]) -> None:
             self.run({name: grad for name, grad in zip(names, grads, strict=True) if grad is not None})
 
-        if names:
-            register_multi_grad_hook([results[name] for name in names], backward)
+        register_multi_grad_hook([results[name] for name in names], backward)
         return results
 
     def run(self, grads: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
