@@ -238,8 +238,8 @@ def check_streaming(trainer: Any, in_calls: bool = False) -> None:
         in_calls (`bool`, *optional*, defaults to `False`): Whether sections are calls inside of a call of the model.
     """
     engine = "DeepSpeed" if trainer.is_deepspeed_enabled else "Tensor parallelism" if trainer.get_tp_size() > 1 else ""
-    engine = engine or "FSDP2" * (in_calls and trainer.accelerator.is_fsdp2)
-    if engine:
+    is_sharded = trainer.accelerator.is_fsdp2 or getattr(trainer, "is_distributed_loading_by_transformers", False)
+    if engine := engine or "FSDP2" * (in_calls and is_sharded):
         raise ValueError(
             f"{engine} does not allow the several backwards of a micro-batch that `overflow='stream'` does. Use DDP"
             f"{'' if in_calls else ' or FSDP2'}, or `overflow='split'`."
