@@ -195,6 +195,15 @@ def test_a_backward_in_a_thread_of_its_own(on_host):
     assert relative_error(calls.gradients(), expected.gradients()) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "gemma3"])
+def test_experts_sinks_and_windows(name):
+    whole, calls = (Calls(make_model(name, attn_implementation=None), pass_tokens) for pass_tokens in (100, 6))
+    for each in (whole, calls):
+        weigh(each.log_probs().log_probs).backward()
+    assert len(calls.returned[True]) > 3
+    assert relative_error(calls.gradients(), whole.gradients()) < 1e-5
+
+
 @pytest.mark.parametrize(("pass_tokens", "streams"), [(6, True), (ROWS.numel() - 1, False), (ROWS.numel(), False)])
 def test_rows_that_share_little_are_streamed_if_they_are_large(pass_tokens, streams):
     """They run unfolded only if all of them, with padding, fit."""
