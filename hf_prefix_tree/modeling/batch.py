@@ -226,7 +226,7 @@ def gather_supervised(
     """
     batch_size, _, length = prefix_tree.shape
     predecessor = prefix_tree[:, PREDECESSOR]
-    where = _is_supervised(prefix_tree, labels).view(-1).nonzero().squeeze(-1)
+    where = is_supervised(prefix_tree, labels).view(-1).nonzero().squeeze(-1)
     if where.numel() == 0:
         index = torch.zeros(1, dtype=torch.int64, device=labels.device)
         ignored = torch.full((1, 1), IGNORE_INDEX, dtype=labels.dtype, device=labels.device)
@@ -244,7 +244,7 @@ def summed_weights(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     Args:
         batch (`Mapping[str, torch.Tensor]`): A batch of the contract, with `labels`.
     """
-    supervised = _is_supervised(batch["prefix_tree"], batch["labels"])
+    supervised = is_supervised(batch["prefix_tree"], batch["labels"])
     return _weights(batch["labels"], batch.get("loss_weights")).masked_fill(~supervised, 0.0).sum()
 
 
@@ -252,5 +252,6 @@ def _weights(labels: torch.Tensor, loss_weights: torch.Tensor | None) -> torch.T
     return torch.ones_like(labels, dtype=torch.float64) if loss_weights is None else decode_weights(loss_weights)
 
 
-def _is_supervised(prefix_tree: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def is_supervised(prefix_tree: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Which tokens of a batch have a label and a predecessor, bool `(B, N)`."""
     return (labels != IGNORE_INDEX) & (prefix_tree[:, PREDECESSOR] >= 0)

@@ -20,7 +20,7 @@ Cost: every token once, full passes; O(N) to cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -328,27 +328,32 @@ def _entering(section: Section | None) -> Iterator[None]:
 
 
 def stream(
-    sections: Iterable[Section],
+    sections: Sequence[Section],
     names: Iterable[Name],
     forward: Callable[[Section | None], Tensor],
-    backward: Callable[[Tensor], None],
+    backward: Callable[[Tensor], None] | None,
 ) -> None:
     """
-    Runs the sections of a packed sequence, forward and backward.
+    Runs the sections of a packed sequence, forward and backward. What waits is kept by the host where their keys and
+    values are. A backward runs outside of the forward's autocast, which the caller may be inside of.
 
     Args:
-        sections (`Iterable` of [`Section`]): The sections.
+        sections (`Sequence` of [`Section`]): The sections.
         names (`Iterable` of names): Theirs, or of several ranks together: where engines reduce gradients with every
             backward, all ranks must run forwards and backwards in the same order.
         forward (`Callable`): The loss of a section, `None` for one that other ranks have; one call of the model.
-        backward (`Callable`): The backward of such a loss.
+        backward (`Callable`, *optional*): The backward of such a loss.
     """
     by_name = {section.name: section for section in sections}
+    on_host = sections[0].store.on_host
     waiting: list[tuple[Name, Tensor]] = []
 
     def close() -> None:
         name, loss = waiting.pop()
-        backward(loss)
+        if backward is None:
+            return
+        with torch.autocast(loss.device.type, enabled=False), kept_on_host(0) if on_host else nullcontext():
+            backward(loss)
         if name in by_name:
             by_name[name].check()
 
@@ -356,7 +361,8 @@ def stream(
         while waiting and name[: len(waiting[-1][0])] != waiting[-1][0]:
             close()
         section = by_name.get(name)
-        with _entering(section):
+        tokens = 0 if section is None else section.length
+        with _entering(section), kept_on_host(tokens) if on_host else nullcontext():
             waiting.append((name, forward(section)))
     while waiting:
         close()

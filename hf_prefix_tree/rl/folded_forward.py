@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,17 +14,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from accelerate.utils import extract_model_from_parallel
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers import PreTrainedModel
 
 from hf_prefix_tree.data.images import mark_images
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
-from hf_prefix_tree.modeling.batch import WEIGHTED_BY_CALLER
+from hf_prefix_tree.modeling.batch import WEIGHTED_BY_CALLER, is_supervised
 from hf_prefix_tree.modeling.checks import base_causal_lm, rope_limit
 from hf_prefix_tree.modeling.positions import IMAGE_INPUTS
 from hf_prefix_tree.modeling.prepare import ensure_verified, install_tree_hooks, is_prepared
+from hf_prefix_tree.modeling.streaming import Section, sections_of, stream
 from hf_prefix_tree.rl.config import MIN_REUSE, FoldingOptions
-from hf_prefix_tree.rl.folded_rows import FoldedRows, fold_rows, images_of_rows, row_multiple
-from hf_prefix_tree.training.checks import refuse_engines
+from hf_prefix_tree.rl.folded_rows import TREE_INPUTS, FoldedRows, empty_row, fold_rows, images_of_rows, row_multiple
+from hf_prefix_tree.training.checks import check_streaming, refuse_engines
 from hf_prefix_tree.training.options import refuse_options
 from hf_prefix_tree.training.step import CheckpointMixin, replaced
 
@@ -136,11 +139,16 @@ def ids_to_fold(
     return input_ids.masked_scatter(attention_mask != 0, torch.from_numpy(np.concatenate(marked)).to(input_ids.device))
 
 
+def _calls_of(model: torch.nn.Module) -> _FoldedCalls:
+    return getattr(base_causal_lm(extract_model_from_parallel(model, keep_torch_compile=False)), _STATE)
+
+
 class _FoldedCalls:
     """The hooks around one causal LM, and a stack of its running calls (the self-check runs calls inside a call)."""
 
     def __init__(self, base: PreTrainedModel, min_reuse: float) -> None:
         self.min_reuse = min_reuse
+        self.pass_tokens, self.on_host = math.inf, False  # a larger call is streamed, and the host keeps what waits
         self.row_tokens = self.packed_tokens = 0  # of the folded training calls since the last log
         self._running: list[_Call | None] = []
         self._warned: set[str] = set()
@@ -167,10 +175,13 @@ class _FoldedCalls:
         if module.training:
             self.row_tokens += call.rows.tokens.numel()
             self.packed_tokens += call.rows.batch["input_ids"].numel()
-        device = kwargs["input_ids"].device
-        flags = {name: x for name, x in kwargs.items() if name not in (*call.rows.batch, *_NOT_FOR_TREES)}
-        batch = {name: x.to(device, non_blocking=True) for name, x in call.rows.batch.items()}
-        return (), {**batch, **flags, WEIGHTED_BY_CALLER: True}
+        device, batch = kwargs["input_ids"].device, call.rows.batch
+        flags = {name: x for name, x in kwargs.items() if name not in (*batch, *_NOT_FOR_TREES)}
+        flags[WEIGHTED_BY_CALLER] = True
+        if batch["attention_mask"].sum() > self.pass_tokens:
+            call.streamed = _Streamed(self, module, batch, flags, device)
+            batch = empty_row(device)  # the rest of this call: a graph to hang the backward of the sections on
+        return (), {**{name: x.to(device, non_blocking=True) for name, x in batch.items()}, **flags}
 
     def _after(self, module: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         call = self._running.pop()
@@ -235,13 +246,89 @@ class _FoldedCalls:
         if isinstance(images, str):
             return images
         rows = fold_rows(ids, is_token, is_wanted, row_multiple(input_ids.device), images)
-        if rows.reuse < self.min_reuse:
+        if rows.reuse < self.min_reuse and ids.size <= self.pass_tokens:
             return (
                 f"too few tokens are shared: {rows.tokens.numel()} tokens of rows for a packed sequence of "
                 f"{rows.batch['input_ids'].shape[1]}, a reuse below `min_reuse={self.min_reuse}`"
             )
         label_mask = (labels[:, 1:] if shifted is None else labels) != IGNORE_INDEX
         return _Call(rows, label_mask, kwargs.get("num_items_in_batch"))
+
+
+def _per_token(output: Any) -> dict[str, torch.Tensor]:
+    """The results of TRL's `FusedCausalLMOutput` that have one entry for each token."""
+    return {name: x for name, x in vars(output).items() if isinstance(x, torch.Tensor) and x.dim() == 2}
+
+
+@dataclasses.dataclass
+class _Streamed:
+    """
+    A folded call in sections (`overflow="stream"`). A loss needs the results of all of them, so they run without
+    gradient first, and once more in the backward, which knows the gradient of every result.
+    """
+
+    calls: _FoldedCalls
+    module: PreTrainedModel
+    batch: dict[str, torch.Tensor]
+    flags: dict[str, Any]
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        if not self.batch.keys() <= set(TREE_INPUTS):
+            raise ValueError(
+                f"Rows with images and more than `max_row_tokens={self.calls.pass_tokens}` tokens cannot be streamed: "
+                "raise it, or use `overflow='split'`."
+            )
+        # In place of a weight, a label carries the index of its result to the section that computes it.
+        ranks = (self.batch["labels"] != IGNORE_INDEX).cumsum(dim=1) - 1
+        self.batch, self.size = {**self.batch, "loss_weights": ranks}, int(ranks[0, -1]) + 1
+        kind = self.device.type
+        # The backward computes in the same precision, and draws the same masks of dropout.
+        self.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        one_of_each_device = {parameter.device: parameter for parameter in self.module.parameters()}.values()
+        self.draws = torch.get_rng_state(), *get_device_states(*one_of_each_device)
+        self.results = self.run()
+
+    def attached(self, anchor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The results; as `anchor` does, another result of the model, they depend on its weights."""
+        names = [name for name, value in self.results.items() if value.is_floating_point() and anchor.requires_grad]
+        results = self.results | {name: self.results[name] + 0 * anchor.sum() for name in names}
+
+        def backward(grads: Sequence[torch.Tensor | None]) -> None:
+            self.run({name: grad for name, grad in zip(names, grads, strict=True) if grad is not None})
+
+        register_multi_grad_hook([results[name] for name in names], backward)
+        return results
+
+    def run(self, grads: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """The results, `[1, M]` each, without gradient; or the backward, given their gradients."""
+        results: dict[str, torch.Tensor] = {}
+
+        def forward(section: Section | None) -> torch.Tensor:
+            assert section is not None  # all are of this rank
+            part = section.inputs
+            where = part["loss_weights"][is_supervised(part["prefix_tree"], part["labels"])].to(self.device)
+            inputs = {name: part[name].to(self.device, non_blocking=True) for name in TREE_INPUTS}
+            with torch.autocast(*self.autocast):
+                output = self.module(**inputs, **self.flags)
+            total = output.log_probs.new_zeros(())
+            for name, value in _per_token(output).items():
+                own = value[0, : len(where)]  # a section without labels has a result that stands for none
+                if grads is None:
+                    results.setdefault(name, value.new_zeros((1, self.size)))[0, where] = own
+                elif name in grads:
+                    total = total + (own * grads[name][0, where]).sum()
+            return total
+
+        tokens, multiple, trains = int(self.calls.pass_tokens), row_multiple(self.device), grads is not None
+        sections = sections_of(self.batch, tokens, on_host=self.calls.on_host, multiple=multiple)
+        state, devices, states = self.draws
+        with torch.set_grad_enabled(trains), torch.random.fork_rng(devices, trains, device_type=self.device.type):
+            if trains:
+                torch.set_rng_state(state)
+                set_device_states(devices, states, device_type=self.device.type)
+            stream(sections, [s.name for s in sections], forward, torch.autograd.backward if trains else None)
+        return results
 
 
 @dataclasses.dataclass
@@ -251,18 +338,17 @@ class _Call:
     rows: FoldedRows
     label_mask: torch.Tensor  # of the shape of the results
     num_items_in_batch: torch.Tensor | int | None
+    streamed: _Streamed | None = None
 
     def unfold(self, output: Any, config: Any) -> Any:
         """The output of the rows, given that of the tree (TRL's `FusedCausalLMOutput`)."""
         device = output.log_probs.device
+        results = _per_token(output) if self.streamed is None else self.streamed.attached(output.log_probs)
         where, mask = self.rows.where.to(device, non_blocking=True), self.label_mask.to(device)
-        for field in dataclasses.fields(output):
-            value = getattr(output, field.name)
-            if isinstance(value, torch.Tensor) and value.dim() == 2:
-                # Autograd sums the gradients of shared tokens in the backward of this gather. Without any label the
-                # result still depends on the model: a differentiable zero.
-                unfolded = value.new_zeros(mask.shape).masked_scatter(mask, value[0][where])
-                setattr(output, field.name, unfolded)
+        for name, value in results.items():
+            # Autograd sums the gradients of shared tokens in the backward of this gather. Without any label the result
+            # still depends on the model: a differentiable zero.
+            setattr(output, name, value.new_zeros(mask.shape).masked_scatter(mask, value[0][where]))
         divisor = mask.sum().clamp(min=1) if self.num_items_in_batch is None else self.num_items_in_batch
         output.loss = -output.log_probs.sum() / divisor
         if output.aux_loss is not None:  # of the rows already, see `token_branches`
@@ -286,6 +372,8 @@ class FoldedForwardMixin(CheckpointMixin):
 
     min_reuse: float = MIN_REUSE
     attn_backend: str | None = None
+    max_row_tokens: int = 0
+    overflow: str = "split"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -297,23 +385,41 @@ class FoldedForwardMixin(CheckpointMixin):
                 "and for compiled layers call `prepare_model(model, compile_layers=True)` before the trainer."
             )
         self.fold_models()
+        if self.overflow == "stream":
+            check_streaming(self, in_calls=True)
+            if math.isinf(self.min_reuse):
+                raise ValueError(
+                    "`overflow='stream'` streams folded rows, and under `torch_compile=True` or `min_reuse=inf` none "
+                    "are folded: leave these out."
+                )
 
     def fold_models(self) -> None:
         """Folds the models that the trainer has so far; called early where `__init__` already scores rows."""
         if isinstance(self.args, FoldingOptions):
-            self.min_reuse, self.attn_backend = self.args.min_reuse, self.args.attn_backend
+            for option in dataclasses.fields(FoldingOptions):
+                setattr(self, option.name, getattr(self.args, option.name))
         if self.args.torch_compile:
             self.min_reuse = math.inf
         for model in (self.model, getattr(self, "ref_model", None)):
             if model is not None:
                 fold_shared_prefixes(model, min_reuse=self.min_reuse, attn_backend=self.attn_backend)
+                calls = _calls_of(model)
+                calls.pass_tokens = self.max_row_tokens if self.overflow == "stream" else math.inf
+                calls.on_host = getattr(self.args, "activation_offloading", False)
 
     def training_step(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         ensure_verified(self.model, model)
-        return super().training_step(model, *args, **kwargs)
+        if self.overflow != "stream" or self.accelerator.num_processes == 1:
+            return super().training_step(model, *args, **kwargs)
+        with self.accelerator.no_sync(model):  # of the calls of sections it knows nothing
+            loss = super().training_step(model, *args, **kwargs)
+        if self.accelerator.sync_gradients:
+            inputs = {**empty_row(loss.device), "fused_lm_head": True, WEIGHTED_BY_CALLER: True}
+            self.accelerator.backward(model(**inputs).log_probs.sum())
+        return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        calls = getattr(base_causal_lm(self.accelerator.unwrap_model(self.model)), _STATE)
+        calls = _calls_of(self.model)
         if "loss" in logs:  # every rank logs a training step
             counts = torch.tensor([calls.row_tokens, calls.packed_tokens], device=self.accelerator.device)
             row_tokens, packed_tokens = self.accelerator.reduce(counts).tolist()

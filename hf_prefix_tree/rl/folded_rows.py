@@ -22,7 +22,7 @@ from hf_prefix_tree.modeling.positions import IMAGE_INPUTS, image_model, image_t
 from hf_prefix_tree.tree.folding import common_prefixes, sorted_order
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
 
-_INPUTS = ("input_ids", "attention_mask", "labels", "prefix_tree", "token_branches")
+TREE_INPUTS = ("input_ids", "attention_mask", "labels", "prefix_tree", "token_branches")
 TOO_MANY = 2**40  # tokens of parts that exceed the budget; the sum over many ranks still fits int64
 
 
@@ -54,6 +54,12 @@ class FoldedRows:
 def row_multiple(device: torch.device) -> int:
     """The multiple to which packed sequences are padded: FlexAttention's block size; on CPU there is no padding."""
     return BLOCK_SIZE if device.type == "cuda" else 1
+
+
+def empty_row(device: torch.device) -> dict[str, torch.Tensor]:
+    """A folded call without tokens."""
+    batch = concatenate_trees([], pad_token_id=0, pad_to_multiple_of=row_multiple(device))
+    return {name: batch[name].to(device) for name in TREE_INPUTS}
 
 
 def fold_rows(
@@ -99,7 +105,7 @@ def fold_rows(
     rank = np.cumsum(tree.weights > 0) - 1  # index among the labelled tokens
     tokens = np.concatenate(tree.paths())
     return FoldedRows(
-        inputs | {name: batch[name] for name in _INPUTS},
+        inputs | {name: batch[name] for name in TREE_INPUTS},
         torch.from_numpy(rank[tokens[is_wanted[is_token]]]),
         torch.from_numpy(tokens),
     )
@@ -228,7 +234,9 @@ class SortedRows:
         padded = np.diff(starts, append=len(rows)) * self.width
         return np.where(lengths >= min_reuse * folded, folded, padded)
 
-    def totals(self, max_parts: int, budget: int, min_reuse: float = 1.0, multiple: int = 1) -> npt.NDArray[np.int64]:
+    def totals(
+        self, max_parts: int, budget: int, min_reuse: float = 1.0, multiple: int = 1, streams: bool = False
+    ) -> npt.NDArray[np.int64]:
         """
         Tokens of all parts, for 1, 2, ... `max_parts` parts; `TOO_MANY` where a part exceeds the budget.
 
@@ -239,8 +247,12 @@ class SortedRows:
                 Tokens that a forward may compute.
             min_reuse (`float`, *optional*, defaults to 1.0), multiple (`int`, *optional*, defaults to 1):
                 As for [`tokens`].
+            streams (`bool`, *optional*, defaults to `False`):
+                Whether a part may exceed the budget: a forward more, a third of the work, is counted instead.
         """
         parts = [self.tokens(number, min_reuse, multiple) for number in range(1, max_parts + 1)]
+        if streams:
+            return np.array([(tokens + tokens // 3 * (tokens > budget)).sum() for tokens in parts])
         fits = [tokens.max() <= budget for tokens in parts[:-1]] + [True]
         return np.array([tokens.sum() if fit else TOO_MANY for tokens, fit in zip(parts, fits, strict=True)])
 

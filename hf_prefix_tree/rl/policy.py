@@ -80,11 +80,10 @@ class TreePolicyMixin(FoldedForwardMixin):
     """
     Put it before `GRPOTrainer` or `RLOOTrainer`.
 
-    `max_row_tokens` is the option of [`~hf_prefix_tree.rl.config.PolicyOptions`]. The tokens of TRL's own micro-batch,
-    padding included, are always allowed, since there is memory for them anyway.
+    Tokens of TRL's own micro-batch, padding included, are always allowed, since there is memory for them anyway; not
+    with `overflow="stream"`, where parts of more than `max_row_tokens` tokens are streamed.
     """
 
-    max_row_tokens: int = 0
     loss_type = "grpo"  # RLOO has no such option; its loss is a mean over completions, too
     _buffered_inputs: list[dict[str, Any]] | None
     _metrics: dict[str, Any]
@@ -94,7 +93,6 @@ class TreePolicyMixin(FoldedForwardMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.max_row_tokens = getattr(self.args, "max_row_tokens", self.max_row_tokens)
         reason = self._why_not_regroup()
         self._regroups = reason is None
         if reason is not None:
@@ -176,9 +174,11 @@ class TreePolicyMixin(FoldedForwardMixin):
             input_ids, attention_mask, sizes = padded.input_ids, padded.attention_mask, padded.sizes
         ids = ids_to_fold(model, input_ids, attention_mask, unsplit_pixel_values_by_grid(rows))
         in_order = SortedRows.of(input_ids if ids is None else ids, attention_mask, sizes)
-        budget = max(-(-len(in_order.lengths) // max_parts) * in_order.width, self.max_row_tokens)
-        min_reuse = math.inf if ids is None else self.min_reuse
-        totals = in_order.totals(max_parts, budget, min_reuse, row_multiple(input_ids.device))
+        streams = self.overflow == "stream" and ids is not None
+        own = 0 if streams else -(-len(in_order.lengths) // max_parts) * in_order.width
+        min_reuse = math.inf if ids is None else 0.0 if streams else self.min_reuse
+        budget, multiple = max(own, self.max_row_tokens), row_multiple(input_ids.device)
+        totals = in_order.totals(max_parts, budget, min_reuse, multiple, streams)
         return in_order.parts(self._number_of_parts(totals))
 
     def _number_of_parts(self, totals: npt.NDArray[np.int64]) -> int:
@@ -261,7 +261,8 @@ class TreeGRPOTrainer(TreePolicyMixin, RolloutRowsMixin):
     part of a group.
 
     A [`TreeGRPOConfig`] also says `max_row_tokens` (tokens that one forward may hold, where memory allows more than
-    TRL's micro-batch has), `min_reuse` and `attn_backend` (as for [`fold_shared_prefixes`]).
+    TRL's micro-batch has), `overflow` (what happens to larger trees), `min_reuse` and `attn_backend` (as for
+    [`fold_shared_prefixes`]).
 
     Args:
         model, reward_funcs, args, train_dataset, ...:

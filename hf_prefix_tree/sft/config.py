@@ -10,7 +10,7 @@ from typing import Any
 from trl import SFTConfig
 
 from hf_prefix_tree.data.prepare import CHECKED_OPTIONS, PREPARATION_CHOICES, check_preparation
-from hf_prefix_tree.training.checks import check_config, check_tree_config
+from hf_prefix_tree.training.checks import check_config, check_streaming_config, check_tree_config
 from hf_prefix_tree.training.options import option_field
 
 logger = logging.getLogger(__name__)
@@ -177,34 +177,3 @@ class TreeSFTConfig(SFTConfig):
         if self.overflow == "auto":  # chosen when the trees are known
             options["overflow"] = "stream"
         check_preparation(**options)
-
-
-def check_streaming_config(config: Any) -> None:
-    """Raises `ValueError` for options under which micro-batches cannot be computed in parts, or trees not streamed."""
-    streams = config.overflow in ("stream", "auto")
-    given = f"`overflow={config.overflow!r}`" if streams else f"`mode={config.mode!r}`"
-    if streams and config.max_packed_tokens is None:
-        raise ValueError(f"{given} needs `max_packed_tokens`, of a pass or a packed sequence: set it, to 8192 say.")
-    if streams and config.mode == "grouped":
-        raise ValueError(f"{given} has no meaning under `mode='grouped'`, which computes branch by branch.")
-    optimizer = config.optim.lower()
-    if (streams or config.mode == "grouped") and ("lomo" in optimizer or "layerwise" in optimizer):
-        raise ValueError(
-            f"`optim={optimizer!r}` changes weights in the backward, and {given} may have several in a step: use "
-            "another optimizer."
-        )
-
-
-def check_streaming(trainer: Any) -> None:
-    """Raises `ValueError` where an engine or the loss of a router does not allow that trees are streamed."""
-    if trainer.is_deepspeed_enabled or trainer.get_tp_size() > 1:
-        engine = "DeepSpeed" if trainer.is_deepspeed_enabled else "Tensor parallelism"
-        raise ValueError(
-            f"{engine} does not allow the several backwards of a micro-batch that `overflow='stream'` does. Use DDP "
-            "or FSDP2, or `overflow='split'`."
-        )
-    if trainer.aux_loss_enabled:
-        raise ValueError(
-            "The router's auxiliary loss is that of all tokens of a micro-batch together, which `overflow='stream'` "
-            "computes apart: set `router_aux_loss_coef=0`, or use `overflow='split'`."
-        )

@@ -31,9 +31,9 @@ from hf_prefix_tree.data.supervision import IGNORE_INDEX
 from hf_prefix_tree.data.trees import write_files
 from hf_prefix_tree.modeling.batch import BLOCK_SIZE
 from hf_prefix_tree.modeling.flops import choose_overflow
-from hf_prefix_tree.modeling.streaming import Section, kept_on_host, sections_of, stream
+from hf_prefix_tree.modeling.streaming import Section, sections_of, stream
 from hf_prefix_tree.sft.collator import BranchCollator, DataCollatorForPrefixTree, EvaluationCollator, branch_batches
-from hf_prefix_tree.sft.config import PREPARATION, TreeSFTConfig, check_streaming
+from hf_prefix_tree.sft.config import PREPARATION, TreeSFTConfig
 from hf_prefix_tree.sft.mixin import TreeLossMixin
 from hf_prefix_tree.training import checks
 from hf_prefix_tree.training.step import PreparationMixin, replaced
@@ -129,7 +129,7 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         args.assistant_only_loss = self._asked
         checks.check_texts(self)
         if args.overflow == "stream":
-            check_streaming(self)
+            checks.check_streaming(self)
         if data_collator is None:
             pad_token_id, multiple = checks.padding_token_of(self._tokenizer), args.pad_to_multiple_of or BLOCK_SIZE
             self.data_collator = DataCollatorForPrefixTree(pad_token_id, args.weighting, multiple)
@@ -244,22 +244,16 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
 
         def forward(section: Section | None) -> torch.Tensor:
             part = {name: tensor.to(device) for name, tensor in (section or empty).inputs.items()}
-            with kept_on_host(part["input_ids"].shape[1]) if on_host else nullcontext():
-                loss: Any = part_loss(summing, part, num_items_in_batch=num_items_in_batch)
+            loss: Any = part_loss(summing, part, num_items_in_batch=num_items_in_batch)
             losses.append(loss.detach())
             return loss
-
-        def backward(loss: torch.Tensor) -> None:
-            if is_training:  # inside of the forward's autocast and of TRL's offloading, neither of which it takes
-                with torch.autocast(device.type, enabled=False), kept_on_host(0) if on_host else nullcontext():
-                    self.accelerator.backward(loss)
 
         # DDP reduces gradients once, with an empty row. In evaluation, the items are those of the batch.
         waits = is_training and self.accelerator.num_processes > 1 and not self.accelerator.is_fsdp2
         items = self.count_items(inputs) if self._step_items is None else self._step_items
         with replaced(self, _step_items=items):
             with self.accelerator.no_sync(model) if waits else nullcontext():
-                stream(sections, names, forward, backward)
+                stream(sections, names, forward, self.accelerator.backward if is_training else None)
             last = forward(None) if waits else losses[-1].requires_grad_(is_training)  # for the backward of Trainer
         for name in {"entropy", "mean_token_accuracy"} & metrics.keys():
             del metrics[name][logged.get(name, 0) : -1]

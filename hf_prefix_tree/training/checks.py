@@ -210,6 +210,44 @@ def refuse_ignored(config: Any, given: Sequence[str]) -> None:
         )
 
 
+def check_streaming_config(config: Any, size: str = "max_packed_tokens") -> None:
+    """Raises `ValueError` for options under which micro-batches cannot be computed in parts, or trees not streamed."""
+    streams, is_grouped = config.overflow in ("stream", "auto"), getattr(config, "mode", "tree") == "grouped"
+    given = f"`overflow={config.overflow!r}`" if streams else "`mode='grouped'`"
+    if streams and not getattr(config, size):
+        raise ValueError(f"{given} needs `{size}`, of a pass or a packed sequence: set it, to 8192 say.")
+    if streams and is_grouped:
+        raise ValueError(f"{given} has no meaning under `mode='grouped'`, which computes branch by branch.")
+    optimizer = str(config.optim).lower()
+    if (streams or is_grouped) and ("lomo" in optimizer or "layerwise" in optimizer):
+        raise ValueError(
+            f"`optim={optimizer!r}` changes weights in the backward, and {given} may have several in a step: use "
+            "another optimizer."
+        )
+
+
+def check_streaming(trainer: Any, in_calls: bool = False) -> None:
+    """
+    Raises `ValueError` where an engine or the loss of a router does not allow that trees are streamed.
+
+    Args:
+        trainer (`Trainer`): The trainer, initialised.
+        in_calls (`bool`, *optional*, defaults to `False`): Whether sections are calls inside of a call of the model.
+    """
+    engine = "DeepSpeed" if trainer.is_deepspeed_enabled else "Tensor parallelism" if trainer.get_tp_size() > 1 else ""
+    is_sharded = trainer.accelerator.is_fsdp2 or getattr(trainer, "is_distributed_loading_by_transformers", False)
+    if engine := engine or "FSDP2" * (in_calls and is_sharded):
+        raise ValueError(
+            f"{engine} does not allow the several backwards of a micro-batch that `overflow='stream'` does. Use DDP"
+            f"{'' if in_calls else ' or FSDP2'}, or `overflow='split'`."
+        )
+    if trainer.aux_loss_enabled:
+        raise ValueError(
+            "The router's auxiliary loss is that of all tokens of a micro-batch together, which `overflow='stream'` "
+            "computes apart: set `router_aux_loss_coef=0`, or use `overflow='split'`."
+        )
+
+
 def check_collator(collator: Any, collator_class: type, args: Any, names: Sequence[str] = ()) -> None:
     """Raises `ValueError` for a collator of another class, or of other values of the options `names` than `args`."""
     if not isinstance(collator, collator_class) or not getattr(collator, "keeps_sample_index", True):

@@ -23,7 +23,7 @@ ROWS = {
     "eagle3": [{"prompt": text, "completion": " 4 5 6"} for text in NUMBERS],
 }
 OPTIONS = {
-    "dpo": ["--per_device_train_batch_size", "2", "--min_reuse", "1.0"],
+    "dpo": ["--per_device_train_batch_size", "2", "--overflow", "stream", "--max_row_tokens", "4"],
     "kto": ["--per_device_train_batch_size", "4", "--min_reuse", "1.0"],
     "grpo": ["--reward_funcs", "tests.cli.test_train.reward", "--max_row_tokens", "4096", "--min_reuse", "1.0"],
     "rloo": ["--reward_funcs", "tests.cli.test_train.reward", "--max_row_tokens", "4096", "--min_reuse", "1.0"],
@@ -68,6 +68,8 @@ def test_every_method_trains_on_the_columns_that_trl_takes(method, model_path, t
         assert log["tree/token_ratio"] > 1
     if method in ("grpo", "rloo"):
         assert (trainer.max_row_tokens, trainer.min_reuse) == (4096, 1.0)
+    if method == "dpo":
+        assert (trainer.max_row_tokens, trainer.overflow) == (4, "stream")
 
 
 def turns(*texts):

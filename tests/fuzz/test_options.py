@@ -97,6 +97,7 @@ PREPARATION = {
 TRUTH = one_of(True, False)
 JSON = one_of_type(dict, lambda value: all(isinstance(key, str) for key in value))
 REUSE = {"min_reuse": lambda v: is_number(v), "attn_backend": one_of("auto", "flex", "flash", "sdpa")}
+REUSE |= {"overflow": one_of("split")}  # "stream" needs a size
 CONFIGS: dict[Any, dict[str, Any]] = {
     TreeSFTConfig: {
         **PREPARATION,
@@ -143,8 +144,8 @@ CONFIGS: dict[Any, dict[str, Any]] = {
         "attn_backend": one_of("auto", "flex", "sdpa"),
         "target_model_init_kwargs": JSON,
     },
-    TreeDPOConfig: REUSE,
-    TreeKTOConfig: REUSE,
+    TreeDPOConfig: {**REUSE, "max_row_tokens": lambda v: integer(0)(v) and not v},  # a size of streaming alone
+    TreeKTOConfig: {**REUSE, "max_row_tokens": lambda v: integer(0)(v) and not v},
     TreeGRPOConfig: {**REUSE, "max_row_tokens": integer(0), "rollout_rows": one_of("one", "as_sampled")},
     TreeRLOOConfig: {**REUSE, "max_row_tokens": integer(0)},
 }

@@ -3,7 +3,7 @@
 import pytest
 from trl import DPOConfig, KTOConfig
 
-from hf_prefix_tree import TreeDPOTrainer, TreeKTOTrainer
+from hf_prefix_tree import TreeDPOConfig, TreeDPOTrainer, TreeKTOTrainer
 from tests.support.preference_runs import Run, assert_equal_runs, pairs, unpaired
 from tests.support.trainer_runs import distance, make_model, make_trees, train, weights
 
@@ -21,11 +21,15 @@ def test_sft(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("trainer_class", "config_class", "rows"),
-    [(TreeDPOTrainer, DPOConfig, pairs()), (TreeKTOTrainer, KTOConfig, unpaired())],
+    ("trainer_class", "config_class", "rows", "streamed"),
+    [
+        (TreeDPOTrainer, DPOConfig, pairs(), {}),
+        (TreeKTOTrainer, KTOConfig, unpaired(), {}),
+        (TreeDPOTrainer, TreeDPOConfig, pairs(), {"overflow": "stream", "max_row_tokens": 16}),
+    ],
 )
-def test_preferences(tmp_path, trainer_class, config_class, rows):
-    options = {"use_cpu": False, "per_device_train_batch_size": 4}
+def test_preferences(tmp_path, trainer_class, config_class, rows, streamed):
+    options = {"use_cpu": False, "per_device_train_batch_size": 4, **streamed}
     plain, offloaded = (
         Run(tmp_path / str(offloading), trainer_class, config_class, rows, activation_offloading=offloading, **options)
         for offloading in (False, True)

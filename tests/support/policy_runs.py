@@ -148,6 +148,7 @@ def build(
     reward_funcs: Any = reward,
     train_dataset: Any = None,
     processing_class: Any = None,
+    config_class: Any = None,
     **options: Any,
 ) -> Any:
     """A trainer of a tiny model, which is saved as well, because TRL loads the reference model from a folder."""
@@ -173,7 +174,7 @@ def build(
         "disable_tqdm": True,
         "seed": 3,
     }
-    config_class = {"grpo": GRPOConfig, "rloo": RLOOConfig}[algorithm]
+    config_class = config_class or {"grpo": GRPOConfig, "rloo": RLOOConfig}[algorithm]
     trainer_class = trainer_class or CLASSES[algorithm, kind]
     extra = {} if rollout_func is None else {"rollout_func": rollout_func}
     return trainer_class(

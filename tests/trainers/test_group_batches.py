@@ -106,6 +106,9 @@ def test_fewest_tokens_within_the_budget():
     assert (one, two, three, four) == (42, 48, 42, 60)  # two and four parts cut groups
     assert sorted_rows.totals(4, budget=41).tolist() == [TOO_MANY, 48, 42, 60]
     assert sorted_rows.totals(4, budget=14).tolist() == [TOO_MANY, TOO_MANY, 42, 60]
+    # streamed, parts of more than the budget cost a forward more
+    assert sorted_rows.totals(4, budget=14, streams=True).tolist() == [42 + 14, 48 + 16, 42, 60 + 2 * 6]
+    assert sorted_rows.totals(4, budget=13, streams=True).tolist() == [42 + 14, 48 + 16, 42 + 3 * 4, 60 + 2 * 6]
     # the last number is what the caller can do at any rate
     assert sorted_rows.totals(2, budget=1).tolist() == [TOO_MANY, 48]
 
