@@ -134,7 +134,7 @@ steps = [entry for entry in trainer.state.log_history if "loss" in entry]
 names = ("reward", "tools/call_frequency", "rollouts/rows", "rollouts/drift", "tree/token_ratio")
 for name in names:
     print(f"{name:22} first step {steps[0][name]:.2f}, last step {steps[-1][name]:.2f}")
-guess = 1 / len(agent_grpo.COLOURS)
+guess = agent_grpo.random_reward(held_out, rollouts=8)
 print(
     f"held-out reward: {guess:.2f} by guessing, {before['eval_reward']:.2f} before, {after['eval_reward']:.2f} after"
 )

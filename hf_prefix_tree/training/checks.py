@@ -218,7 +218,7 @@ def check_streaming_config(config: Any, size: str = "max_packed_tokens") -> None
         raise ValueError(f"{given} needs `{size}`, of a pass or a packed sequence: set it, to 8192 say.")
     if streams and is_grouped:
         raise ValueError(f"{given} has no meaning under `mode='grouped'`, which computes branch by branch.")
-    optimizer = str(config.optim).lower()
+    optimizer = config.optim.lower()
     if (streams or is_grouped) and ("lomo" in optimizer or "layerwise" in optimizer):
         raise ValueError(
             f"`optim={optimizer!r}` changes weights in the backward, and {given} may have several in a step: use "

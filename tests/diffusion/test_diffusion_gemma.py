@@ -105,10 +105,11 @@ def test_it_trains_and_generates(tmp_path):
     with torch.no_grad():
         expected = own_loss(model, batch, noise_of(batch))
     fed(model)
-    trainer = trainer_of(tmp_path, rows, model=model, learning_rate=0.003, **options)
+    trainer = trainer_of(tmp_path, rows, model=model, learning_rate=0.001, **options)
     trainer.train()
     logged = [entry["loss"] for entry in logs_of(trainer)]
-    assert logged[0] == pytest.approx(expected.item(), rel=1e-4) and logged[-1] < 0.97 * logged[0]
+    assert logged[0] == pytest.approx(expected.item(), rel=1e-4)
+    assert sum(logged[-4:]) / 4 < 0.9 * logged[0]  # each step draws other noise
     prompt = torch.tensor([rows[0]["input_ids"][:5]])
     with pytest.raises(ValueError, match="prepare"):
         model.generate(prompt, max_new_tokens=8)
