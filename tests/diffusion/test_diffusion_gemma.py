@@ -120,7 +120,7 @@ def test_it_trains_and_generates(tmp_path):
     for one in (model, stock):
         torch.manual_seed(0)
         generated.append(one.eval().generate(prompt, max_new_tokens=8).sequences)
-    assert generated[0].shape == (1, 13) and torch.equal(*generated)
+    assert generated[0].shape[1] > prompt.shape[1] and torch.equal(*generated)  # an end token may come early
 
 
 def test_a_call_without_canvases_is_refused(tmp_path):
