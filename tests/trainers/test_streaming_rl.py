@@ -72,12 +72,12 @@ def test_rollouts_of_several_rows(tmp_path, monkeypatch, seed):
     monkeypatch.setattr(
         folded_forward, "sections_of", lambda *args, **kw: cut.append(sections_of(*args, **kw)) or cut[-1]
     )
-    for name, value in {**STREAM, "max_row_tokens": 40, "min_reuse": 1.2}.items():
+    for name, value in {**STREAM, "max_row_tokens": 8, "min_reuse": 1.2}.items():
         monkeypatch.setattr(rollout_runs.Recorded, name, value, raising=False)
     monkeypatch.delattr(rollout_runs.Unfolded, "min_reuse")
     with all_in_double():
         errors = rollout_runs.compare(tmp_path, seed)
-    assert max(errors) < TOLERANCE and max(map(len, cut)) > 3
+    assert max(errors) < TOLERANCE and max(map(len, cut)) > 2
 
 
 @pytest.mark.parametrize("method", ["grpo", "dpo"])
