@@ -24,6 +24,8 @@ DATA_VARIABLE = "HF_PREFIX_TREE_DATA"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The longest test, of all printed commands, begins first: the other workers have something to do meanwhile.
+    items.sort(key=lambda item: item.name != "test_printed_commands_run")
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items:
         import torch

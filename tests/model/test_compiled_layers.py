@@ -160,6 +160,7 @@ def test_lora():
     assert_same(model, compiled, rows(2))
 
 
+@pytest.mark.slow
 def test_lora_is_checked_inside_autocast(monkeypatch):
     """Graphs cast weights anew; eager layers, with which they are compared, take what autocast has cast before."""
     monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
