@@ -121,7 +121,7 @@ class TreePolicyMixin(FoldedForwardMixin):
             set_implementations(base, before)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        has_images = any(row.get("image") or row.get("images") for row in inputs)
+        has_images = any(row.get("image") is not None or row.get("images") for row in inputs)
         if not (self._is_vlm and self.log_multimodal) or len(set(gather_object([has_images]))) == 1:
             return super()._generate_and_score_completions(inputs)
         warnings.warn("TRL's tables of completions leave out images where a rank has none to show.", stacklevel=2)
