@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--prepared", type=Path, help="folder that benchmarks.contexts wrote (default: a tiny one)")
     parser.add_argument("--gguf", type=Path, help="GGUF file of the target; a tiny random one by default")
     parser.add_argument("--names", nargs="+", choices=contexts.FILES, default=["tool-world", "airline"])
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(5)))
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
     parser.add_argument("--groups-per-step", type=int, default=2)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         args.tokenizer = AutoTokenizer.from_pretrained(args.prepared)
         files = {name: gzip.decompress((args.prepared / f"{name}.jsonl.gz").read_bytes()) for name in args.names}
     if args.quick:
-        args.seeds, args.steps, args.prompts, args.new_tokens, args.draft_tokens = 2, 2, 2, 6, 2
+        args.seeds, args.steps, args.prompts, args.new_tokens, args.draft_tokens = [0, 1], 2, 2, 6, 2
     if args.quick:
         model = AutoModelForCausalLM.from_config(quick_config(vocab_size=len(args.tokenizer)))
     else:
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     target = Eagle3Target(model, [0, 1, 2] if args.quick else None)
     rows: list[Row] = []
     try:
-        for name, seed in itertools.product(args.names, range(args.seeds)):
+        for name, seed in itertools.product(args.names, args.seeds):
             groups = list(map(json.loads, files[name].splitlines()))
             held_out = groups[seed % 4 :: 4]
             prompts = served_prompts(held_out, args.prompt_tokens)
