@@ -35,7 +35,7 @@ NAMED = {  # the first that matches
     "elementwise": r"elementwise|reduce_kernel|FillFunctor|vectorized|multi_tensor",
 }
 KERNELS = 12
-COLUMNS = ["category", "name", "calls", "kernel_ms", "share", "tflop", "tflops", "roof_share"]
+COLUMNS = ["category", "name", "calls", "kernel_ms", "share", "tflop", "tflops", "roof_share", "own_ms", "total_ms"]
 
 
 @contextmanager

@@ -20,8 +20,10 @@ another, and every micro-batch is copied to the GPU in its turn, as in training.
 decoder layer by itself. `graphs`, trees only, records the compiled layers, forward and backward, as two CUDA graphs of
 this one tree, which every step replays: what a step of a fixed tree would take without the host's work in the layers.
 
-`--methods folded` measures trees only, without ratios to branches. `--profile` profiles another step of each row and
-writes where its time goes to `..._profile.csv`: profiles.py explains the categories.
+`--methods folded` measures trees only, without ratios to branches. `--profile` profiles another step of each row of
+trees and writes where its time goes to `..._profile.csv`: profiles.py explains the categories. `host_forward_ms` is
+the time in which the host launches a forward of a micro-batch, `host_backward_ms` its backward; if the device is
+slower, they include waiting for it.
 
 `--model` is Qwen3-0.6B, the shape of Qwen3-8B or 8 of its layers (all 36 fit a short step only), or the hybrid
 Qwen3.5-0.8B: three of four layers are a gated delta rule. On a GPU both sides need the kernels of
@@ -38,7 +40,9 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
@@ -64,14 +68,14 @@ from benchmarks.flops import MODELS, flop_counts, model_config, work_of
 from benchmarks.microbatches import BranchStep, FoldedStep, convolution_gap, scan_starts_anew
 from benchmarks.packed import IMPLEMENTATION, packed_attention
 from benchmarks.profiles import COLUMNS as PROFILE_COLUMNS
-from benchmarks.profiles import Events, profiled, summary, write_profiles
+from benchmarks.profiles import Events, host_functions, profiled, summary, write_profiles
 from benchmarks.shapes import QUICK, SHAPES, build, conversation_trees
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.modeling.attention import backend as backends
 from hf_prefix_tree.modeling.attention.backend import ATTN_BACKENDS
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
-Profile = Callable[[Events, float], None]
+Profile = Callable[[Events, float, list[Row]], None]
 DEFAULT_SHAPES = ("caterpillar-8k", "4k+16x512", "1k+64x64", "search")
 FROM_FILE = "conversations"
 COLUMNS = [
@@ -89,7 +93,7 @@ COLUMNS = [
     "high",
 ]
 COLUMNS += ["peak_gib", "roof_share", "loss", "token_ratio", "flop_ratio", "speedup", "bound_share"]
-COLUMNS += ["memory_ratio", "rows_ratio", "failure"]
+COLUMNS += ["memory_ratio", "rows_ratio", "host_forward_ms", "host_backward_ms", "failure"]
 
 
 def make_model(
@@ -151,6 +155,21 @@ class AllLayers(torch.nn.Module):
         return hidden
 
 
+def host_times(model: torch.nn.Module, step: FoldedStep | BranchStep, device: torch.device, repeats: int) -> Row:
+    """Milliseconds in which the host launches a forward, and a backward, of a micro-batch on an idle device."""
+    times = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        loss = step.losses[0](model)
+        middle = time.perf_counter()
+        loss.backward()
+        times.append((1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)))
+    forward, backward = map(statistics.median, zip(*times, strict=True))
+    return {"host_forward_ms": forward, "host_backward_ms": backward}
+
+
 def measure_step(
     model: torch.nn.Module,
     step: FoldedStep | BranchStep,
@@ -161,7 +180,7 @@ def measure_step(
 ) -> Row:
     """
     Time and peak memory of a step; only the memory of its second run if `seconds` is `None`. Then `profile` gets the
-    events of another one and the milliseconds of the median.
+    events of another one, the milliseconds of the median, and the functions in which the host spends a forward.
     """
     # With a learning rate of 0 a step does all its work and leaves the weights unchanged.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
@@ -195,7 +214,8 @@ def measure_step(
         if profile is not None:
             with profiled(device) as events:
                 run()
-            profile(events, measured["ms"])
+            measured |= host_times(model, step, device, repeats=10 if measured["ms"] < 500 else 1)
+            profile(events, measured["ms"], host_functions(lambda: step.losses[0](model)))
         return measured
     except torch.cuda.OutOfMemoryError:
         return {"failure": "out of memory"}
@@ -326,11 +346,13 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
                 row |= {"backend": backend, "kernel": step.kernel(backend, config, dtype)}
                 work = work_of(row, config)
 
-                def add_profile(events: Events, ms: float, row: Row = row, work: dict[str, float] = work) -> None:
+                def add_profile(
+                    events: Events, ms: float, host: list[Row], row: Row = row, work: dict[str, float] = work
+                ) -> None:
                     where = {
                         name: row[name] for name in ("model", "shape", "mode", "checkpointing", "kernel", "trees")
                     }
-                    profiles.extend(where | line for line in summary(events, ms, work, roof))
+                    profiles.extend(where | line for line in [*summary(events, ms, work, roof), *host])
 
                 add = add_profile if args.profile else None
                 try:

@@ -402,7 +402,9 @@ def test_a_profiled_step(tmp_path):
     for mode, row in zip(("eager", "graphs"), rows, strict=True):
         mine = {line["category"]: line for line in lines if line["mode"] == mode and line["name"] == "all"}
         assert mine.keys() >= {"matmul", "optimizer", "head and loss", "idle"}
-        assert float(mine["matmul"]["ms"]) == row["ms"]
+        assert float(mine["matmul"]["ms"]) == row["ms"] and row["host_forward_ms"] > 0
+        host = [line for line in lines if line["mode"] == mode and line["category"] == "host"]
+        assert len(host) == 15 and all(0 < float(line["own_ms"]) <= float(line["total_ms"]) for line in host)
         work = sum(float(line["tflop"] or 0) for line in mine.values())
         attention = row["pairs"] * 4 * 8 * 4 * 2 * 3.5 / 1e12  # SDPA is no category on a CPU
         assert work + attention == pytest.approx(row["tflop"])
