@@ -64,7 +64,10 @@ def summary(
     of categories, `roof` the TFLOP/s of a large matrix product.
     """
     kernels = [x for x in events if x.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    kernels = kernels or [x for x in events if x.get("cat") == "cpu_op"]
+    if not any(x.get("cat") == "cuda_runtime" for x in events):
+        kernels = kernels or [x for x in events if x.get("cat") == "cpu_op"]
+    if not kernels:
+        raise RuntimeError("the profiler saw no kernels")
     launcher = _launchers(events)
     by_category: dict[str, Counter[str]] = defaultdict(Counter)
     calls: Counter[str] = Counter()

@@ -211,11 +211,14 @@ def measure_step(
         losses: list[torch.Tensor] = []
         first = measure(lambda: losses.append(run()), device, warmup=0, max_runs=1, min_runs=1).ms / 1e3
         measured = {"first_step_s": first, "loss": losses[0].item(), "peak_gib": peak_gib(repeat, device), **row}
-        if profile is not None:
-            with profiled(device) as events:
-                run()
-            measured |= host_times(model, step, device, repeats=10 if measured["ms"] < 500 else 1)
-            profile(events, measured["ms"], host_functions(lambda: step.losses[0](model)))
+        try:
+            if profile is not None:
+                with profiled(device) as events:
+                    run()
+                measured |= host_times(model, step, device, repeats=10 if measured["ms"] < 500 else 1)
+                profile(events, measured["ms"], host_functions(lambda: step.losses[0](model)))
+        except RuntimeError as error:  # the times stay
+            measured["failure"] = f"no profile: {(str(error).splitlines() or [''])[0]}"
         return measured
     except torch.cuda.OutOfMemoryError:
         return {"failure": "out of memory"}
