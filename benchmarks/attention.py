@@ -3,6 +3,7 @@
 
     python -m benchmarks.attention --output attention.csv
     python -m benchmarks.attention --dtype float32 --methods flex sdpa --output attention_float32.csv
+    python -m benchmarks.attention --only 1k+64x64 search --methods causal flash rectangle causal-1k --fill 40960
 
 | method | what runs |
 |---|---|
@@ -13,7 +14,16 @@
 | `flex, tiles N` | tiles of N keys in the backward of keys and values; not among the defaults |
 | `stock, leaf first` | the same with the mask of `create_block_mask` |
 | `gather` | keys and values copied per path from the root to a node, into varlen flash attention |
+| `flash, tiles QxK` | `flash`, forward in tiles of Q queries by K keys, backward masked by 64 x 128; no default |
+| `flex, queries 64` | tiles of 64 queries in the forward; not among the defaults |
 | `causal` | no tree: plain causal attention over 8,192 tokens, cuDNN |
+
+Controls, not among the defaults, tell what the hardware reaches on short work without any tree, by cuDNN, or by
+`flash-attn-4` with `, fa4` after the name: `rectangle`, all tokens below the root attend to all tokens of the root,
+and `causal-1k`, the same number of tokens in sequences of 1,024.
+
+`--fill` measures each tree also as often as it fits into a packed sequence of so many tokens, as in training: one
+short tree has few blocks. `useful` is the share of visible pairs in the visible blocks of 128 by 128.
 
 Only visible pairs count as useful. `error` is the largest error of output and gradients against the dense mask in
 float32 (for float32 in float64), for trees of at most 16,384 tokens. `auto` is the choice of `attn_backend="auto"` for
@@ -23,8 +33,11 @@ the shape, and `partial` the share of partial blocks among the visible ones.
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -42,17 +55,19 @@ from benchmarks.mask import stock_block_mask
 from benchmarks.packed import causal, gather_paths, installed_kernels
 from benchmarks.shapes import QUICK, SHAPES, build, leaf_first_rows
 from hf_prefix_tree.modeling.attention import backend as backends
+from hf_prefix_tree.modeling.attention import flash
 from hf_prefix_tree.modeling.attention.backend import AttentionCall, choose_backend
 from hf_prefix_tree.modeling.attention.interface import prefix_tree_attention
-from hf_prefix_tree.modeling.attention.masks.causal import TreeBlockMask, tree_block_mask
-from hf_prefix_tree.modeling.batch import concatenate_trees
+from hf_prefix_tree.modeling.attention.masks.causal import TreeBlockMask, listed_blocks, tree_block_mask
+from hf_prefix_tree.modeling.batch import SUBTREE_END, concatenate_trees
 from hf_prefix_tree.modeling.context import Mask, TreeContext
 from hf_prefix_tree.modeling.flops import attention_flops
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 METHODS = ("causal", "flex", "flash", "sdpa", "flex, leaf first", "flash, leaf first", "stock, leaf first", "gather")
 # Kernel options: rows and columns of the tiles of the backward, for gradients of keys and values, and of queries.
-TILES = {
+TILES: dict[str, dict[str, int]] = {"flex, queries 64": {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64}}
+TILES |= {
     f"flex, tiles {keys}": {
         "bwd_BLOCK_M1": min(keys, 64),
         "bwd_BLOCK_N1": keys,
@@ -61,7 +76,11 @@ TILES = {
     }
     for keys in (32, 64, 128)
 }
+FLASH_TILES = {f"flash, tiles {q}x{k}": (q, k) for q, k in ((128, 128), (128, 64), (64, 128), (64, 64))}
+CONTROLS = ("rectangle", "rectangle, fa4", "causal-1k", "causal-1k, fa4")
+ALONE = ("sdpa", "gather", "flex, leaf first", "flash, leaf first", "stock, leaf first")  # not measured under `--fill`
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # [1, heads, N, head_dim] -> [1, N, ...]
+METHODS_AND_MORE = (*METHODS, *TILES, *FLASH_TILES, *CONTROLS)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 LONGEST_CHECKED = 16_384
 COLUMNS = [
@@ -69,11 +88,14 @@ COLUMNS = [
     "method",
     "kernel",
     "tokens",
+    "trees",
     "partial",
+    "useful",
     "auto",
     "error",
     "forward_ms",
     "forward_tflops",
+    "backward_tflops",
     "ms",
     "low",
     "high",
@@ -113,20 +135,121 @@ def through_tiles(rows: torch.Tensor, options: dict[str, int]) -> Attend:
     return lambda q, k, v: _compiled_with(tuple(options.items()))(q, k, v, mask)
 
 
-def attend_of(method: str, tree: PrefixTree, device: torch.device) -> tuple[Attend, torch.Tensor, str] | None:
+class Tiles(torch.autograd.Function):
+    """The kernels of FLASH on one packed sequence, under masks of blocks of any size that they take."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *masks: Any) -> torch.Tensor:
+        from flash_attn.cute.interface import _flash_attn_fwd
+
+        output, lse = flash._empty_results(query, key, value)
+        groups = lse.shape[1]
+        with flash._kernels_of(query.device):
+            _flash_attn_fwd(
+                *flash._operands(0, groups, query, key, value),
+                softmax_scale=query.shape[-1] ** -0.5,
+                return_lse=True,
+                out=flash._by_group(output[0], groups),
+                lse=lse[0],
+                **flash_mask(*masks[0]),
+            )
+        ctx.save_for_backward(query, key, value, output, lse)
+        ctx.mask = masks[1]
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        from flash_attn.cute.interface import _flash_attn_bwd
+
+        query, key, value, output, lse = ctx.saved_tensors
+        groups = lse.shape[1]
+        query_grad, key_grad, value_grad = flash._empty_gradients(grad, query, key, value)
+        with flash._kernels_of(query.device):
+            _flash_attn_bwd(
+                *flash._operands(0, groups, query, key, value),
+                flash._by_group(output[0], groups),
+                flash._by_group(grad[0], groups),
+                lse[0],
+                softmax_scale=query.shape[-1] ** -0.5,
+                dq=flash._by_group(query_grad[0], groups),
+                dk=key_grad[0],
+                dv=value_grad[0],
+                **flash_mask(*ctx.mask),
+            )
+        return query_grad, key_grad.sum(dim=1), value_grad.sum(dim=1), None, None
+
+
+def visible_blocks(end: torch.Tensor, queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The partial and the full blocks of `queries` by `keys` tokens, `[1, query blocks, key blocks]`."""
+    length = end.shape[1]
+    low, high = end.unflatten(1, (-1, keys)).aminmax(dim=-1)
+    first_query = torch.arange(0, length, queries, device=end.device)[:, None]
+    first_key = torch.arange(0, length, keys, device=end.device)
+    before = first_key + keys <= first_query
+    on_diagonal = ~before & (first_key < first_query + queries)
+    full = before & (low[:, None] >= first_query + queries)
+    return (before & (high[:, None] > first_query) & ~full) | on_diagonal, full
+
+
+def flash_mask(end: torch.Tensor, tiles: tuple[int, int], *lists: torch.Tensor) -> dict[str, Any]:
+    """The keyword arguments for a mask of listed blocks."""
+    from cutlass import Int64
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    sparse = BlockSparseTensorsTorch(*lists, block_size=tiles)
+    mask_mod = flash._mask_mod("causal")
+    return {"mask_mod": mask_mod, "aux_scalars": (Int64(end.data_ptr()),), "block_sparse_tensors": sparse}
+
+
+def through_flash_tiles(rows: torch.Tensor, tiles: tuple[int, int]) -> Attend:
+    end = rows[:, SUBTREE_END].contiguous()
+    forward = [listed_blocks(blocks) for blocks in visible_blocks(end, *tiles)]
+    backward = [listed_blocks(blocks.transpose(1, 2)) for blocks in visible_blocks(end, 64, 128)]
+    masks = (end, tiles, *forward[0], *forward[1]), (end, (64, 128), *backward[0], *backward[1])
+    return lambda q, k, v: Tiles.apply(*(x.transpose(1, 2) for x in (q, k, v)), *masks)
+
+
+def control_of(method: str, tree: PrefixTree, trees: int, quick: bool) -> tuple[Attend, int, tuple[int, int, int]]:
+    """The function, its pairs, and the batch size, queries and keys that it takes."""
+    is_causal = method.startswith("causal")
+    if is_causal:
+        length = 16 if quick else 1024
+        sizes = (max(1, trees * len(tree) // length), length, length)
+        pairs = sizes[0] * length * (length + 1) // 2
+    else:
+        root = int(tree.node_lengths[0])
+        sizes = (trees, len(tree) - root, root)
+        pairs = math.prod(sizes)
+    if not method.endswith("fa4"):
+        return lambda q, k, v: causal(q, k, v, is_causal=is_causal).transpose(1, 2), pairs, sizes
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        from flash_attn.cute.interface import flash_attn_func
+
+        return flash_attn_func(*(x.transpose(1, 2) for x in (query, key, value)), causal=is_causal)[0]
+
+    return attend, pairs, sizes
+
+
+def attend_of(
+    method: str, tree: PrefixTree, device: torch.device, trees: int = 1
+) -> tuple[Attend, torch.Tensor, str] | None:
     """A method's function, the tree tensors that it attends along, and the kernel; `None` if it is not available."""
-    rows = (leaf_first_rows(tree) if "leaf first" in method else concatenate_trees([tree], 0)["prefix_tree"]).to(
-        device
-    )
-    flash = "fa4" if "fa4" in installed_kernels(device) else "fa2"
+    if trees > 1 and method in ALONE:
+        return None
+    rows = leaf_first_rows(tree) if "leaf first" in method else concatenate_trees([tree] * trees, 0)["prefix_tree"]
+    rows = rows.to(device)
+    flash_kernel = "fa4" if "fa4" in installed_kernels(device) else "fa2"
     if method == "gather":
-        return gather_paths(tree, device, flash), rows, flash if device.type == "cuda" else "sdpa"
+        return gather_paths(tree, device, flash_kernel), rows, flash_kernel if device.type == "cuda" else "sdpa"
     if method == "sdpa" or device.type == "cpu":
         # FlexAttention does not train on a CPU; the other order of children still runs
         available = method in ("sdpa", "flex", "flex, leaf first")
         return (through_the_project(rows, "sdpa"), rows, "dense") if available else None
+    if method in FLASH_TILES:
+        return (through_flash_tiles(rows, FLASH_TILES[method]), rows, "FLASH") if flash_kernel == "fa4" else None
     if method.startswith("flash"):
-        return (through_the_project(rows, "flash"), rows, "FLASH") if flash == "fa4" else None
+        return (through_the_project(rows, "flash"), rows, "FLASH") if flash_kernel == "fa4" else None
     if method in TILES:
         return through_tiles(rows, TILES[method]), rows, "Triton"
     context_class = StockContext if method.startswith("stock") else TreeContext
@@ -155,16 +278,21 @@ def measure_method(
     heads: tuple[int, int, int],
     device: torch.device,
     dtype: torch.dtype,
+    sizes: tuple[int, int, int] | None = None,
 ) -> Row:
-    """Times of a forward, and of forward and backward, over `tokens` random tokens padded to a multiple of 128."""
+    """
+    Times of a forward, and of forward and backward, over `tokens` random tokens padded to a multiple of 128, or over
+    a batch of queries and keys of these `sizes`.
+    """
     generator = torch.Generator(device).manual_seed(0)
     length = -(-tokens // 128) * 128
+    batch, queries, keys = sizes or (1, length, length)
     leaves = [  # tokens before heads, as in a model
-        torch.randn(1, length, n, heads[2], device=device, dtype=dtype, generator=generator).transpose(1, 2)
-        for n in (heads[0], heads[1], heads[1])
+        torch.randn(batch, size, n, heads[2], device=device, dtype=dtype, generator=generator).transpose(1, 2)
+        for n, size in ((heads[0], queries), (heads[1], keys), (heads[1], keys))
     ]
     leaves = [x.requires_grad_() for x in leaves]
-    grad = torch.randn(1, length, heads[0], heads[2], device=device, dtype=dtype, generator=generator)
+    grad = torch.randn(batch, queries, heads[0], heads[2], device=device, dtype=dtype, generator=generator)
     grad[:, tokens:] = 0
     row: Row = {}
     got = values(attend, leaves, grad)
@@ -179,18 +307,20 @@ def measure_method(
     return row | measure(lambda: values(attend, leaves, grad), device, seconds=0.3, max_runs=30, busy=BUSY)._asdict()
 
 
-def mask_facts(rows: torch.Tensor, heads: tuple[int, int, int], dtype: torch.dtype) -> Row:
-    """The share of partial blocks, and the choice of `"auto"` if this shape is the first."""
+def mask_facts(rows: torch.Tensor, heads: tuple[int, int, int], dtype: torch.dtype, pairs: int) -> Row:
+    """The share of partial blocks and of visible pairs, and the choice of `"auto"` if this shape is the first."""
     backends._sparse.clear()
     mask = tree_block_mask(rows)
     partial, full = (count.sum().item() for count in (mask.kv_num_blocks, mask.full_kv_num_blocks))
     call = AttentionCall(rows.device, dtype, rows.shape[2], *heads, heads[2])
-    return {"partial": partial / (partial + full), "auto": choose_backend("auto", call, lambda: mask)}
+    facts = {"partial": partial / (partial + full), "useful": pairs / ((partial + full) * mask.BLOCK_SIZE[0] ** 2)}
+    return {**facts, "auto": choose_backend("auto", call, lambda: mask)}
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser = make_parser(__doc__, SHAPES)
-    parser.add_argument("--methods", nargs="+", choices=[*METHODS, *TILES], default=METHODS, metavar="METHOD")
+    parser.add_argument("--methods", nargs="+", choices=METHODS_AND_MORE, default=METHODS, metavar="METHOD")
+    parser.add_argument("--fill", type=int, default=0, help="measure also as many copies as fit into so many tokens")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="`--quick` takes float32")
     args = parser.parse_args(argv)
     device = default_device(args.quick)
@@ -207,14 +337,17 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         expected: Attend | None,
         tokens: int,
         pairs: int,
+        heads: tuple[int, int, int] = heads,
+        sizes: tuple[int, int, int] | None = None,
         **facts: object,
     ) -> None:
         row: Row = {"shape": shape, "method": method, "kernel": kernel, "dtype": dtype_name}
         row |= {"tokens": tokens, "pairs": pairs, **facts}
         try:
-            row |= measure_method(attend, expected, tokens, heads, device, dtype)
-            row["forward_tflops"] = attention_flops(pairs, heads[0], heads[2], factor=1.0) / row["forward_ms"] / 1e9
-            row["tflops"] = attention_flops(pairs, heads[0], heads[2]) / row["ms"] / 1e9
+            row |= measure_method(attend, expected, tokens, heads, device, dtype, sizes)
+            forward, both = (attention_flops(pairs, heads[0], heads[2], factor) / 1e9 for factor in (1.0, 3.5))
+            row["forward_tflops"], row["tflops"] = forward / row["forward_ms"], both / row["ms"]
+            row["backward_tflops"] = (both - forward) / (row["ms"] - row["forward_ms"])
         except Exception as error:  # any error: the table has a line for a kernel that cannot run
             row["failure"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         progress(rows, row)
@@ -227,14 +360,22 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             add("causal-8k", "causal", kernel, lambda q, k, v: causal(q, k, v).transpose(1, 2), None, tokens, pairs)
         for shape in args.only:
             tree = build((QUICK if args.quick else SHAPES)[shape])
-            for method in args.methods:
-                available = attend_of(method, tree, device) if method != "causal" else None
+            for trees, method in product(sorted({1, args.fill // len(tree)} - {0}), args.methods):
+                if method in CONTROLS and (not args.quick or not method.endswith("fa4")):
+                    attend, pairs, sizes = control_of(method, tree, trees, args.quick)
+                    kernel = "FLASH" if method.endswith("fa4") else "SDPA" if args.quick else "cuDNN"
+                    # the project's path gives every query head the keys of its own, as far as the kernel knows
+                    alike = (heads[0], heads[0], heads[2]) if kernel == "FLASH" else heads
+                    add(shape, method, kernel, attend, None, sizes[0] * sizes[1], pairs, alike, sizes, trees=trees)
+                    continue
+                available = attend_of(method, tree, device, trees) if method not in ("causal", *CONTROLS) else None
                 if available is None:
                     continue
                 attend, prefix_tree, kernel = available
-                expected = through_the_project(prefix_tree, "sdpa") if len(tree) <= LONGEST_CHECKED else None
-                facts = mask_facts(prefix_tree, heads, dtype)
-                add(shape, method, kernel, attend, expected, len(tree), tree.stats().tree_pairs, **facts)
+                tokens, pairs = trees * len(tree), trees * tree.stats().tree_pairs
+                expected = through_the_project(prefix_tree, "sdpa") if tokens <= LONGEST_CHECKED else None
+                facts = mask_facts(prefix_tree, heads, dtype, pairs)
+                add(shape, method, kernel, attend, expected, tokens, pairs, trees=trees, **facts)
     finally:
         rows = report(rows, COLUMNS, device, args)
     return rows

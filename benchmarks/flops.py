@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, Qwen3_5TextConfig, Qwen3Config
 
 from hf_prefix_tree import PrefixTree
 from hf_prefix_tree.modeling.attention.masks.causal import mean_keys_seen
-from hf_prefix_tree.modeling.flops import cost_per_count, counted_sizes
+from hf_prefix_tree.modeling.flops import FORWARD_AND_BACKWARD, cost_per_count, counted_sizes
 
 NAMES = [
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -31,7 +31,7 @@ SHAPES = {
 QWEN3_SMALL = (512, 32, 48, 2, 4, 2, 8)
 QWEN3_5_08B = (248_320, 1024, 3584, 24, 8, 2, 256, 16, 16, 128, 128)
 QWEN3_5_SMALL = (512, 32, 48, 4, 4, 2, 16, 2, 2, 16, 16)
-MODELS = ("qwen3-0.6b", "qwen3.5-0.8b")
+MODELS = ("qwen3-0.6b", "qwen3.5-0.8b", "qwen3-8b", "qwen3-8b-8-layers")
 
 
 def shape_config(shape: str) -> Qwen3Config:
@@ -42,8 +42,11 @@ def shape_config(shape: str) -> Qwen3Config:
 
 def model_config(quick: bool, model: str = "qwen3-0.6b") -> PreTrainedConfig:
     """A model of `MODELS`, or a small one of its kind with 2 or 4 layers. In Qwen3.5 every 4th layer has attention."""
-    if model == "qwen3-0.6b":
-        return shape_config("quick" if quick else "0.6b")
+    if model.startswith("qwen3-"):
+        config = shape_config("quick" if quick else model.split("-")[1])
+        if model.endswith("-8-layers") and not quick:
+            config.num_hidden_layers, config.layer_types = 8, config.layer_types[:8]
+        return config
     sizes = QWEN3_5_SMALL if quick else QWEN3_5_08B
     return Qwen3_5TextConfig(
         **dict(zip(HYBRID_NAMES, sizes, strict=True)),
@@ -105,4 +108,15 @@ def flop_counts(trees: Sequence[PrefixTree], config: PreTrainedConfig) -> dict[s
     return {
         method: {**dict(zip(names, count, strict=True)), "tflop": step_flops(config, *count) / 1e12}
         for method, count in counts.items()
+    }
+
+
+def work_of(counts: Mapping[str, Any], config: PreTrainedConfig) -> dict[str, float]:
+    """TFLOP of the categories of profiles.py, without attention's hidden pairs and what the head computes twice."""
+    attention = step_flops(config, 0, 0, counts["pairs"]) / 1e12
+    return {
+        "matmul": step_flops(config, counts["tokens"], 0, 0) / 1e12,
+        "head and loss": step_flops(config, 0, counts["supervised"], 0) / 1e12,
+        "attention forward": attention / FORWARD_AND_BACKWARD,
+        "attention backward": attention * (1 - 1 / FORWARD_AND_BACKWARD),
     }

@@ -174,15 +174,21 @@ def varlen_causal(
     )[0]
 
 
-def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-    """Causal SDPA over `[batch, heads, tokens, head_dim]`, cuDNN on a GPU."""
+def causal(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None = None,
+    is_causal: bool = True,
+) -> torch.Tensor:
+    """SDPA over `[batch, heads, tokens, head_dim]`, causal unless asked for all pairs, cuDNN on a GPU."""
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.is_cuda and not _cudnn_takes_groups(query.dtype):
         key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
         grouped = False
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if query.is_cuda else nullcontext():
         return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped
         )
 
 

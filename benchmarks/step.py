@@ -4,6 +4,7 @@
     python -m benchmarks.step --output step.csv
     python -m benchmarks.step --modes eager compiled --checkpointing off on --only caterpillar-8k
     python -m benchmarks.step --model qwen3.5-0.8b --checkpointing off on --only caterpillar-8k 4k+16x512
+    python -m benchmarks.step --modes compiled graphs --methods folded --only 1k+64x64 --profile
 
 Both sides train the same branches with the same weights in the same model; `loss` shows it. Branches are packed into
 micro-batches of at most `--micro-batch-tokens` and attend through their fastest kernel on this GPU: `kernels_ms` has
@@ -16,11 +17,18 @@ that costs that do not depend on tokens (optimizer, calls from the host) weigh l
 another, and every micro-batch is copied to the GPU in its turn, as in training.
 
 `--backends` are the `attn_backend` of the trees; `kernel` is the kernel that it chose. `compiled` compiles every
-decoder layer by itself.
+decoder layer by itself. `graphs`, trees only, records the compiled layers, forward and backward, as two CUDA graphs of
+this one tree, which every step replays: what a step of a fixed tree would take without the host's work in the layers.
 
-`--model` is Qwen3-0.6B, or the hybrid Qwen3.5-0.8B: three of four layers are a gated delta rule. On a GPU both sides
-need the kernels of `flash-linear-attention` for it. microbatches.py explains how its recurrent layers keep packed
-branches apart. It runs eagerly only, because recurrent layers on trees are not compiled.
+`--methods folded` measures trees only, without ratios to branches. `--profile` profiles another step of each row of
+trees and writes where its time goes to `..._profile.csv`: profiles.py explains the categories. `host_forward_ms` is
+the time in which the host launches a forward of a micro-batch, `host_backward_ms` its backward; if the device is
+slower, they include waiting for it.
+
+`--model` is Qwen3-0.6B, the shape of Qwen3-8B or 8 of its layers (all 36 fit a short step only), or the hybrid
+Qwen3.5-0.8B: three of four layers are a gated delta rule. On a GPU both sides need the kernels of
+`flash-linear-attention` for it. microbatches.py explains how its recurrent layers keep packed branches apart. It runs
+eagerly only, because recurrent layers on trees are not compiled.
 
 `flop_ratio` is the gain of the step if time were FLOPs: linear layers and recurrent scans over all tokens, the head
 over supervised tokens, attention over visible pairs. `bound_share` is the reached part of that gain. `roof_share` is
@@ -32,10 +40,13 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
@@ -44,6 +55,7 @@ from trl.trainer.utils import add_fused_lm_head
 from benchmarks.common import (
     Row,
     default_device,
+    environment,
     make_parser,
     matmul_roof,
     measure,
@@ -52,15 +64,18 @@ from benchmarks.common import (
     progress,
     report,
 )
-from benchmarks.flops import MODELS, flop_counts, model_config
+from benchmarks.flops import MODELS, flop_counts, model_config, work_of
 from benchmarks.microbatches import BranchStep, FoldedStep, convolution_gap, scan_starts_anew
 from benchmarks.packed import IMPLEMENTATION, packed_attention
+from benchmarks.profiles import COLUMNS as PROFILE_COLUMNS
+from benchmarks.profiles import Events, host_functions, profiled, summary, write_profiles
 from benchmarks.shapes import QUICK, SHAPES, build, conversation_trees
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.modeling.attention import backend as backends
 from hf_prefix_tree.modeling.attention.backend import ATTN_BACKENDS
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
+Profile = Callable[[Events, float, list[Row]], None]
 DEFAULT_SHAPES = ("caterpillar-8k", "4k+16x512", "1k+64x64", "search")
 FROM_FILE = "conversations"
 COLUMNS = [
@@ -78,7 +93,7 @@ COLUMNS = [
     "high",
 ]
 COLUMNS += ["peak_gib", "roof_share", "loss", "token_ratio", "flop_ratio", "speedup", "bound_share"]
-COLUMNS += ["memory_ratio", "rows_ratio", "failure"]
+COLUMNS += ["memory_ratio", "rows_ratio", "host_forward_ms", "host_backward_ms", "failure"]
 
 
 def make_model(
@@ -101,14 +116,72 @@ def make_model(
     return model
 
 
+class Graphed(torch.nn.Module):
+    """
+    All decoder layers as one. After `record` the next call makes CUDA graphs of their forward and backward, for its
+    length and its tree, whose mask must live at the same addresses; later calls replay them. On a CPU nothing is
+    recorded.
+    """
+
+    def __init__(self, layers: torch.nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+        self.replay: list[Any] = []  # a list, as its layers are these
+
+    def record(self) -> None:
+        self.replay.append(None)
+
+    def forward(self, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        if not self.replay:  # the model checks its layers on other trees first
+            return AllLayers(self.layers, kwargs)(hidden)
+        if self.replay[0] is None:
+            caches = {name: None for name in ("past_key_values", "cache") if name in kwargs}
+            run: Any = AllLayers(self.layers, kwargs | caches)
+            if hidden.is_cuda:
+                example = hidden.detach().clone().requires_grad_()
+                run = torch.cuda.make_graphed_callables(run, (example,), allow_unused_input=True)
+            self.replay[0] = run
+        return self.replay[0](hidden)
+
+
+class AllLayers(torch.nn.Module):
+    def __init__(self, layers: torch.nn.ModuleList, context: dict[str, Any]) -> None:
+        super().__init__()
+        self.layers, self.context = layers, context
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, **self.context)
+        return hidden
+
+
+def host_times(model: torch.nn.Module, step: FoldedStep | BranchStep, device: torch.device, repeats: int) -> Row:
+    """Milliseconds in which the host launches a forward, and a backward, of a micro-batch on an idle device."""
+    times = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        loss = step.losses[0](model)
+        middle = time.perf_counter()
+        loss.backward()
+        times.append((1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)))
+    forward, backward = map(statistics.median, zip(*times, strict=True))
+    return {"host_forward_ms": forward, "host_backward_ms": backward}
+
+
 def measure_step(
     model: torch.nn.Module,
     step: FoldedStep | BranchStep,
     checkpointing: bool,
     seconds: float | None,
     device: torch.device,
+    profile: Profile | None = None,
 ) -> Row:
-    """Time and peak memory of a step; only the memory of its second run if `seconds` is `None`."""
+    """
+    Time and peak memory of a step; only the memory of its second run if `seconds` is `None`. Then `profile` gets the
+    events of another one, the milliseconds of the median, and the functions in which the host spends a forward.
+    """
     # With a learning rate of 0 a step does all its work and leaves the weights unchanged.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
     if checkpointing:
@@ -137,7 +210,16 @@ def measure_step(
     try:
         losses: list[torch.Tensor] = []
         first = measure(lambda: losses.append(run()), device, warmup=0, max_runs=1, min_runs=1).ms / 1e3
-        return {"first_step_s": first, "loss": losses[0].item(), "peak_gib": peak_gib(repeat, device), **row}
+        measured = {"first_step_s": first, "loss": losses[0].item(), "peak_gib": peak_gib(repeat, device), **row}
+        try:
+            if profile is not None:
+                with profiled(device) as events:
+                    run()
+                measured |= host_times(model, step, device, repeats=10 if measured["ms"] < 500 else 1)
+                profile(events, measured["ms"], host_functions(lambda: step.losses[0](model)))
+        except RuntimeError as error:  # the times stay
+            measured["failure"] = f"no profile: {(str(error).splitlines() or [''])[0]}"
+        return measured
     except torch.cuda.OutOfMemoryError:
         return {"failure": "out of memory"}
     finally:
@@ -165,8 +247,13 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser = make_parser(__doc__, [*SHAPES, FROM_FILE], DEFAULT_SHAPES)
     parser.add_argument("--model", choices=MODELS, default=MODELS[0])
     parser.add_argument(
-        "--modes", nargs="+", choices=("eager", "compiled"), help="both by default; of a hybrid model, eager"
+        "--modes",
+        nargs="+",
+        choices=("eager", "compiled", "graphs"),
+        help="eager and compiled by default; of a hybrid model, eager",
     )
+    parser.add_argument("--methods", nargs="+", choices=("folded", "branches"), default=["folded", "branches"])
+    parser.add_argument("--profile", action="store_true", help="another step of each row, by category of kernels")
     parser.add_argument("--backends", nargs="+", choices=ATTN_BACKENDS, default=["auto"])
     parser.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=["off"])
     parser.add_argument(
@@ -186,11 +273,13 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         parser.error(f"`--quick` has a small vocabulary: leave `{FROM_FILE}` out")
     config = model_config(args.quick, args.model)
     gap = convolution_gap(config)
-    if gap and "compiled" in (args.modes or ()):
+    if gap and {"compiled", "graphs"} & set(args.modes or ()):
         parser.error(f"`--modes compiled`: the recurrent layers of {args.model} follow a tree eagerly only")
     device = default_device(args.quick)
     dtype = torch.float32 if args.quick else torch.bfloat16
-    modes = ["eager"] if args.quick or gap else args.modes or ["eager", "compiled"]
+    modes = ["eager"] if gap else args.modes or ["eager", "compiled"]
+    if args.quick:
+        modes = [mode for mode in modes if mode != "compiled"]
     branch_budget = args.micro_batch_tokens
     if gap and not scan_starts_anew(config, device):
         if device.type == "cuda":
@@ -210,10 +299,13 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     kernel_times: dict[str, dict[str, float]] = {}
     for name, trees in shapes.items():
         folded_steps[name] = FoldedStep(trees, args.micro_batch_tokens, device)
+        if "branches" not in args.methods:
+            continue
         branch_steps[name] = BranchStep(trees, branch_budget, device, gap)
         short_steps[name] = BranchStep(trees, min(branch_budget, folded_steps[name].row_tokens), device, gap)
         kernel_times[name] = branch_steps[name].time_kernels(config, device, dtype, args.kernels)
     rows: list[Row] = []
+    profiles: list[Row] = []
 
     def measure_branches(name: str, model: torch.nn.Module, compiled: bool, checkpointing: bool) -> Row:
         """With the kernel of the fastest step."""
@@ -237,7 +329,12 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     def measure_all(mode: str, method: str, backend: str) -> None:
         gc.collect()  # compiled layers and hooks keep the previous model in cycles
         torch._dynamo.reset()  # no graph of another mode is used again
-        model = make_model(config, method, backend, mode == "compiled", device, dtype)
+        model = make_model(config, method, backend, mode != "eager" and not args.quick, device, dtype)
+        if mode == "graphs":
+            layers = Graphed(model.model.layers)
+            model.model.layers = torch.nn.ModuleList([layers])
+            folded_steps[args.only[0]].losses[0](model).backward()  # the first call checks the layers and compiles
+            layers.record()
         for checkpointing, (name, trees) in product(args.checkpointing, shapes.items()):
             backends._sparse.clear()  # every shape is the first one of its length
             step = (folded_steps if method == "folded" else branch_steps)[name]
@@ -250,7 +347,23 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             row |= flop_counts(trees, config)[method]
             if isinstance(step, FoldedStep):
                 row |= {"backend": backend, "kernel": step.kernel(backend, config, dtype)}
-                row |= measure_step(model, step, checkpointing == "on", args.seconds, device)
+                work = work_of(row, config)
+
+                def add_profile(
+                    events: Events, ms: float, host: list[Row], row: Row = row, work: dict[str, float] = work
+                ) -> None:
+                    where = {
+                        name: row[name] for name in ("model", "shape", "mode", "checkpointing", "kernel", "trees")
+                    }
+                    profiles.extend(where | line for line in [*summary(events, ms, work, roof), *host])
+
+                add = add_profile if args.profile else None
+                try:
+                    row |= measure_step(model, step, checkpointing == "on", args.seconds, device, add)
+                except Exception as error:
+                    if mode != "graphs":
+                        raise
+                    row["failure"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             else:
                 row |= measure_branches(name, model, mode == "compiled", checkpointing == "on")
             if "ms" in row:
@@ -261,12 +374,15 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         # beyond the recompile limit, layers would silently run eagerly
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=64):
             for mode in modes:
-                for backend in args.backends:
+                for backend in args.backends if "folded" in args.methods else ():
                     measure_all(mode, "folded", backend)
-                measure_all(mode, "branches", "auto")
+                if "branches" in args.methods and mode != "graphs":
+                    measure_all(mode, "branches", "auto")
     finally:
         add_ratios(rows)
         rows = report(rows, COLUMNS, device, args)
+        columns = ["shape", "mode", *PROFILE_COLUMNS]
+        write_profiles(profiles, args.output, environment(device, args.commit), columns)
     return rows
 
 

@@ -22,7 +22,8 @@ Models have random weights: the shapes of Qwen3-0.6B, of Qwen3-8B (`lora-8b`: Lo
 `qlora-8b`: the same on NF4 weights; both with gradient checkpointing), `moe`: six layers of Qwen3-30B-A3B, and
 `hybrid`: Qwen3.5-0.8B, both sides with the kernels of flash-linear-attention. TRL's packing mixes sequences in its
 short convolutions without causal-conv1d, so TRL's side takes batches of rows there, as many as fill `--max-length`,
-and SDPA. `s` is the median time of a step, `tokens` what the backbone computes in it.
+and SDPA. `s` is the median time of a step, `tokens` what the backbone computes in it. `--profile` profiles one more
+step and writes where its time goes to `..._profile.csv`: profiles.py explains the categories.
 """
 
 from __future__ import annotations
@@ -36,12 +37,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    TrainerCallback,
+    TrainerState,
+)
 from trl import SFTConfig, SFTTrainer
 from trl.data_utils import pack_dataset
 
@@ -53,9 +62,12 @@ from benchmarks.common import (
     check_failures,
     check_same_step,
     default_device,
+    environment,
     make_parser,
     report,
 )
+from benchmarks.profiles import COLUMNS as PROFILE_COLUMNS
+from benchmarks.profiles import Events, profiled, summary, write_profiles
 from benchmarks.shapes import Nodes, build, caterpillar, rollouts
 from examples.demo.tokenizer import train_tokenizer
 from hf_prefix_tree import TreeSFTConfig, TreeSFTTrainer
@@ -91,18 +103,25 @@ COLUMNS += ["loss", "grad_norm", "token_ratio", "speedup", "failure"]
 class Timer(TrainerCallback):
     """Seconds of every optimizer step, the device's work included."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, profiled_step: int | None = None) -> None:
         self.device, self.ends = device, []  # type: torch.device, list[float]
+        self.profiled_step, self.profile = profiled_step, ExitStack()
+        self.events: Events = []
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.profiled_step:
+            self.events = self.profile.enter_context(profiled(self.device))
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
+        self.profile.close()
 
     @property
     def seconds(self) -> list[float]:
-        """Of all steps but the first, which compiles, checks and allocates."""
-        return [after - before for before, after in itertools.pairwise(self.ends)]
+        """Of all steps but the first, which compiles, checks and allocates, and the profiled one, the last."""
+        return [after - before for before, after in itertools.pairwise(self.ends[: self.profiled_step])]
 
 
 def model_config(name: str, quick: bool) -> PreTrainedConfig:
@@ -202,7 +221,9 @@ def make_trainer(
     return trainer, sequences
 
 
-def measure(row: Row, trees: list[PrefixTree], args: argparse.Namespace, device: torch.device) -> Row:
+def measure(
+    row: Row, trees: list[PrefixTree], args: argparse.Namespace, device: torch.device, profiles: list[Row]
+) -> Row:
     tokens: list[int] = []
     with tempfile.TemporaryDirectory() as folder:
         trainer, sequences = make_trainer(row, trees, args, folder, device)
@@ -210,14 +231,20 @@ def measure(row: Row, trees: list[PrefixTree], args: argparse.Namespace, device:
         base.model.register_forward_pre_hook(
             lambda module, inputs, kwargs: tokens.append(kwargs["input_ids"].numel()), with_kwargs=True
         )
-        timer = Timer(device)
+        timer = Timer(device, args.steps if args.profile else None)
         trainer.add_callback(timer)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         trainer.train()
         steps = [entry for entry in trainer.state.log_history if "loss" in entry]
         times = timer.seconds
-        assert len(steps) == args.steps + 1 and len(times) == args.steps, (len(steps), len(times))
+        assert len(steps) == args.steps + 1 and len(times) == args.steps - args.profile, (len(steps), len(times))
+        if args.profile:
+            where = {name: row[name] for name in ("model", "rows", "side")}
+            config = model_config(row["model"], args.quick)
+            counts = flops.flop_counts(trees, config)["folded" if row["side"].startswith("tree") else "branches"]
+            work = flops.work_of(counts, config)
+            profiles += [where | line for line in summary(timer.events, 1e3 * statistics.median(times), work)]
         return {
             "sequences": sequences,
             "tokens": sum(tokens[-sequences:]),
@@ -246,14 +273,17 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--steps", type=int, default=3, help="steps to measure, after one that compiles")
     parser.add_argument("--step-tokens", type=int, default=32_768, help="tree tokens of a step")
+    parser.add_argument("--profile", action="store_true", help="another step of each row, by category of kernels")
     parser.add_argument("--max-length", type=int, default=16_384, help="tokens of a packed sequence")
     args = parser.parse_args(argv)
     device = default_device(args.quick)
     if args.quick:
         args.step_tokens, args.max_length, args.steps = 256, 128, 1
         args.sides = [side for side in args.sides if not side.endswith("compiled")]
+    args.steps += args.profile  # the last one
     args.attention = args.attention or best_attention(args.quick)
     rows: list[Row] = []
+    profiles: list[Row] = []
     try:
         for name, shape in itertools.product(args.models, args.only):
             nodes = (QUICK if args.quick else SHAPES)[shape]
@@ -269,11 +299,12 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
                 row["flat_rows"] = sum(tree.num_branches for tree in trees)
                 torch._dynamo.reset()
                 with attempted(rows, row, device):
-                    row |= measure(row, trees, args, device)
+                    row |= measure(row, trees, args, device, profiles)
                     compare(row, stock)
                 stock = stock or (row if side == "trl" else None)
     finally:
         rows = report(rows, COLUMNS, device, args)
+        write_profiles(profiles, args.output, environment(device, args.commit), ["side", *PROFILE_COLUMNS])
     check_failures(rows)
     return rows
 

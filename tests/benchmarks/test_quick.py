@@ -11,7 +11,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from benchmarks import attention, call_overhead, fold, mask, packed, prepare, step, streaming
+from benchmarks import attention, call_overhead, fold, mask, packed, prepare, profiles, step, streaming
 from benchmarks.common import attempted, check_failures, write_csv
 from benchmarks.flops import MODELS, flop_counts, model_config
 from benchmarks.microbatches import BranchStep, pack, scan_starts_anew
@@ -19,6 +19,7 @@ from benchmarks.packed import Packed
 from benchmarks.shapes import FOLD_SHAPES, QUICK, SHAPES, build, conversation_trees, leaf_first_rows, lightest_first
 from examples.demo.dialogues import generate_dialogues
 from hf_prefix_tree.modeling.attention.masks.causal import dense_mask
+from hf_prefix_tree.modeling.batch import concatenate_trees
 
 original_scan = modeling_qwen3_5.torch_chunk_gated_delta_rule
 ENVIRONMENT = {"device", "python", "torch", "transformers", "trl", "flash-attn-4", "cuda", "commit", "date"}
@@ -227,6 +228,40 @@ def test_attention_agrees_with_the_dense_mask(tmp_path):
     assert row["tflops"] == pytest.approx(pairs * 4 * 16 * 4 * 3.5 / (row["ms"] * 1e-3) / 1e12)
 
 
+@pytest.mark.parametrize("tiles", [(128, 128), (64, 128), (128, 64), (64, 64)])
+def test_blocks_of_other_sizes(tiles):
+    """Every visible pair is in a block, and full blocks hold no other pair."""
+    rows = concatenate_trees([build(SHAPES["search"])], 0)["prefix_tree"][:, :, :4096]
+    blocks = dense_mask(rows)[0].unflatten(2, (-1, tiles[1])).unflatten(1, (-1, tiles[0]))
+    partial, full = attention.visible_blocks(rows[:, 0], *tiles)
+    assert torch.equal(full, blocks.all(dim=(2, 4)))
+    assert torch.equal(partial, blocks.any(dim=(2, 4)) & ~full)
+    assert full.any() and partial.any()
+
+
+def test_controls_have_the_size_of_the_tree():
+    tree = build(SHAPES["1k+64x64"])
+    assert attention.control_of("rectangle", tree, 8, False)[1:] == (8 * 4096 * 1024, (8, 4096, 1024))
+    assert attention.control_of("causal-1k", tree, 8, False)[1:] == (40 * 1024 * 1025 // 2, (40, 1024, 1024))
+    query, key = torch.randn(1, 2, 6, 4), torch.randn(1, 2, 3, 4)
+    attend, _, _ = attention.control_of("rectangle", tree, 1, True)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, key).transpose(1, 2)
+    assert torch.equal(attend(query, key, key), expected)  # a causal one would differ
+
+
+def test_filled_sequences_are_measured_without_methods_of_one_tree():
+    methods = ["causal", "flex", "gather", "rectangle"]
+    rows = attention.main(["--quick", "--only", "search", "--methods", *methods, "--fill", "180"])
+    found = [(row["method"], row.get("trees"), row["tokens"]) for row in rows]
+    one = [("flex", 1, 58), ("gather", 1, 58), ("rectangle", 1, 42)]
+    assert found == [("causal", None, 128), *one, ("flex", 3, 174), ("rectangle", 3, 126)]
+    flex = [row for row in rows if row["method"] == "flex"]
+    assert flex[0]["pairs"] * 3 == flex[1]["pairs"] and flex[0]["useful"] == 1175 / 128**2
+    for row in rows:
+        work = [row["pairs"] * 4 * 16 * 4 * factor / 1e9 for factor in (1.0, 2.5)]
+        assert row["backward_tflops"] == pytest.approx(work[1] / (row["ms"] - row["forward_ms"]))
+
+
 def test_a_wrong_kernel_is_refused(monkeypatch):
     monkeypatch.setattr(
         attention,
@@ -318,6 +353,61 @@ def test_conversations_make_one_tree_per_group(shared_data):
     (tree,) = conversation_trees(data, shared_data("tokenizers/qwen3"), tools, max_trees=1)
     stats = tree.stats()
     assert (stats.branches, stats.branch_tokens, stats.tree_tokens) == (60, 376_759, 27_706)
+
+
+def test_a_profile_adds_up():
+    launch = {"cat": "cuda_driver", "name": "cuLaunchKernel", "tid": 7, "dur": 1}
+    events = [
+        {"cat": "user_annotation", "name": "Optimizer.step#AdamW.step", "tid": 7, "ts": 100, "dur": 50},
+        {**launch, "ts": 10, "args": {"correlation": 1}},
+        {**launch, "ts": 120, "args": {"correlation": 2}},
+        {**launch, "ts": 160, "args": {"correlation": 3}},
+        {"cat": "kernel", "name": "nvjet_tst_128x256", "tid": 0, "ts": 300, "dur": 400, "args": {"correlation": 1}},
+        {"cat": "kernel", "name": "multi_tensor_apply", "tid": 0, "ts": 600, "dur": 200, "args": {"correlation": 2}},
+        {"cat": "kernel", "name": "multi_tensor_apply", "tid": 0, "ts": 900, "dur": 100, "args": {"correlation": 3}},
+        {"cat": "gpu_user_annotation", "name": "Optimizer.step#AdamW.step", "tid": 0, "ts": 600, "dur": 200},
+    ]
+    rows = profiles.summary(events, ms=1.0, tflop={"matmul": 0.2}, roof=1000.0)
+    spent = {row["category"]: row["kernel_ms"] for row in rows if row["name"] == "all"}
+    # kernels overlap from 600 to 700
+    assert spent == pytest.approx({"matmul": 0.4, "optimizer": 0.2, "elementwise": 0.1, "idle": 1.0 - 0.6})
+    assert rows[0]["tflops"] == pytest.approx(500.0) and rows[0]["roof_share"] == pytest.approx(0.5)
+    assert [row["name"] for row in rows[4:]] == ["nvjet_tst_128x256", "multi_tensor_apply", "multi_tensor_apply"]
+
+
+@pytest.mark.parametrize(
+    ("name", "category"),
+    [
+        ("kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object", "attention backward"),
+        ("kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object", "attention forward"),
+        ("triton_tem_fused_flex_attention_backward_1", "attention backward"),
+        ("triton_tem_fused_flex_attention_0", "attention forward"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x128x128", "attention backward"),
+        ("void cutlass::device_kernel<GemmUniversal<GroupProblemShape>>", "matmul"),
+        ("triton_poi_fused_mul_silu_3", "fused by the compiler"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies"),
+        ("void at::native::(anonymous namespace)::indexSelect", "other"),
+    ],
+)
+def test_kernels_have_categories(name, category):
+    assert profiles._named(name) == category
+
+
+def test_a_profiled_step(tmp_path):
+    options = ["--quick", "--modes", "eager", "graphs", "--methods", "folded", "--only", "search", "--seconds", "0"]
+    rows = step.main([*options, "--profile", "--output", str(tmp_path / "s.csv")])
+    assert [row["mode"] for row in rows] == ["eager", "graphs"] and rows[0]["loss"] == rows[1]["loss"]
+    lines = read(tmp_path / "s_profile.csv")
+    assert lines[0].keys() >= ENVIRONMENT | {"category", "kernel_ms", "share"}
+    for mode, row in zip(("eager", "graphs"), rows, strict=True):
+        mine = {line["category"]: line for line in lines if line["mode"] == mode and line["name"] == "all"}
+        assert mine.keys() >= {"matmul", "optimizer", "head and loss", "idle"}
+        assert float(mine["matmul"]["ms"]) == row["ms"] and row["host_forward_ms"] > 0
+        host = [line for line in lines if line["mode"] == mode and line["category"] == "host"]
+        assert len(host) == 15 and all(0 < float(line["own_ms"]) <= float(line["total_ms"]) for line in host)
+        work = sum(float(line["tflop"] or 0) for line in mine.values())
+        attention = row["pairs"] * 4 * 8 * 4 * 2 * 3.5 / 1e12  # SDPA is no category on a CPU
+        assert work + attention == pytest.approx(row["tflop"])
 
 
 def test_streaming_computes_every_token_once(tmp_path):

@@ -25,13 +25,13 @@ import hf_prefix_tree.modeling.attention.flash as flash
 
 fake_tensor.init_gpu_context = lambda device: None  # there may be none
 kind, rows, heads, kv_heads, head_dim = sys.argv[1], *map(int, sys.argv[2:])
-tree = [torch.zeros(rows, 512, dtype=torch.int32) for _ in range(1 if kind == "plain" else 3)]
+tree = [torch.zeros(rows, 512, dtype=torch.int32) for _ in range(1 if kind == "causal" else 3)]
 with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
     make = lambda *shape, dtype=torch.bfloat16: torch.empty(rows, *shape, dtype=dtype, device="cuda")
     query, key, value, grad = (make(512, n, head_dim) for n in (heads, kv_heads, kv_heads, heads))
     lists = [make(1, 4, *shape, dtype=torch.int32) for _ in range(4) for shape in ((), (4,))]
-    output, lse = flash._flash._init_fn(query, key, value, tree, lists, kind, 0.1)
-    grads = flash._flash_backward._init_fn(grad, query, key, value, output, lse, tree, lists, kind, 0.1)
+    output, lse = flash._forward(query, key, value, tree, lists, kind, 0.1)
+    grads = flash._backward(grad, query, key, value, output, lse, tree, lists, kind, 0.1)
 for own, like in zip((output, grads[0]), (query, query), strict=True):
     assert own.shape == like.shape and own.stride() == like.stride()
 for own, like in zip(grads[1:], (key, value), strict=True):
@@ -42,7 +42,7 @@ print("compiled")
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    [("plain", (1, 16, 8, 128)), ("window", (1, 4, 4, 64)), ("chunk", (2, 6, 2, 64)), ("plain", (2, 8, 1, 128))],
+    [("causal", (1, 16, 8, 128)), ("window", (1, 4, 4, 64)), ("chunk", (2, 6, 2, 64)), ("causal", (2, 8, 1, 128))],
 )
 def test_kernels_compile(kind, sizes):
     target = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"}

@@ -10,7 +10,8 @@ FlexAttention's FLASH backend runs the same kernels. Called directly they expose
   for them.
 - The mask looks up the tree by address. The kernels wrap every index of a tensor that a mask reads.
 
-A custom operator keeps compiled layers one graph. Everything private of `flash-attn-4` is touched here.
+Custom operators keep compiled layers one graph. Eager layers call what is in them: the dispatch of operators that take
+lists takes the host longer than the launch of the kernels. Everything private of `flash-attn-4` is touched here.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ def attend_flash(
         *(mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices),
         *(mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices),
     ]
-    output, _ = _flash(query, key, value, tensors, lists, kind, scale)
+    inputs: Any = query, key, value, tensors, lists, kind, scale
+    output = _flash(*inputs)[0] if torch.compiler.is_compiling() else _Eager.apply(*inputs)
     return output.transpose(1, 2)
 
 
-@torch.library.custom_op("hf_prefix_tree::flash", mutates_args=())
-def _flash(
+def _forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -81,8 +82,7 @@ def _flash(
     return output, lse
 
 
-@torch.library.custom_op("hf_prefix_tree::flash_backward", mutates_args=())
-def _flash_backward(
+def _backward(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -115,6 +115,10 @@ def _flash_backward(
     return query_grad, key_grad, value_grad
 
 
+_flash = torch.library.custom_op("hf_prefix_tree::flash", _forward, mutates_args=())
+_flash_backward = torch.library.custom_op("hf_prefix_tree::flash_backward", _backward, mutates_args=())
+
+
 @_flash.register_fake
 def _empty_results(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """The output, and the log-sum-exp of each group of heads, `(B, groups, kv_heads, N)`."""
@@ -140,16 +144,28 @@ def _keep(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(query, key, value, *output, *tensors, *lists)
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple:
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None, backward: Callable = _flash_backward) -> tuple:
     query, key, value, output, lse, *rest = ctx.saved_tensors  # once: checkpointing recomputes it, and then lets go
     tensors, lists = rest[: ctx.num_tensors], rest[ctx.num_tensors :]
-    query_grad, *grads = _flash_backward(grad, query, key, value, output, lse, tensors, lists, *ctx.rest)
+    query_grad, *grads = backward(grad, query, key, value, output, lse, tensors, lists, *ctx.rest)
     # not in the operator: compiled layers add the groups up where they read them
     grads = [x.sum(dim=1) if x.shape[1] > 1 else x[:, 0] for x in grads]
     return query_grad, *grads, [None] * len(tensors), [None] * len(lists), None, None
 
 
 _flash.register_autograd(_differentiate, setup_context=_keep)
+
+
+class _Eager(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:  # with a `setup_context` it takes the host longer
+        results = _forward(*inputs)
+        _keep(ctx, inputs, results)
+        return results[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return *_differentiate(ctx, grad, None, _backward)[:3], None, None, None, None
 
 
 def _dense(x: Tensor) -> Tensor:
