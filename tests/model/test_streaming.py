@@ -111,6 +111,18 @@ def test_checkpointing(reentrant, offloaded):
     assert relative_error(gradients(model), expected) < 1e-6  # norms and routers compute in float32
 
 
+def test_what_was_fetched_for_a_frozen_layer_is_not_read_later():
+    """The layer below is fetched during a recomputation, but one without a backward is not recomputed."""
+    model, trees = make_model("llama"), forest(5)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(("model.layers.1.", "model.norm.")))
+    _, expected = whole(model, trees)
+    model.enable_input_require_grads = lambda: None  # what enabling calls in some versions
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    _, sections = streamed(model, trees, 4, on_host=True)
+    assert len(sections) > 5 and relative_error(gradients(model), expected) < 1e-6  # norms compute in float32
+
+
 def test_a_deep_path_is_a_chain_of_sections():
     """Longer than a section, without a fork: what is passed down the chain comes up again."""
     rng = np.random.default_rng(0)
