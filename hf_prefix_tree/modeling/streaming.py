@@ -252,9 +252,10 @@ class _Layer:
             dtype = torch.promote_types(grad.dtype, torch.float32)
             sums = self.sums[index] = self.store.empty(self.store.open_room, grad, dtype)
         held = self.take(2 + index, section) if self.on_host else sums
-        own, common = tokens[start:], min(filled, start)
+        own = tokens[start:]
         if section.is_open and filled > start:
             own = own + held[start:filled]
+        common = min(filled, start)
         total = held[:common].add_(tokens[:common])
         if self.on_host:
             self.store.leaving.append((self, total, self._copy(sums[:common], total)))
