@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -121,6 +123,47 @@ def test_what_was_fetched_for_a_frozen_layer_is_not_read_later():
     model.gradient_checkpointing_enable({"use_reentrant": False})
     _, sections = streamed(model, trees, 4, on_host=True)
     assert len(sections) > 5 and relative_error(gradients(model), expected) < 1e-6  # norms compute in float32
+
+
+def end_late(monkeypatch):
+    """
+    Copies as a GPU may do them at the latest: when they are waited for, in order within a layer. Until then there is
+    no number in their target. Nothing but the layer keeps the GPU's tensor. Returns the copies that have not ended.
+    """
+    unfinished = []
+
+    def begin(layer, target, source):
+        is_fetch = target._base is None
+        target.fill_(torch.nan)
+        tensors = (weakref.ref(target), lambda: source) if is_fetch else (lambda: target, weakref.ref(source))
+        unfinished.append((layer, tensors, end := object()))
+        return end
+
+    def wait(layer, end):
+        while any(copy[2] is end for copy in unfinished):
+            copy = next(copy for copy in unfinished if copy[0] is layer)
+            unfinished.remove(copy)
+            target, source = (tensor() for tensor in copy[1])
+            target.copy_(source)  # `None` where memory was free before the end
+
+    monkeypatch.setattr(streaming._Layer, "_copy", begin)
+    monkeypatch.setattr(streaming._Layer, "wait", wait)
+    return unfinished
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_copies_are_waited_for(monkeypatch, checkpointing):
+    model = make_model("gpt_oss")
+    for seed in (3, 5):
+        _, expected = whole(model, forest(seed))
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        with monkeypatch.context() as patch:
+            unfinished = end_late(patch)
+            _, sections = streamed(model, forest(seed), 4, on_host=True)
+        model.gradient_checkpointing_disable()
+        assert len(sections) > 5 and not unfinished
+        assert relative_error(gradients(model), expected) < 1e-6
 
 
 def test_a_deep_path_is_a_chain_of_sections():
