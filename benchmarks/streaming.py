@@ -74,7 +74,7 @@ QUICK: dict[str, Nodes] = {
 }
 SPLIT_TOKENS = {"prompt": 49_152, "caterpillar": 24_576}
 QUICK_SPLIT_TOKENS = {"prompt": 120, "caterpillar": 80}
-SIDES = ("path", "split", "stream", "stream-offloaded")
+SIDES = ("path", "split", "stream-offloaded", "stream")
 
 LONG_PATH = rollouts(prompt=61_440, completions=2, length=4096)
 QUICK_LONG_PATH = rollouts(prompt=100, completions=2, length=12)
