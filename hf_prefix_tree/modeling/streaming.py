@@ -110,10 +110,15 @@ class Section:
                     f"are kept for each layer once. {_HINT}"
                 )
             self.met.add(layer)
-        return _Extend.apply(key, value, self.store.layer(layer, (key, value)), self)
+        kept = self.store.layer(layer, (key, value))
+        extended = _Extend.apply(key, value, kept, self)
+        if self.store.on_host:
+            self.store.fetch_ahead(kept, self)
+        return extended
 
     def check(self) -> None:
         """Raises `RuntimeError` where the backward of the section left a gradient of later ones behind."""
+        self.store.wait()
         if self.is_open and any(
             filled > self.start for layer in self.store.layers.values() for filled in layer.filled
         ):
@@ -131,6 +136,7 @@ class _Extend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        ctx.section.store.wait(for_fetched=False)
         of_key, of_value = (ctx.layer.handed_over(index, grad, ctx.section) for index, grad in enumerate(grads))
         return of_key, of_value, None, None
 
@@ -138,6 +144,10 @@ class _Extend(torch.autograd.Function):
 class PathStore:
     """
     Keys and values of one path, by layer, and the sums of their gradients.
+
+    What the host keeps is copied while the GPU computes: what the next layer reads is fetched during this one. The
+    tensors of a copy are allocated by the stream that computes, so it waits for the end of the copy before it reads
+    what was fetched, and before it frees either of them.
 
     Args:
         room (`int`): Tokens of the longest path, its last section included.
@@ -148,6 +158,7 @@ class PathStore:
     def __init__(self, room: int, open_room: int, on_host: bool) -> None:
         self.room, self.open_room, self.on_host = room, open_room, on_host
         self.layers: dict[torch.nn.Module, _Layer] = {}
+        self.leaving: list[tuple[_Layer, Tensor, torch.cuda.Event | None]] = []
 
     def layer(self, module: torch.nn.Module, like: Sequence[Tensor]) -> _Layer:
         """The tensors of a layer of attention, made at its first call."""
@@ -161,16 +172,66 @@ class PathStore:
         is_pinned = self.on_host and like.is_cuda
         return torch.empty((tokens, like.shape[1], like.shape[3]), dtype=dtype, device=device, pin_memory=is_pinned)
 
+    def fetch_ahead(self, layer: _Layer, section: Section) -> None:
+        """Begins to fetch what comes next: sums for the backward of a recomputed layer, and the next layer's path."""
+        layers, is_forward = list(self.layers.values()), section.met is not None
+        following = layers.index(layer) + (1 if is_forward else -1)
+        for index in () if is_forward else (2, 3):
+            layer.fetch(index, section)
+        for index in (0, 1) if 0 <= following < len(layers) else ():
+            layers[following].fetch(index, section)
+
+    def wait(self, for_fetched: bool = True) -> None:
+        """Waits for the copies to the host, and for those from it that nobody read."""
+        for layer, _, end in self.leaving:
+            layer.wait(end)
+        self.leaving.clear()
+        for layer in self.layers.values() if for_fetched else ():
+            for _, end in layer.fetched.values():
+                layer.wait(end)
+            layer.fetched.clear()
+
 
 class _Layer:
     """Keys (index 0) and values (1) of the path in one layer, and their gradients."""
 
     def __init__(self, store: PathStore, like: Sequence[Tensor]) -> None:
-        self.store, self.on_host = store, store.on_host
+        self.store, self.on_host, self.device = store, store.on_host, like[0].device
         tokens = store.open_room if self.on_host else store.room
         self.kept = [store.empty(tokens, x, x.dtype) for x in like]
         self.sums: list[Tensor | None] = [None, None]
         self.filled = [0, 0]  # tokens from the root whose sums hold something
+        self.fetched: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}  # 2 and 3 are the sums
+        self.copies = torch.cuda.Stream(self.device) if self.on_host and self.device.type == "cuda" else None
+
+    def _copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
+        """Begins a copy that follows what has been computed so far, and earlier copies. Returns its end."""
+        if self.copies is None:
+            target.copy_(source)
+            return None
+        self.copies.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.copies):
+            target.copy_(source, non_blocking=True)
+        return self.copies.record_event()
+
+    def wait(self, end: torch.cuda.Event | None) -> None:
+        if end is not None:
+            torch.cuda.current_stream(self.device).wait_event(end)
+
+    def fetch(self, index: int, section: Section) -> None:
+        """Begins to fetch what a section reads: keys (0) and values (1) of its path, or all that is in their sums."""
+        source = self.kept[index][: section.start] if index < 2 else self.sums[index - 2]
+        if source is not None and index not in self.fetched:
+            source = source if index < 2 else source[: self.filled[index - 2]]
+            target = torch.empty_like(source, device=self.device)
+            self.fetched[index] = target, self._copy(target, source)
+
+    def take(self, index: int, section: Section) -> Tensor:
+        """What [`fetch`] brings, begun before or now."""
+        self.fetch(index, section)
+        tensor, end = self.fetched.pop(index)
+        self.wait(end)
+        return tensor
 
     def extended(self, index: int, tensor: Tensor, section: Section) -> Tensor:
         """`tensor`, `[1, heads, N, size]`, after its path."""
@@ -181,7 +242,7 @@ class _Layer:
             kept[start:end].copy_(tokens, non_blocking=True)
         if not self.on_host:
             return kept[:end][None].transpose(1, 2)
-        return torch.cat([kept[:start].to(tensor.device, non_blocking=True), tokens])[None].transpose(1, 2)
+        return torch.cat([self.take(index, section), tokens])[None].transpose(1, 2)
 
     def handed_over(self, index: int, grad: Tensor, section: Section) -> Tensor:
         """Adds the gradient of the path to the sums; returns the section's, with what later sections added to it."""
@@ -190,14 +251,14 @@ class _Layer:
         if (sums := self.sums[index]) is None:
             dtype = torch.promote_types(grad.dtype, torch.float32)
             sums = self.sums[index] = self.store.empty(self.store.open_room, grad, dtype)
+        held = self.take(2 + index, section) if self.on_host else sums
         own = tokens[start:]
         if section.is_open and filled > start:
-            own = own + sums[start:filled].to(grad.device, non_blocking=True)
+            own = own + held[start:filled]
         common = min(filled, start)
-        if common:
-            total = sums[:common].to(grad.device, non_blocking=True).add_(tokens[:common])
-            if self.on_host:
-                sums[:common].copy_(total, non_blocking=True)
+        total = held[:common].add_(tokens[:common])
+        if self.on_host:
+            self.store.leaving.append((self, total, self._copy(sums[:common], total)))
         sums[common:start].copy_(tokens[common:start], non_blocking=True)
         self.filled[index] = start
         return own.to(grad.dtype)[None].transpose(1, 2)
@@ -325,6 +386,7 @@ def _entering(section: Section | None) -> Iterator[None]:
         _entered.reset(token)
         if section is not None:
             section.met = None
+            section.store.wait()
 
 
 def stream(

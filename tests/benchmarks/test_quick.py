@@ -1,6 +1,7 @@
 """The benchmarks run end to end on a CPU, and what they compute beside times is right."""
 
 import csv
+import math
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from benchmarks import attention, call_overhead, fold, mask, packed, prepare, profiles, step, streaming
+from benchmarks import attention, call_overhead, common, fold, mask, packed, prepare, profiles, step, streaming
 from benchmarks.common import attempted, check_failures, write_csv
 from benchmarks.flops import MODELS, flop_counts, model_config
 from benchmarks.microbatches import BranchStep, pack, scan_starts_anew
@@ -412,18 +413,47 @@ def test_a_profiled_step(tmp_path):
 
 def test_streaming_computes_every_token_once(tmp_path):
     output = tmp_path / "streaming.csv"
-    rows = streaming.main(["--quick", "--only", *streaming.SHAPES, "--output", str(output)])
-    assert len(rows) == len(read(output)) == 7 and {"peak_gib", *ENVIRONMENT} <= read(output)[0].keys()
-    by_side = {(row["shape"], row["side"]): row for row in rows}
-    for (shape, side), row in by_side.items():
-        if side == "stream":
+    rows = streaming.main(["--quick", "--output", str(output)])
+    assert len(rows) == len(read(output)) == 12 and {"peak_gib", *ENVIRONMENT} <= read(output)[0].keys()
+    for row in rows:
+        (split,) = (other for other in rows if (other["shape"], other["side"]) == (row["shape"], "split"))
+        assert row["speedup"] == split["s"] / row["s"]
+        if row["side"] == "path":
+            assert row["tokens"] == row["longest_path"] and row["passes"] == 1
+        elif row["side"] == "split":
+            assert row["tokens"] > row["tree_tokens"] and row["passes"] > 1
+        else:
             assert row["tokens"] == row["tree_tokens"] and row["passes"] > 2
             assert row["longest_path"] > row["max_tokens"]
-        elif side == "path":
-            assert row["tokens"] == row["longest_path"]
-        else:
-            assert row["tokens"] > row["tree_tokens"]
-            assert row["loss"] == pytest.approx(by_side[shape, "stream"]["loss"], rel=1e-5)
+            assert row["loss"] == pytest.approx(split["loss"], rel=1e-5)
+
+
+def test_settings_that_do_not_fit_are_followed_by_the_next(tmp_path, monkeypatch):
+    train, tried = streaming.train, []
+
+    def limited(steps, shape, weights, trees, settings, args):
+        tried.append(settings)
+        if len(tried) == 3:  # the first settings of the last cap, in the step of the long path
+            train(steps, shape, weights, trees[:2], settings, args)
+            raise torch.cuda.OutOfMemoryError("CUDA")
+        return train(steps, shape, weights, trees, settings, args)
+
+    monkeypatch.setattr(streaming, "train", limited)
+    output = tmp_path / "settings.csv"
+    rows = streaming.main(["--quick", "--only", "settings", "--caps", "80", "24", "48", "--output", str(output)])
+    assert len(read(output)) == len(rows) == 8
+    assert [row["cap_gb"] for row in rows] == [80, 80, 24, 24, 48, 48, 48, 48]
+    assert [row.get("failure") for row in rows] == [None] * 4 + ["out of memory"] + [None] * 3
+    assert rows[4].get("s") is None and rows[5]["shape"] == "tau-bench"  # ended before
+    for row in rows[:4] + rows[5:]:
+        assert row["tokens"] == row["tree_tokens"] and row["hours"] > 0
+        assert (row["passes"] > 2) == (row["longest_path"] > (row["max_tokens"] or math.inf))
+    assert rows[0]["hours"] == pytest.approx(1000 * 69_632 * rows[0]["s"] / rows[0]["tree_tokens"] / 3600)
+    assert "overflow='stream', max_packed_tokens=32, activation_offloading=True" in rows[2]["settings"]
+    assert rows[2]["side"] == "qlora" and rows[0]["settings"] == "gradient_checkpointing=True"
+    assert streaming.EPOCH["tau-bench"] == int(
+        read(Path(common.__file__).with_name("results") / "prepare_tau_bench.csv")[0]["tree_tokens"]
+    )
 
 
 def test_a_failed_measurement_is_raised_at_the_end():

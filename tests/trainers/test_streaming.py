@@ -30,6 +30,7 @@ from tests.support.engine_runs import (
     train_saving,
 )
 from tests.support.ranks import run_ranks
+from tests.support.streaming_runs import forget
 from tests.support.trainer_runs import (
     config,
     distance,
@@ -118,12 +119,6 @@ def test_compiled_layers(tmp_path, whole):
 
 def test_lost_gradients_are_noticed(tmp_path, whole, monkeypatch):
     """Negative control: without what later sections hand over, other weights are trained."""
-    handed_over = streaming._Layer.handed_over
-
-    def forget(layer, index, grad, section):
-        layer.filled[index] = min(layer.filled[index], section.start)
-        return handed_over(layer, index, grad, section)
-
     monkeypatch.setattr(streaming._Layer, "handed_over", forget)
     trainer = make_trainer(tmp_path, dict(STREAM))
     trainer.train()
