@@ -196,7 +196,7 @@ class _Layer:
     """Keys (index 0) and values (1) of the path in one layer, and their gradients."""
 
     def __init__(self, store: PathStore, like: Sequence[Tensor]) -> None:
-        self.store, self.on_host, self.device = store, store.on_host, like[0].device
+        self.on_host, self.device = store.on_host, like[0].device  # not the store, which would never be freed at once
         tokens = store.open_room if self.on_host else store.room
         self.kept = [store.empty(tokens, x, x.dtype) for x in like]
         self.sums: list[Tensor | None] = [None, None]
@@ -250,7 +250,7 @@ class _Layer:
         tokens = grad[0].transpose(0, 1)
         if (sums := self.sums[index]) is None:
             dtype = torch.promote_types(grad.dtype, torch.float32)
-            sums = self.sums[index] = self.store.empty(self.store.open_room, grad, dtype)
+            sums = self.sums[index] = section.store.empty(section.store.open_room, grad, dtype)
         held = self.take(2 + index, section) if self.on_host else sums
         own = tokens[start:]
         if section.is_open and filled > start:
@@ -258,7 +258,7 @@ class _Layer:
         common = min(filled, start)
         total = held[:common].add_(tokens[:common])
         if self.on_host:
-            self.store.leaving.append((self, total, self._copy(sums[:common], total)))
+            section.store.leaving.append((self, total, self._copy(sums[:common], total)))
         sums[common:start].copy_(tokens[common:start], non_blocking=True)
         self.filled[index] = start
         return own.to(grad.dtype)[None].transpose(1, 2)

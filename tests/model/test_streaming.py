@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 
 import numpy as np
@@ -117,6 +118,26 @@ def test_checkpointing(reentrant, offloaded):
     _, sections = streamed(model, trees, 4, on_host=offloaded)
     assert len(sections) > 5
     assert relative_error(gradients(model), expected) < 1e-6  # norms and routers compute in float32
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_path_is_freed_with_its_sections(checkpointing, on_host):
+    """At once: the next step makes the same tensors, 12 GiB for a path of 40k tokens of Qwen3-0.6B."""
+    model = make_model("llama")
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    gc.collect()
+    gc.disable()
+    try:
+        _, sections = streamed(model, forest(5), 4, on_host=on_host)
+        layers = sections[0].store.layers.values()
+        kept = [weakref.ref(tensor) for layer in layers for tensor in (*layer.kept, *layer.sums)]
+        assert len(kept) == 8 and all(tensor() is not None for tensor in kept)
+        del sections, layers
+        assert not any(tensor() is not None for tensor in kept)
+    finally:
+        gc.enable()
 
 
 def test_what_was_fetched_for_a_frozen_layer_is_not_read_later():
