@@ -266,9 +266,7 @@ def _of_adapter(named: Iterable[tuple[str, Any]]) -> list[Any]:
 
 def _local(parameter: torch.nn.Parameter) -> torch.Tensor:
     """The numbers of a parameter that are on this rank; writing them leaves no trace in autograd."""
-    if hasattr(parameter, "ds_tensor"):  # ZeRO-3
-        return parameter.ds_tensor.data
-    data = parameter.data
+    data = getattr(parameter, "ds_tensor", parameter).data  # ZeRO-3 keeps them there
     return data.to_local() if isinstance(data, torch.distributed.tensor.DTensor) else data
 
 
@@ -276,10 +274,9 @@ def _attributes(modules: list[torch.nn.Module]) -> list[tuple[dict[str, Any], di
     def is_kept(name: str) -> bool:
         return name in ("_buffers", "_disable_adapters") or (name[0] != "_" and name != "training")
 
-    def copied(table: dict[str, Any]) -> dict[str, Any]:
-        return {name: dict(x) if isinstance(x, dict) else x for name, x in table.items() if is_kept(name)}
-
-    return [(vars(module), copied(vars(module))) for module in modules]
+    kept = [[(name, x) for name, x in vars(module).items() if is_kept(name)] for module in modules]
+    copies = [{name: dict(x) if isinstance(x, dict) else x for name, x in items} for items in kept]
+    return list(zip(map(vars, modules), copies, strict=True))
 
 
 def _restore(attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
