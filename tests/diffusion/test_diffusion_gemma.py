@@ -13,7 +13,7 @@ from tests.support.diffusion_runs import SIZE, collated, logs_of, rows_of_ids, t
 from tests.support.engine_runs import needs_transformers
 from tests.support.models import VOCAB, gradients
 
-pytestmark = needs_transformers("5.24", "DiffusionGemma with a `cache`")
+pytestmark = needs_transformers("5.24", "in older ones the cache of DiffusionGemma has another name")
 
 
 def draw(count=4):
@@ -99,7 +99,7 @@ def test_a_window_that_moves_within_the_canvas_fails():
 
 
 def trained(folder, rows, model):
-    """The losses of twenty steps on all rows. Weights have their usual size: large ones learn little in a few steps."""
+    """The losses of twenty steps on all rows. Weights have their usual size: large ones learn slowly."""
     options = {"objective": "block", "corruption": "random", "per_device_train_batch_size": len(rows)}
     options |= {"optim": "adamw_torch", "learning_rate": 0.02, "max_steps": 20}
     trainer = trainer_of(folder, rows, model=model, **options)
