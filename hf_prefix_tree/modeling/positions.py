@@ -191,9 +191,16 @@ def _see_once(see: Callable, pixel_values: torch.Tensor, image_grid_thw: torch.T
     images = pixel_values.split(image_grid_thw.prod(dim=1).tolist())
     kept, where = np.unique(first_equal(images, image_grid_thw), return_inverse=True)
     output = see(torch.cat([images[i] for i in kept]), image_grid_thw[kept], **kwargs)
-    output.pooler_output = [output.pooler_output[i] for i in where]
+    sizes = [len(image) for image in output.pooler_output]
+
+    def at_every_image(features: Any) -> Any:
+        if isinstance(features, torch.Tensor):  # Qwen3-VL joins those of all images of a layer in Transformers 5.17
+            return torch.cat([features.split(sizes)[i] for i in where])
+        return [features[i] for i in where]
+
+    output.pooler_output = at_every_image(output.pooler_output)
     if getattr(output, "deepstack_features", None) is not None:
-        output.deepstack_features = [[layer[i] for i in where] for layer in output.deepstack_features]
+        output.deepstack_features = [at_every_image(layer) for layer in output.deepstack_features]
     return output
 
 

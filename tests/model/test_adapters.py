@@ -9,15 +9,16 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.config import MontecloraConfig, VeloraConfig
-from transformers import Llama4ForCausalLM, Llama4TextConfig
+from transformers import AutoModelForCausalLM, Llama4ForCausalLM, Llama4TextConfig, LlamaConfig
 
 import hf_prefix_tree.modeling.prepare as model_module
+import hf_prefix_tree.modeling.verify_adapters as verify_module
 from conformance.double import keep_double
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.modeling.batch import concatenate_trees
 from hf_prefix_tree.modeling.verify import ROUNDING
 from hf_prefix_tree.modeling.verify_adapters import verify_adapters
-from tests.support.models import branch_runs, gradients, make_model, random_forest, relative_error
+from tests.support.models import CONFIGS, branch_runs, gradients, make_model, random_forest, relative_error
 
 TARGETS = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 EXACT = {
@@ -122,6 +123,58 @@ def test_rounding_of_the_model_itself_is_no_fault_of_an_adapter(monkeypatch):
     for name in ("lily", "velora"):
         with pytest.raises(ValueError, match=REFUSED[name][1]):
             verify_adapters(models[name].get_base_model(), models[name])
+
+
+DEEP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 20, "head_dim": 4}
+SCORES = {"target_modules": ["q_proj", "k_proj"], "task_type": "CAUSAL_LM"}  # whose adapters amplify rounding most
+
+
+def deep(config, seed=0, dtype=torch.bfloat16):
+    """A deep model with an adapter, prepared; the test checks the adapter by itself."""
+    torch.manual_seed(0)
+    llama = LlamaConfig(**{**CONFIGS["llama"].to_dict(), **DEEP})
+    model = AutoModelForCausalLM.from_config(llama, dtype=dtype, attn_implementation="prefix_tree")
+    torch.manual_seed(seed)
+    return prepare_model(get_peft_model(model, config))
+
+
+def is_refused(model):
+    try:
+        verify_adapters(model.get_base_model(), model)
+    except ValueError as error:
+        assert AVERAGES in str(error)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "autocast"])
+def test_float32_decides_where_rounding_hides_an_adapter(dtype, monkeypatch):
+    """Under the noise of the check, strong LoRA rounds by 30 times as much as the model without it."""
+    monkeypatch.setattr(model_module, "verify_adapters", lambda *args: None)
+    strong = {"r": 16, "lora_alpha": 512, **SCORES}
+    configs = {
+        "lora": LoraConfig(**strong),
+        "lily": peft.LilyConfig(**SCORES),
+        "velora": LoraConfig(velora_config=VeloraConfig(num_groups=4), **strong),
+    }
+    models = {name: deep(config, dtype=dtype) for name, config in configs.items()}
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+        refused = {name: is_refused(model) for name, model in models.items()}
+    assert refused == {"lora": False, "lily": True, "velora": True}
+    if dtype == torch.bfloat16:  # whose rounding alone would not tell them apart
+        monkeypatch.setattr(verify_module, "_in_float32", lambda model, **inputs: model(**inputs))
+        assert is_refused(models["lora"])
+
+
+def test_sharded_weights_are_compared_with_the_rounding_of_the_model(monkeypatch):
+    """They have no float32 form here, and no gradients; the tolerance of bf16 is less than what the model rounds."""
+    monkeypatch.setattr(model_module, "verify_adapters", lambda *args: None)
+    lora, lily = deep(LoraConfig(r=16, lora_alpha=128, **SCORES), 6), deep(peft.LilyConfig(**TARGETS))
+    monkeypatch.setattr(verify_module.verify, "is_materialized", lambda model: False)
+    monkeypatch.setitem(ROUNDING, torch.bfloat16, 2e-3)
+    assert not is_refused(lora) and is_refused(lily)
+    monkeypatch.setattr(verify_module, "OWN_ROUNDING", 2)
+    assert is_refused(lora)
 
 
 @pytest.mark.parametrize("name", REFUSED)

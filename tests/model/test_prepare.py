@@ -6,6 +6,8 @@ import pickle
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from peft import AdaLoraConfig, LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -42,13 +44,16 @@ def test_continuous_batching_needs_another_implementation_for_its_time():
         found = model.generate_batch(prompts, options, small, progress_bar=False)
         return [x.generated_tokens for x in found.values()]
 
+    refused = "prefix_tree is not supported for continuous batching"
+    if Version(transformers.__version__) < Version("5.19"):  # it sets the paged form of any, which does not exist
+        refused = r'"paged\|prefix_tree"` is not supported'
     model = make_model("qwen3", dtype=torch.float32)
     model.set_attn_implementation("sdpa")
     expected = generated(model)
     prepare_model(model)
     with torch.no_grad():
         loss = model(**batch()).loss
-        with pytest.raises(ValueError, match="continuous batching"):
+        with pytest.raises(ValueError, match=refused):
             generated(model)
         assert model(**batch()).loss == loss
         model.set_attn_implementation("sdpa")

@@ -43,7 +43,8 @@ needs_deepspeed = pytest.mark.skipif(
 
 def needs_transformers(version, reason):
     """Skips a test on older ones, where what it uses of Transformers itself does not work."""
-    return pytest.mark.skipif(Version(transformers.__version__) < Version(version), reason=reason)
+    is_older = Version(transformers.__version__) < Version(version)
+    return pytest.mark.skipif(is_older, reason=f"needs Transformers {version}: {reason}")
 
 
 def zero(stage):
