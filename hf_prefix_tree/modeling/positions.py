@@ -111,8 +111,7 @@ def _unflatten(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> to
     context = active_tree()
     if context is None or context.prefix_tree.shape[0] == 1:  # the shape is the model's
         return None
-    batch_size, _, length = context.prefix_tree.shape
-    return output.reshape(batch_size, length, output.shape[-1])
+    return output.reshape(context.prefix_tree.shape[0], -1, output.shape[-1])
 
 
 def tempered_by_depth(attention: torch.nn.Module, query: torch.Tensor, prefix_tree: torch.Tensor) -> torch.Tensor:
@@ -153,8 +152,7 @@ def _pick_by_depth(build: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise ValueError(
             f"This model has one ALiBi bias for a whole batch: use a batch of 1 packed sequence, not {batch_size}."
         )
-    heads = line.shape[0] // batch_size
-    return line.gather(2, depth.repeat_interleave(heads, dim=0)[:, None])
+    return line.gather(2, depth.repeat_interleave(line.shape[0] // batch_size, dim=0)[:, None])
 
 
 # Inputs beside the batch contract of a model that takes images. The token types are computed anew.

@@ -131,12 +131,11 @@ def verify_images(model: PreTrainedModel, forward: Callable) -> str | None:
     for flat in (True, False):  # models take patches as vectors or as pictures
         try:
             _verify(model, forward, _forest_with_images(model, flat))
+            return None
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             reasons.append(f"self-verification with images did not pass ({type(error).__name__}: {error}).")
-        else:
-            return None
     return reasons[0]
 
 

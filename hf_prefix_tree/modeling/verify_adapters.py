@@ -178,7 +178,6 @@ class _Runs:
     parameters: list[torch.nn.Parameter]
     reset: Callable = lambda: None
     draws: bool = False  # whether a call moved the random state
-    directions: torch.Tensor | None = None  # `[checked tokens, vocabulary]`: what gradients are taken of
     dtype: torch.dtype = torch.float32  # of the logits
     is_random: bool = False  # whether two equal calls differ by what they draw; some draw for a dropout of 0
 
@@ -215,11 +214,9 @@ class _Runs:
             self.draws |= not torch.equal(before, _random_state(self.model.device))
             if not self.parameters:
                 return logits, []
-            if self.directions is None:
-                shape = (int(torch.cat(self.forest.chosen).max()) + 1, logits.shape[-1])
-                generator = torch.Generator().manual_seed(0)
-                self.directions = torch.randn(shape, generator=generator).to(logits.device)
-            loss = (logits * self.directions[chosen].to(logits.dtype)).sum()
+            shape = (int(torch.cat(self.forest.chosen).max()) + 1, logits.shape[-1])
+            directions = torch.randn(shape, generator=torch.Generator().manual_seed(0))  # for each checked token
+            loss = (logits * directions[chosen].to(logits)).sum()
             grads = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         pairs = zip(self.parameters, grads, strict=True)
         return logits.detach(), [torch.zeros_like(p) if grad is None else grad for p, grad in pairs]

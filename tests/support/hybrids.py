@@ -4,10 +4,13 @@ import copy
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from conformance.configs import tiny_config
+from hf_prefix_tree import prepare_model
 from hf_prefix_tree.modeling.batch import concatenate_trees
 from tests.support.models import branch_runs, gradients, relative_error
 
@@ -18,6 +21,8 @@ FAMILIES = (
     *("lfm2", "lfm2_moe", "lfm3", "bamba", "nemotron_h", "granitemoehybrid", "falcon_h1", "zamba2"),
     *("kimi_linear", "bailing_hybrid"),
 )
+_NO_KEYWORDS = "in this Transformers it does not hand `causal_conv1d_fn` the keyword arguments"
+REFUSED_BEFORE_5_24 = {"lfm2": _NO_KEYWORDS, "lfm2_moe": _NO_KEYWORDS, "qwen4_exp_text": "`qwen_sparse_attention`"}
 FAMILIES = [name for name in FAMILIES if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
 
 
@@ -37,11 +42,11 @@ def make_hybrid(model_type, dtype=torch.float64, seed=0, config=None):
 
 
 def served_here(model_type):
-    """LFM2 before Transformers 5.24 and Qwen4-exp before 5.24 lack what they are served by."""
-    import transformers
-
-    if transformers.__version__.split(".")[:2] < ["5", "24"] and model_type in ("lfm2", "lfm2_moe", "qwen4_exp_text"):
-        pytest.skip(f"{model_type} is refused on transformers {transformers.__version__}")
+    """Skips architectures that lack what they are served by before Transformers 5.24, once they are refused."""
+    if model_type in REFUSED_BEFORE_5_24 and Version(transformers.__version__) < Version("5.24"):
+        with pytest.raises(ValueError, match=REFUSED_BEFORE_5_24[model_type]) as refusal:
+            prepare_model(make_hybrid(model_type))
+        pytest.skip(f"needs Transformers 5.24: {refusal.value}")
 
 
 def errors(model, trees, pad_to=128):
