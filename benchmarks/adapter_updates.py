@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""What 16 bits keep of small LoRA updates: dtypes of weights, adapters and residual stream against float32, on a CPU.
+"""How much of small LoRA updates bfloat16 keeps, by dtype of weights, adapters and residual stream, on a CPU.
 
     python -m benchmarks.adapter_updates --output adapter_updates_cpu.csv
     python -m benchmarks.adapter_updates --models smollm2 --gguf FILE.gguf --steps 32 --trees 4 --modes eager
@@ -8,18 +8,18 @@ All runs start from the same weights (rounded to bfloat16, as checkpoints are) a
 steps on the same branches: `tree` as one packed sequence, `stock` as a padded batch under SDPA, without this package.
 `compiled` compiles each decoder layer. `SETTINGS` lists the dtypes; each is compared with `float32` of the same side.
 
-The first two steps take the same branches, so that the second shows what the first changed. `moved` is the change of
-the loss; `hidden_moved` that of the last hidden states, relative to their norm; `follows` its projection on the change
-in float32 (1: all of it, on average), `cosine` the cosine of both (below 1: rounding differs from step to step).
-`lost` is the share of outputs of adapted linear layers that equal those of the layer without its adapter (stock,
-eager). `gap` is the distance of the loss from that of float32, averaged over the steps, and `judged` the mean loss of
-all batches under the trained adapters in float32, `judged_before` without them: what training learned, whatever the
-forward showed.
+The first two steps use the same branches, so the second shows the effect of the first. `moved` is the change of the
+loss, `hidden_moved` the change of the last hidden states relative to their norm, `follows` the projection of that
+change onto the change in float32 (1: all of it, on average), and `cosine` the cosine of both (below 1: rounding
+differs from step to step). `lost` is the share of outputs of adapted linear layers that equal those of the layer
+without its adapter (stock, eager). `gap` is the distance of the loss from the loss in float32, averaged over the
+steps. `judged` is the mean loss of all batches with the trained adapters, evaluated in float32, and `judged_before`
+the same without adapters: they show what was learned, whatever the forward showed.
 
 Models: `smollm2` has real weights and trains on generated dialogues; `0.6b` and `8b-wide` (2 layers) have random ones.
-`sum` is no model but the sum that ends a block, residual + (output of the linear layer + output of its adapter), of a
-million random numbers (standard deviation 1; of the adapter's, `delta`): `follows` is the projection of its change on
-the adapter's output, for a residual and an output of the linear layer in either dtype.
+`sum` is not a model but the sum at the end of a block, residual + (output of the linear layer + output of its
+adapter), for a million random numbers (standard deviation 1, and `delta` for the adapter): `follows` is the projection
+of its change onto the adapter's output, for a residual and an output of the linear layer in either dtype.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class Task(NamedTuple):
-    """A model whose weights are numbers of bfloat16, and the trees of the steps."""
+    """A model whose weights are representable in bfloat16, and the trees of the steps."""
 
     model: PreTrainedModel
     trees: list[PrefixTree]
@@ -118,7 +118,7 @@ def load(name: str, gguf: Path | None, count: int) -> Task:
 
 
 def cast(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Casts the parameters alone: rotary frequencies stay in float32, as in models that are loaded in 16 bits."""
+    """Casts the parameters only: rotary frequencies stay in float32, as in models that are loaded in 16 bits."""
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
 
@@ -202,7 +202,7 @@ class Run(NamedTuple):
 def train(
     model: PeftModel, batches: list[Batch], setting: Setting, learning_rate: float, steps: int, counts: bool
 ) -> Run:
-    """Steps 1 and 2 take the first batch, so that the second shows what the first changed."""
+    """Steps 1 and 2 use the first batch, so the second shows the effect of the first."""
     # no weight decay, no clipping: a step of Adam is one learning rate for each parameter
     optimizer = torch.optim.AdamW(adapters(model), lr=learning_rate, weight_decay=0.0)
     losses, hidden, lost = [], [], None
@@ -234,7 +234,7 @@ def judge(model: PeftModel, batches: list[Batch], trained: list[torch.Tensor] | 
 
 
 def compare(run: Run, reference: Run) -> Row:
-    """What the second step shows of the first, and the distance of the losses."""
+    """The effect of the first step that the second shows, and the distance of the losses."""
     (before, after), (exact_before, exact_after) = run.hidden, reference.hidden
     change, exact = (after - before).flatten(), (exact_after - exact_before).flatten()
     gaps = [abs(a - b) for a, b in zip(run.losses, reference.losses, strict=True)]

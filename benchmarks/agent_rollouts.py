@@ -4,28 +4,29 @@
     python -m benchmarks.agent_rollouts --output agent_rollouts.csv
     python -m benchmarks.agent_rollouts --conversations trials.jsonl --tools tools.json --tokenizer Qwen/Qwen3-0.6B
 
-A group of 8 rollouts of one prompt. Each turn is a row: the tokens it was sampled after, and those sampled.
+A group of 8 rollouts of one prompt. Each turn is a row: its context and its sampled tokens.
 
-- `stripped`: contexts repeat earlier answers and tool results, not their reasoning. Each turn forks off.
-- `extending`: contexts repeat all. Each turn continues the one before it.
+- `stripped`: contexts repeat earlier answers and tool results, but not the reasoning. Each turn forks off.
+- `extending`: contexts repeat everything. Each turn continues the previous one.
 
-Sides, all with the same weights of random numbers (the shape of Qwen3-0.6B, bfloat16) and the same advantages:
+Sides, all with the same random weights (the shape of Qwen3-0.6B, bfloat16) and the same advantages:
 
 - `trl`: TRL's `GRPOTrainer` on the rows, with the fastest attention that is installed (`--attention`). It pads them to
-  the longest prompt and the longest completion of the group, and takes as many as `--micro-batch-tokens` hold.
-- `trl-flat`: the same on flat steps: consecutive turns are merged as long as each extends the last, and what lies
-  between them is masked. Not measured where this merges nothing.
+  the longest prompt and the longest completion of the group; a micro-batch holds up to `--micro-batch-tokens`.
+- `trl-flat`: the same on flat steps: consecutive turns are merged as long as each extends the previous one, and the
+  tokens between them are masked. Omitted if nothing can be merged.
 - `tree`: `TreeGRPOTrainer` on the rows of `trl`, the whole group in one forward.
 
 An update leads from the buffered completions to the updated weights: scoring, loss, backward, fused AdamW. Generation,
-rewards and old log-probs are left out. The weights change after the old log-probs were scored, so ratios are not 1.
+rewards and old log-probs are excluded. The weights change after the old log-probs were scored, so ratios are not 1.
 Loss (`dapo`, which divides by the tokens of the group) and gradient norm of the first update must agree, or the run
 fails. `ms` is the median of `--steps` updates after that one, `peak_gib` the peak memory during these.
 
-`tokens` are what the backbone computes, padding included; `useful_tokens` and `tflop` leave padding out. Each row of
-TRL's sides compares with the tree: `speedup` is its time divided by the tree's, `flop_ratio` its useful FLOPs by the
-tree's, the bound if time were useful FLOPs, and `of_bound` the quotient of both, whose goal is 0.9. TRL computes
-padding as well: `computed_ratio` counts it, in all that scales with tokens, and `of_computed` is the quotient with it.
+`tokens` are those that the backbone computes, including padding; `useful_tokens` and `tflop` exclude padding. Each row
+of TRL's sides is compared with the tree: `speedup` is its time divided by the tree's, `flop_ratio` its useful FLOPs
+divided by the tree's (the speed-up if time were proportional to them), and `of_bound` the quotient of both, whose goal
+is 0.9. TRL also computes padding: `computed_ratio` includes it in everything that scales with tokens, and
+`of_computed` is the quotient with it.
 
 With `--conversations`, rollouts are the trials of a `group` of a JSONL file with `messages`: `stripped` renders each
 turn with the tokenizer's own chat template, `extending` with the one that TRL trains Qwen3 on.
@@ -98,7 +99,7 @@ QUICK = Sizes(24, (2, 3, 3, 4), (2, 6), (2, 5), (1, 6))
 
 
 def random_rollouts(sizes: Sizes, is_stripped: bool, vocab_size: int) -> list[Sequences]:
-    """Rollouts of random tokens. No two turns start alike, so nothing is shared that the contexts do not repeat."""
+    """Rollouts of random tokens. No two turns start alike, so only what the contexts repeat is shared."""
     rng = np.random.default_rng(0)
     first = iter(range(vocab_size))
 
@@ -146,7 +147,7 @@ def recorded_rollouts(args: argparse.Namespace, is_stripped: bool) -> list[Seque
 
 
 def flatten(rollout: Sequences) -> Sequences:
-    """Consecutive rows merged as long as each extends the last. Tokens between them are masked."""
+    """Consecutive rows merged as long as each extends the previous one. Tokens between them are masked."""
     flat = Sequences([], [], [])
     for prompt, completion, mask in zip(*rollout, strict=True):
         last = flat.prompts[-1] + flat.completions[-1] if flat.prompts else []
@@ -209,7 +210,7 @@ def _zeros(ids: Any) -> Any:
 
 
 def batch_size_of(rollouts: list[Sequences], tokens: int) -> int:
-    """The most padded rows that divide all and hold no more than so many tokens."""
+    """The largest micro-batch size that divides the rows and stays within the padded tokens."""
     prompts, completions = ([len(ids) for rollout in rollouts for ids in rollout[field]] for field in (0, 1))
     width = max(prompts) + max(completions)
     fitting = [size for size in range(1, len(prompts) + 1) if len(prompts) % size == 0 and size * width <= tokens]
@@ -292,7 +293,7 @@ def measure_update(trainer: GRPOTrainer, steps: int, device: torch.device) -> Ro
 
 
 def compare(stock: Row, tree: Row, config: PreTrainedConfig) -> None:
-    """Adds the ratios to a row of TRL; raises where the first updates are not the same update."""
+    """Adds the ratios to a row of TRL; raises if the first updates differ."""
     if "ms" not in stock or "ms" not in tree:
         return
     check_same_step(tree, stock)

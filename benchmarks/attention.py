@@ -18,12 +18,12 @@
 | `flex, queries 64` | tiles of 64 queries in the forward; not among the defaults |
 | `causal` | no tree: plain causal attention over 8,192 tokens, cuDNN |
 
-Controls, not among the defaults, tell what the hardware reaches on short work without any tree, by cuDNN, or by
-`flash-attn-4` with `, fa4` after the name: `rectangle`, all tokens below the root attend to all tokens of the root,
-and `causal-1k`, the same number of tokens in sequences of 1,024.
+Controls, which are not among the defaults, show what the hardware reaches on short work without a tree, with cuDNN or,
+with `, fa4` after the name, with `flash-attn-4`: `rectangle` (all tokens below the root attend to all tokens of the
+root) and `causal-1k` (the same number of tokens in sequences of 1,024).
 
-`--fill` measures each tree also as often as it fits into a packed sequence of so many tokens, as in training: one
-short tree has few blocks. `useful` is the share of visible pairs in the visible blocks of 128 by 128.
+`--fill N` also measures as many copies of each tree as fit into a packed sequence of N tokens, as in training, because
+a single short tree has few blocks. `useful` is the share of visible pairs in the visible blocks of 128 by 128.
 
 Only visible pairs count as useful. `error` is the largest error of output and gradients against the dense mask in
 float32 (for float32 in float64), for trees of at most 16,384 tokens. `auto` is the choice of `attn_backend="auto"` for
@@ -136,7 +136,7 @@ def through_tiles(rows: torch.Tensor, options: dict[str, int]) -> Attend:
 
 
 class Tiles(torch.autograd.Function):
-    """The kernels of FLASH on one packed sequence, under masks of blocks of any size that they take."""
+    """The kernels of FLASH on one packed sequence, with block masks of any supported size."""
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *masks: Any) -> torch.Tensor:
@@ -210,7 +210,7 @@ def through_flash_tiles(rows: torch.Tensor, tiles: tuple[int, int]) -> Attend:
 
 
 def control_of(method: str, tree: PrefixTree, trees: int, quick: bool) -> tuple[Attend, int, tuple[int, int, int]]:
-    """The function, its pairs, and the batch size, queries and keys that it takes."""
+    """The function, its pairs, and its batch size, queries and keys."""
     is_causal = method.startswith("causal")
     if is_causal:
         length = 16 if quick else 1024
@@ -234,7 +234,7 @@ def control_of(method: str, tree: PrefixTree, trees: int, quick: bool) -> tuple[
 def attend_of(
     method: str, tree: PrefixTree, device: torch.device, trees: int = 1
 ) -> tuple[Attend, torch.Tensor, str] | None:
-    """A method's function, the tree tensors that it attends along, and the kernel; `None` if it is not available."""
+    """A method's function, its tree tensors and its kernel; `None` if it is not available."""
     if trees > 1 and method in ALONE:
         return None
     rows = leaf_first_rows(tree) if "leaf first" in method else concatenate_trees([tree] * trees, 0)["prefix_tree"]
@@ -320,7 +320,7 @@ def mask_facts(rows: torch.Tensor, heads: tuple[int, int, int], dtype: torch.dty
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser = make_parser(__doc__, SHAPES)
     parser.add_argument("--methods", nargs="+", choices=METHODS_AND_MORE, default=METHODS, metavar="METHOD")
-    parser.add_argument("--fill", type=int, default=0, help="measure also as many copies as fit into so many tokens")
+    parser.add_argument("--fill", type=int, default=0, help="also measure as many copies as fit into this many tokens")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="`--quick` takes float32")
     args = parser.parse_args(argv)
     device = default_device(args.quick)

@@ -5,9 +5,9 @@ gathering and masks.
     python -m benchmarks.call_overhead --launches 5 --output call.csv
 
 The calls are training calls of Qwen3-0.6B with its 28 layers. On a CPU the layers are narrow, because the checks read
-modules and the batch, never weights. `loss` tells who weights the tokens: the model, as with a plain `Trainer`, or the
-caller, as in `TreeSFTTrainer`. On a GPU the device is idle when a call starts. Every eighth
-call there compares the inputs of eight: `mean_us` has its share. `--launches` measures in fresh processes, one after
+modules and the batch, never weights. `loss` names who weights the tokens: the model, as with a plain `Trainer`, or the
+caller, as in `TreeSFTTrainer`. On a GPU the device is idle when a call starts, and every eighth
+call compares the inputs of eight; `mean_us` includes its share. `--launches` measures in fresh processes, one after
 the other; the last rows, without a `launch`, are the medians.
 """
 

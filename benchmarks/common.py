@@ -151,7 +151,7 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def best_attention(quick: bool) -> str:
-    """The fastest attention that TRL can use for packed sequences here; SDPA only where none is installed."""
+    """The fastest installed attention that TRL can use for packed sequences; SDPA if none is installed."""
     from transformers.utils import import_utils
 
     for version in () if quick else (4, 3, 2):
@@ -225,7 +225,7 @@ def progress(rows: list[Row], row: Row) -> None:
 
 @contextmanager
 def attempted(rows: list[Row], row: Row, device: torch.device) -> Iterator[None]:
-    """A measurement on freed memory that fills a row, also with its `failure`: the others go on."""
+    """Fills a row with a measurement on freed memory, or with its `failure`, so that the others continue."""
     gc.collect()  # compiled layers and hooks keep the previous model in cycles
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -239,7 +239,7 @@ def attempted(rows: list[Row], row: Row, device: torch.device) -> Iterator[None]
 
 
 def check_failures(rows: list[Row]) -> None:
-    """Raises at the end what failed by itself, not for want of memory."""
+    """Raises, at the end, failures other than running out of memory."""
     if failures := {row["failure"] for row in rows if row.get("failure")} - {OUT_OF_MEMORY}:
         raise RuntimeError("\n".join(failures))
 

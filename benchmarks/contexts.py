@@ -5,22 +5,22 @@
     python -m benchmarks.contexts --prepared FOLDER --gguf FILE.gguf --output contexts.csv
 
 - `stock`: TRL's `SFTTrainer` on whole conversations, `assistant_only_loss=True` (with TRL's own training template),
-  `packing="bfd"`. Where the template strips earlier reasoning, the model never sees it, and earlier turns stand in
+  `packing="bfd"`. If the template strips earlier reasoning, the model never sees it, and earlier turns have
   contexts that no agent loop serves.
 - `flat`: TRL's `SFTTrainer` on flat steps: consecutive turns in the contexts they are served with, merged as long as
-  each extends the last.
+  each extends the previous one.
 - `tree`: `TreeSFTTrainer` on the same flat steps, folded by `group`: the same loss in fewer tokens.
 
 All start from the same weights, with the same learning rate and packed sequences of the same length, one per step, and
 train one after the other on an otherwise idle GPU. `held_out` is the loss per token on held-out tasks: every assistant
 turn, reasoning included, in the context that the agent loop serves. It is taken after `--seconds` of training, after
-half of them, a quarter, and so on, `--evaluations` times; the clock starts after the first step and stands still while
-the loss is taken. `before` is the loss of the weights at the start. Small data is soon overfitted: the last table has,
-for every arm alike, the mean over seeds of the lowest held-out loss of a run, and of the last.
+half of them, a quarter, and so on, `--evaluations` times; the clock starts after the first step and is stopped during
+evaluation. `before` is the loss of the initial weights. Because small data is soon overfitted, the last table shows,
+for every arm, the means over seeds of the lowest and the last held-out loss of a run.
 
-Every seed orders the data differently and holds out another fourth of the groups (tasks). The data are `tool-world`
-(synthetic: a slot is computed in the reasoning of the first turn, which the template strips, and the last turn needs
-it again), `reasoning` and `airline` (agent dialogues of the folder `DATA`).
+Every seed orders the data differently and holds out a different quarter of the groups (tasks). The data are
+`tool-world` (synthetic: a slot is computed in the reasoning of the first turn, which the template strips, and the last
+turn needs it again), `reasoning` and `airline` (agent dialogues of the folder `DATA`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ COLUMNS = ["data", "arm", "seed", "seconds", "steps", "before", "held_out"]
 
 
 def tool_world(count: int, seed: int) -> list[Row]:
-    """Dialogues of two user turns. The slot of the first is worked out in reasoning that later turns no longer see."""
+    """Dialogues of two user turns. The slot of the first is computed in reasoning that later turns no longer see."""
     draw = random.Random(seed)
     rows = []
     for number in range(count):
@@ -166,7 +166,7 @@ def training_data(groups: list[Row], arm: str) -> Dataset:
 
 
 class Models:
-    """Fresh copies of one model, and a prepared one that takes held-out losses."""
+    """Fresh copies of one model, and a prepared one that computes held-out losses."""
 
     def __init__(self, args: argparse.Namespace, vocab_size: int, device: torch.device) -> None:
         self.args, self.device = args, device

@@ -8,10 +8,11 @@
   template has stripped earlier reasoning.
 - `restored`: on whole conversations in TRL's training template, which puts earlier reasoning back.
 
-Both supervise the same turns in the same steps, a tree per group of dialogues, and start from the same weights. Every
-seed draws other weights and another order and holds out another fourth of the groups (tasks). `accepted` is what
-`speculative_generate` yields per round of the target, after `--prompts` held-out contexts of at most `--prompt-tokens`
-tokens; the last table has the mean difference over seeds with its 95% interval (Student's t).
+Both supervise the same turns in the same steps, with one tree per group of dialogues, and start from the same weights.
+Every seed has different weights and a different order, and holds out a different quarter of the groups (tasks).
+`accepted` is the number of tokens that `speculative_generate` yields per round of the target, after `--prompts`
+held-out contexts of at most `--prompt-tokens` tokens; the last table has the mean difference over seeds with its 95%
+interval (Student's t).
 """
 
 from __future__ import annotations

@@ -9,16 +9,17 @@ A step is the turns of `--conversations` dialogues, each turn in the context tha
 target (Qwen3-0.6B's shape, random bf16 weights) runs, and a draft of `--draft-vocabulary` tokens is unrolled for
 `--steps` steps, with its backward and fused AdamW. `flat` is the turns as documents in packed sequences, `tree` the
 same turns folded, both of at most `--tokens` tokens per micro-batch and both with `Eagle3Trainer`'s collator, target
-and draft. They have the same loss, which is checked. Micro-batches are collated beforehand (`collate_ms`: by one
-process) and copied to the GPU in their turn.
+and draft. The benchmark checks that their losses agree. Micro-batches are collated beforehand (`collate_ms`: by one
+process) and copied to the GPU one by one.
 
-Templates: `strips` is Qwen3's own, which leaves earlier reasoning out, `keeps` TRL's for training, which strips
-nothing. Without `--data`, tokens are random and lengths those of 16 dialogues of tau-bench (airline) in `lengths/`;
-with it, the dialogues are those of its `tau_bench_airline.jsonl` and `.tools.json`, and `--write` writes their lengths
-and ends.
+Templates: `strips` is Qwen3's own, which omits earlier reasoning; `keeps` is TRL's training template, which strips
+nothing. Without `--data`, tokens are random, and lengths are those of 16 dialogues of tau-bench (airline) in
+`lengths/`. With it, the dialogues come from its `tau_bench_airline.jsonl` and `.tools.json`, and `--write` writes
+their lengths and exits.
 
-`flop_ratio` is the gain if time were FLOPs: linear layers over all tokens or slots, heads where they run, attention
-over visible pairs; a forward of the target, forward and backward of the draft. `bound_share` is the reached part.
+`flop_ratio` is the speed-up if time were proportional to FLOPs: linear layers over all tokens or slots, heads where
+they run, attention over visible pairs; a forward of the target, forward and backward of the draft. `bound_share` is
+the measured speed-up divided by it.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ def quick_config(**changes: Any) -> PreTrainedConfig:
 
 def random_target(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """
-    A target of random weights that chooses the token that it reads, beyond doubt: its embeddings, which are the head,
-    too, have variance 1. At their initial scale the best two logits differ by less than the rounding of bf16 at one
+    A target of random weights that clearly chooses the token that it reads: its embeddings, which are also the head,
+    have variance 1. At their initial scale the best two logits differ by less than the rounding of bf16 at one
     token in twenty, where trees and documents would choose different ones.
     """
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -116,7 +117,7 @@ def read_conversations(data: Path, tokenizer: str, template: str, count: int) ->
 
 
 def lengths_of(template: str, conversations: list[Conversation]) -> list[Row]:
-    """What each turn shares with the turn before it, in tokens, its context, and itself."""
+    """Tokens that each turn shares with the previous one, of its context, and of the turn itself."""
     rows: list[Row] = []
     before = np.zeros(0, dtype=np.int64)
     for number, branches in enumerate(conversations):
@@ -133,7 +134,7 @@ def lengths_of(template: str, conversations: list[Conversation]) -> list[Row]:
 
 
 def random_conversations(lengths: list[Row], count: int, vocabulary: int, shorter: int) -> list[Conversation]:
-    """Conversations of random tokens in such lengths, or shorter by a factor."""
+    """Conversations of random tokens with these lengths, or shorter by a factor."""
     rng = np.random.default_rng(0)
     conversations: list[Conversation] = [[] for _ in range(count)]
     ids = np.zeros(0, dtype=np.int64)
@@ -149,7 +150,7 @@ def random_conversations(lengths: list[Row], count: int, vocabulary: int, shorte
 
 
 def rows_of(method: str, conversations: list[Conversation], tokens: int) -> list[Row]:
-    """The packed sequences of a method, as the trainer makes them."""
+    """The packed sequences of a method, as the trainer builds them."""
     if method == "tree":
         rows = [
             {"branches": [{"input_ids": b.input_ids.tolist(), "weights": b.weights.tolist()} for b in branches]}
@@ -235,7 +236,7 @@ class Step:
 
 
 def tree_slots(batch: Row) -> torch.Tensor:
-    """Which slots are none of the padding: the padding's come last, and are roots of one token."""
+    """Which slots are not padding: padding comes last, as roots of one token."""
     _, _, length = batch["draft_tree"].shape
     weights = batch["draft_weights"].sum(dim=1)[0]
     last = int(weights.nonzero().max()) + 1 if weights.any() else 0

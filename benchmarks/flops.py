@@ -62,7 +62,7 @@ def step_flops(config: PreTrainedConfig, tokens: int, supervised: int, pairs: fl
 
     Args:
         config (`PreTrainedConfig`):
-            The model's. Of a multimodal one, its text model's is read.
+            The model's config; for a multimodal model, that of the text model is used.
         tokens (`int`), supervised (`int`), pairs (`float`):
             Tokens that pass the layers, tokens that pass the head, visible query-key pairs of a layer with attention
             (the mean over them, where they differ).
@@ -79,7 +79,7 @@ def flop_counts(trees: Sequence[PrefixTree], config: PreTrainedConfig) -> dict[s
     Tokens, supervised tokens, pairs and TFLOP of a step on all these trees, folded and branch by branch. Pairs are
     those of a layer with attention, the mean where layers differ.
 
-    Parts of split trees count as they are: what they recompute is in `"folded"`.
+    Parts of split trees count as they are: tokens that they recompute are included in `"folded"`.
 
     Example:
 

@@ -3,7 +3,7 @@
 
     python -m benchmarks.fold --output fold.csv
 
-`fold` is the fold alone; `fold+check` also makes each `Branch` from plain arrays, which checks and copies them.
+`fold` is folding alone; `fold+check` also creates each `Branch` from plain arrays, which checks and copies them.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@
     python -m benchmarks.grpo --output grpo.csv
     python -m benchmarks.grpo --checkpointing off on --modes eager compiled --only 4k+16x512
 
-Both sides take the same optimizer step on one group of rollouts, from the buffered completions to the updated
-weights: scoring, loss, backward, AdamW. Generation and rewards are replayed and left out; the old log-probs are timed
-separately (`old_ms`). TRL cuts the group into micro-batches of `batch_size` padded sequences, the most that fit an
-80 GB card without checkpointing, and attends by the fastest kernel that is installed (`--attention`). All completions
-have one length, so the stock side computes no padding and needs no mask. Loss and gradient norm of a step must agree,
+Both sides take the same optimizer step on one group of rollouts, from the buffered completions to the updated weights:
+scoring, loss, backward, AdamW. Generation and rewards are replayed and not timed; the old log-probs are timed
+separately (`old_ms`). TRL divides the group into micro-batches of `batch_size` padded sequences, the most that fit an
+80 GB card without checkpointing, and uses the fastest installed attention kernel (`--attention`). All completions have
+the same length, so the stock side computes no padding and needs no mask. Loss and gradient norm of a step must agree,
 or the run fails. Weights are float32 under bf16 autocast, as TRL trains by default. `compiled` compiles every decoder
 layer by itself. `tokens` and `forwards` count the work of the backbone in a step.
 """

@@ -43,7 +43,7 @@ SHORTEST = 4096  # tokens
 
 
 def make_row(tokens: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """A packed sequence of so many tokens: dialogues of about 8,000, shorter ones in the rest, and some padding."""
+    """A packed sequence of `tokens` tokens: dialogues of about 8,000, a shorter one at the end, and some padding."""
     trees: list[PrefixTree] = []
     left = tokens = tokens // BLOCK_SIZE * BLOCK_SIZE
     while (turns := min(20, (left - 900) // 400)) >= 1:
@@ -93,7 +93,7 @@ def find_largest(step: Callable[[int], float], shortest: int, limit: int, total:
     The longest packed sequence, up to `limit` tokens, that `step` can run.
 
     Args:
-        step (`Callable`): Peak memory in GiB of a step on so many tokens; raises if memory is too small.
+        step (`Callable`): Peak memory in GiB of a step on a number of tokens; raises if memory is too small.
         shortest (`int`): First length of the search.
         limit (`int`): Longest sequence to try.
         total (`float`): Memory of the GPU in GiB.

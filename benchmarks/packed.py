@@ -3,7 +3,7 @@
 
 | kernel | what runs |
 |---|---|
-| `fa2` | the varlen FlashAttention-2 that PyTorch carries |
+| `fa2` | the varlen FlashAttention-2 in PyTorch |
 | `fa4` | the varlen FlashAttention of `flash-attn-4` |
 | `cudnn` | cuDNN's causal attention through SDPA, one call for all branches of a length |
 | `flex` | this project's FlexAttention path, over single-branch trees |
@@ -181,7 +181,7 @@ def causal(
     scale: float | None = None,
     is_causal: bool = True,
 ) -> torch.Tensor:
-    """SDPA over `[batch, heads, tokens, head_dim]`, causal unless asked for all pairs, cuDNN on a GPU."""
+    """SDPA over `[batch, heads, tokens, head_dim]`, causal unless all pairs are requested, cuDNN on a GPU."""
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.is_cuda and not _cudnn_takes_groups(query.dtype):
         key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))

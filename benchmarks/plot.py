@@ -4,8 +4,8 @@
     python -m benchmarks.plot benchmarks/results/step_full_h100.csv --output step_full_h100.png
 
 One bar for each shape and mode, by branch tokens over tree tokens: time of the per-branch step over that of the folded
-step. Black lines are the FLOP ratio (the speed-up if time were FLOPs); the grey line is 1, no gain. Shows the fastest
-of several backends. Needs matplotlib.
+step. Black lines are the FLOP ratio (the speed-up if time were proportional to FLOPs); the grey line is 1, no gain.
+Shows the fastest of several backends. Needs matplotlib.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 
     python -m benchmarks.plot_scaling benchmarks/results/scaling_[124]_h200.csv --output scaling_h200.png
 
-Branches per second (for `flat_steps`: samples) on logarithmic axes. One line for each mode, step size and way of
-running that was measured on several numbers of GPUs; the dotted line is perfect scaling. Shows the fastest of equal
+Branches per second (for `flat_steps`: samples) on logarithmic axes. One line for each mode, step size and setting
+that was measured on several numbers of GPUs; the dotted line is perfect scaling. Shows the fastest of equal
 launches. Needs matplotlib.
 """
 

@@ -106,7 +106,7 @@ def naively_rendered(talks: list[Talk], template: ChatTemplate, tokenizer: Any) 
 
 
 def packed(trees: list[PrefixTree], max_packed_tokens: int) -> list[list[PrefixTree]]:
-    """The trees in packed sequences of at most so many tokens; larger trees are split."""
+    """The trees in packed sequences of at most `max_packed_tokens` tokens; larger trees are split."""
     parts = [part for tree in trees for part in split_tree(tree, max_packed_tokens)]
     return [[parts[i] for i in row] for row in pack_rows(list(map(len, parts)), max_packed_tokens)]
 

@@ -1,9 +1,9 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
 """Where the time of a step goes: the kernels of one profiled step by category, and the functions of the host.
 
-The optimizer and the head are told apart by the host's function that launched a kernel, all others by their names.
-`idle` is the measured time of a step, without a profiler, in which no kernel ran. On a CPU, operators are listed
-in the place of kernels: a test run.
+Kernels of the optimizer and the head are recognized by the host function that launched them, all others by their
+names. `idle` is the part of the measured time of a step, without a profiler, in which no kernel ran. On a CPU,
+operators are listed instead of kernels, as a test run.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _launchers(events: Events) -> Callable[[dict[str, Any]], str | None]:
 
 
 def host_functions(function: Callable[[], Any], count: int = 15) -> list[Row]:
-    """The functions in which the host spends the most time during a call, without what they call."""
+    """The functions in which the host itself spends the most time during a call, excluding their callees."""
     profile = cProfile.Profile()
     profile.runcall(function)
     stats: Any = pstats.Stats(profile)
@@ -146,7 +146,7 @@ def host_functions(function: Callable[[], Any], count: int = 15) -> list[Row]:
 
 
 def write_profiles(rows: list[Row], output: Path | None, where: Row, columns: list[str]) -> None:
-    """Prints the rows, and writes them into a file beside `output`, `..._profile.csv`."""
+    """Prints the rows, and writes them to `..._profile.csv` beside `output`."""
     if not rows:
         return
     print_table([{name: row.get(name) for name in columns} for row in rows])

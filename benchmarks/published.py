@@ -76,7 +76,7 @@ def rows_per_step(
 ) -> int:
     """
     Dataset rows of a step over all ranks, a multiple of their number. The rows of a baseline cover the trees of a step
-    and fill micro-batches of so many rows.
+    and fill micro-batches of `micro_batch` rows.
     """
     in_step = max(1, round(trees_per_step / ranks)) * ranks
     if mode in ON_TREES:

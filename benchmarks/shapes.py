@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""The trees that all benchmarks run on: random tokens in fixed shapes, or the trees of a file of conversations."""
+"""The trees of all benchmarks: random tokens in fixed shapes, or the trees of a file of conversations."""
 
 from __future__ import annotations
 

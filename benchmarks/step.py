@@ -6,19 +6,19 @@
     python -m benchmarks.step --model qwen3.5-0.8b --checkpointing off on --only caterpillar-8k 4k+16x512
     python -m benchmarks.step --modes compiled graphs --methods folded --only 1k+64x64 --profile
 
-Both sides train the same branches with the same weights in the same model; `loss` shows it. Branches are packed into
-micro-batches of at most `--micro-batch-tokens` and attend through their fastest kernel on this GPU: `kernels_ms` has
+Both sides train the same branches with the same weights in the same model, so `loss` agrees. Branches are packed into
+micro-batches of at most `--micro-batch-tokens` and use the fastest attention kernel on this GPU: `kernels_ms` has
 the times of all kernels in packed.py (or of `--kernels`, if it is known which ones are slower), for the attention of
 one layer. If the fastest is cuDNN, which breaks compiled layers into two, the next one is tried as well. Trees are
-packed under the same budget; a tree or a branch above it is a separate micro-batch. `memory_ratio` compares the peaks
+packed into the same budget; a tree or a branch above it is a separate micro-batch. `memory_ratio` compares the peaks
 of these micro-batches, `rows_ratio` compares with branches in packed sequences as long as the longest one of the trees
 (or of the branches). A step is one tree of a shape; `--fill` takes as many as fill a micro-batch, as in training, so
-that costs that do not depend on tokens (optimizer, calls from the host) weigh little on both sides. Steps follow one
-another, and every micro-batch is copied to the GPU in its turn, as in training.
+that costs that do not depend on tokens (optimizer, host calls) matter little on both sides. Steps follow one
+another, and every micro-batch is copied to the GPU when it is needed, as in training.
 
-`--backends` are the `attn_backend` of the trees; `kernel` is the kernel that it chose. `compiled` compiles every
-decoder layer by itself. `graphs`, trees only, records the compiled layers, forward and backward, as two CUDA graphs of
-this one tree, which every step replays: what a step of a fixed tree would take without the host's work in the layers.
+`--backends` sets the `attn_backend` of the trees; `kernel` is the chosen kernel. `compiled` compiles every decoder
+layer separately. `graphs`, trees only, records the compiled layers, forward and backward, as two CUDA graphs of this
+one tree, which every step replays: the time of a step on a fixed tree without the host's work in the layers.
 
 `--methods folded` measures trees only, without ratios to branches. `--profile` profiles another step of each row of
 trees and writes where its time goes to `..._profile.csv`: profiles.py explains the categories. `host_forward_ms` is

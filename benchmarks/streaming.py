@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Trees that fit no packed sequence: split, streamed, and which settings train long trees on which GPU.
+"""Trees larger than a packed sequence: split and streamed; and the settings for long trees by GPU memory.
 
     python -m benchmarks.streaming --pass-tokens 8192 16384 --output streaming.csv
     export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
@@ -13,15 +13,15 @@ All steps are whole optimizer steps of `TreeSFTTrainer`, with gradient checkpoin
   caterpillar, which is smaller than 48k); `stream` passes of `--pass-tokens`, and `stream-offloaded` the same with
   `activation_offloading=True`. Loss and gradient norm of the streamed sides must be those of `split`, or the run
   fails.
-- `settings`: for GPUs of so many GB (`--caps`), the settings that should be the fastest that fit, and the next ones
-  where these do not. Shape of Qwen3-8B: bf16 weights (`all`), LoRA of rank 16 on them (`lora`) or on NF4 weights
+- `settings`: for each GPU memory in GB (`--caps`), the settings expected to be the fastest that fit, or the next ones
+  if these do not fit. Shape of Qwen3-8B: bf16 weights (`all`), LoRA of rank 16 on them (`lora`) or on NF4 weights
   (`qlora`). One tree is a prompt of 60k tokens and two completions of 4k, so paths of 64k; the other has the lengths
-  of the first four airline dialogues of tau-bench. The process may allocate the GB of the GPU, 10^9 bytes each.
+  of the first four airline dialogues of tau-bench. The process may allocate only that memory (GB of 10^9 bytes).
 
-`tokens` are those that the backbone computes in a step, without padding; `passes` the calls of the model; `s` the
-median time of a step, without those before it that compile and allocate; `peak_gib` includes weights, gradients and
-the optimizer; `memory_ratio` is the peak over that of `path`, `speedup` the time of `split` over that of the side.
-`hours` are those of 1,000 trees with paths of 64k, or of an epoch of tau-bench airline at the same rate of tokens.
+`tokens` are those that the backbone computes in a step, without padding; `passes` the calls of the model; `s` is the
+median time of a step, after those that compile and allocate; `peak_gib` includes weights, gradients and the
+optimizer; `memory_ratio` is the peak divided by that of `path`, `speedup` the time of `split` divided by that of the
+side. `hours` is the time of 1,000 trees with paths of 64k, or of an epoch of tau-bench airline at the same tokens/s.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ COLUMNS += ["peak_gib", "memory_ratio", "speedup", "cap_gb", "tokens_per_s", "ho
 
 
 class Steps(TrainerCallback):
-    """Seconds, peak memory, tokens and calls of every optimizer step, also of those before one that fails."""
+    """Seconds, peak memory, tokens and calls of every optimizer step, also if a later one fails."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.rows, self.calls = device, [], []  # type: torch.device, list[Row], list[torch.Tensor]
@@ -180,14 +180,14 @@ def measure_side(row: Row, tree: PrefixTree, args: argparse.Namespace, device: t
 
 
 def check_same(row: Row, other: Row) -> None:
-    """Raises unless both sides took the same step, as closely as bf16 rounds."""
+    """Raises unless both sides took the same step, up to bf16 rounding."""
     for name, relative in (("loss", 2e-3), ("grad_norm", 0.05)):
         if not math.isclose(row[name], other[name], rel_tol=relative):
             raise RuntimeError(f"{row['shape']}: `{name}` is {row[name]} streamed and {other[name]} split.")
 
 
 def add_ratios(rows: list[Row]) -> None:
-    """Memory over that of the longest path alone, and time of the split side, where both were measured."""
+    """Memory relative to the longest path alone, and speed-up over the split side, if both were measured."""
     measured = {(row["shape"], row["side"]): row for row in rows if "s" in row}
     for row in (row for row in rows if "s" in row):
         path, split = (measured.get((row["shape"], side)) for side in ("path", "split"))
@@ -216,7 +216,7 @@ def measure_sides(results: Results, shape: str, args: argparse.Namespace, device
 
 
 def tau_bench_tree(quick: bool) -> PrefixTree:
-    """Random tokens in the lengths of the first task's four dialogues."""
+    """Random tokens with the lengths of the first task's four dialogues."""
     with LENGTHS.open() as file:
         lengths = [row for row in csv.DictReader(file) if row["template"] == "strips"]
     talks = random_conversations(lengths, 4, 256 if quick else 32_000, 64 if quick else 1)

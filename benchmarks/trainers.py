@@ -1,29 +1,29 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""Trainer against trainer: TRL's `SFTTrainer` at its best on flat steps, `TreeSFTTrainer` on the tree of the same.
+"""Trainer against trainer: TRL's `SFTTrainer` at its best on flat steps, and `TreeSFTTrainer` on their tree.
 
     python -m benchmarks.trainers --output trainers.csv
     python -m benchmarks.trainers --models lora-8b qlora-8b --only completions --steps 2 --step-tokens 12288
 
 Both trainers get the same weights and the same rows, and take the same optimizer steps, from the dataloader to the
-updated weights; the loss and the gradient norm of the first step must agree, or the run fails. TRL's side is the
-strongest that it has: `packing="bfd"` without padding, `max_length` as long as the longest packed sequence,
+updated weights; the loss and the gradient norm of the first step must agree, or the run fails. TRL's side uses its
+strongest options: `packing="bfd"` without padding, `max_length` as long as the longest packed sequence,
 FlashAttention-4 if it is installed (else the first of FlashAttention-3 and -2; `--attention` sets another), its fused
-head, bf16, fused AdamW. `trl-compiled` compiles its decoder layers, as `tree-compiled` does. The tree's side takes
-`weighting="branch"`, which is the loss of the flat rows. A step is as many trees as fill `--step-tokens` tokens.
+head, bf16, fused AdamW. `trl-compiled` compiles its decoder layers, as `tree-compiled` does. The tree's side uses
+`weighting="branch"`, the loss of the flat rows. A step is as many trees as fill `--step-tokens` tokens.
 
-Rows, each a flat step: consecutive turns of a dialogue, merged as long as each extends the last.
+Rows, each a flat step: consecutive turns of a dialogue, merged as long as each extends the previous one.
 
 - `completions`: a prompt of 4k tokens and 16 completions of 512; `short-completions`: 1k and 64 of 64.
 - `stripped`: an agent dialogue of 20 turns whose earlier reasoning is stripped, so that every turn is a row.
-- `trials`: 4 trials of a task under a template that strips nothing: 4k shared tokens, then 4k of each trial's own.
-- `single`: one trial of it: nothing is shared, and the tree can only lose.
+- `trials`: 4 trials of a task with a template that strips nothing: 4k shared tokens, then 4k separate ones per trial.
+- `single`: one trial: nothing is shared, so the tree cannot win.
 
 Models have random weights: the shapes of Qwen3-0.6B, of Qwen3-8B (`lora-8b`: LoRA of rank 16 on all linear layers;
 `qlora-8b`: the same on NF4 weights; both with gradient checkpointing), `moe`: six layers of Qwen3-30B-A3B, and
 `hybrid`: Qwen3.5-0.8B, both sides with the kernels of flash-linear-attention. TRL's packing mixes sequences in its
-short convolutions without causal-conv1d, so TRL's side takes batches of rows there, as many as fill `--max-length`,
-and SDPA. `s` is the median time of a step, `tokens` what the backbone computes in it. `--profile` profiles one more
-step and writes where its time goes to `..._profile.csv`: profiles.py explains the categories.
+short convolutions without causal-conv1d, so TRL's side uses padded batches there, up to `--max-length` tokens, and
+SDPA. `s` is the median time of a step, `tokens` the tokens that the backbone computes in it. `--profile` profiles one
+more step and writes where its time goes to `..._profile.csv`: profiles.py explains the categories.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Timer(TrainerCallback):
 
     @property
     def seconds(self) -> list[float]:
-        """Of all steps but the first, which compiles, checks and allocates, and the profiled one, the last."""
+        """Of all steps except the first, which compiles, checks and allocates, and the last, if it is profiled."""
         return [after - before for before, after in itertools.pairwise(self.ends[: self.profiled_step])]
 
 
@@ -153,7 +153,7 @@ def quantize(model: PreTrainedModel) -> None:
 
 
 def options(row: Row, folder: str, args: argparse.Namespace, accumulation: int) -> dict[str, Any]:
-    """What both configurations have in common: every epoch is one optimizer step over all rows."""
+    """Common options of both configurations: every epoch is one optimizer step over all rows."""
     return {
         "output_dir": folder,
         "num_train_epochs": args.steps + 1,
@@ -258,7 +258,7 @@ def measure(
 
 
 def compare(row: Row, stock: Row | None) -> None:
-    """Adds the ratios to TRL's eager side; raises where the first steps are not the same step."""
+    """Adds the ratios to TRL's eager side; raises if the first steps differ."""
     if stock is None or "s" not in row or "s" not in stock:
         return
     check_same_step(row, stock)

@@ -56,28 +56,28 @@ For every supervised turn of a conversation:
   loop samples from. For a turn without reasoning it is the prompt with `enable_thinking=False`
   (`empty_thinking_in_prompt`), if that changes nothing before the header; for a turn that reasons where the prompt
   closes the think block, the one with `enable_thinking=True`.
-- **Supervised** is what the model must emit from there, and nothing else: its reasoning (where the template writes
-  reasoning), all its text, every call with its name and arguments, and the stop token at which generation ends.
+- The **supervised tokens** are exactly those that the model must generate from there: its reasoning (if the template
+  writes reasoning), all its text, every call with its name and arguments, and the stop token that ends generation.
 
-A turn that cannot be had so is counted under a name of its own, and refused or skipped. It is never trained in part
-without a word.
+If a template does not render a turn in this way, the turn is counted under the name of the reason, and refused or
+skipped. It is never trained partially without notice.
 
-## How it is judged
+## How templates are judged
 
-Every text of the dialogues has a word of its own, so that a piece of a rendering tells which message wrote it. The
-judge renders prompts and turns with `apply_chat_template` alone and cuts the turn out of the text, without the
-package's way of finding turns. The tokens of the context, the supervised text, and what follows it must be equal.
+Every text of the dialogues contains a unique word, which shows the message that a piece of a rendering comes from. The
+judge renders prompts and turns with `apply_chat_template` alone and cuts the turn out of the text, independently of
+the package's code for finding turns. The context tokens, the supervised text, and the text after it must be equal.
 Every template gets a vocabulary of bytes with its control tokens. Dialogues come in several forms: reasoning in
 `reasoning_content` and in the text, arguments as objects and as JSON strings, no arguments as `{}`, `"{}"`, `""` and
-`null`. A cell has the result of its worst form.
+`null`. A cell shows the result of its worst form.
 
 | cell | meaning |
 |---|---|
 | `=` | exact |
 | `=r` | exact; the template writes no reasoning, so the turn is trained without it, which is counted |
-| `-` | the template raises for this dialogue, or leaves part of the turn out; refused or counted |
+| `-` | the template raises an error for this dialogue, or omits part of the turn; refused or counted |
 | `c` | refused or counted, although the template renders the turn |
-| `WRONG` | something else is trained without a word |
+| `WRONG` | something else is trained without notice |
 """
 _TWINS = """
 ## TRL's training variants
