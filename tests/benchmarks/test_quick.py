@@ -435,6 +435,8 @@ def test_settings_that_do_not_fit_are_followed_by_the_next(tmp_path, monkeypatch
 
     def limited(steps, shape, weights, trees, settings, args):
         tried.append(settings)
+        first, second, *long = trees
+        assert first is second and len(long) == 2 and long[0] is long[1]  # the first one of each is not measured
         if len(tried) == 3:  # the first settings of the last cap, in the step of the long path
             train(steps, shape, weights, trees[:2], settings, args)
             raise torch.cuda.OutOfMemoryError("CUDA")
