@@ -217,11 +217,10 @@ class _Layer:
 
     def fetch(self, index: int, section: Section) -> None:
         """Begins to fetch what a section reads: keys (0) and values (1) of its path, or all that is in their sums."""
-        source = self.kept[index][: section.start] if index < 2 else self.sums[index - 2]
+        source, end = (*self.kept, *self.sums)[index], (section.start, section.start, *self.filled)[index]
         if source is not None and index not in self.fetched:
-            source = source if index < 2 else source[: self.filled[index - 2]]
-            target = torch.empty_like(source, device=self.device)
-            self.fetched[index] = target, self._copy(target, source)
+            target = torch.empty_like(source[:end], device=self.device)
+            self.fetched[index] = target, self._copy(target, source[:end])
 
     def take(self, index: int, section: Section) -> Tensor:
         """What [`fetch`] brings, begun before or now."""
