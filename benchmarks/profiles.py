@@ -70,14 +70,15 @@ def summary(
         raise RuntimeError("the profiler saw no kernels")
     launcher = _launchers(events)
     by_category: dict[str, Counter[str]] = defaultdict(Counter)
-    calls: Counter[str] = Counter()
+    calls: Counter[tuple[str, str]] = Counter()
     busy, last = 0.0, 0.0
     for kernel in sorted(kernels, key=lambda x: x["ts"]):
         end = kernel["ts"] + kernel["dur"]
         busy += max(0.0, end - max(last, kernel["ts"]))  # streams overlap, and so do operators
         last = max(last, end)
-        by_category[launcher(kernel) or _named(kernel["name"])][kernel["name"]] += kernel["dur"]
-        calls[kernel["name"]] += 1
+        category = launcher(kernel) or _named(kernel["name"])
+        by_category[category][kernel["name"]] += kernel["dur"]
+        calls[category, kernel["name"]] += 1
     rows: list[Row] = []
     for category, times in sorted(by_category.items(), key=lambda x: -x[1].total()):
         spent = times.total() / 1e3
@@ -93,7 +94,7 @@ def summary(
             {
                 "category": category,
                 "name": name[:160],
-                "calls": calls[name],
+                "calls": calls[category, name],
                 "kernel_ms": us / 1e3,
                 "share": us / 1e3 / ms,
             }

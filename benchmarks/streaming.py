@@ -21,7 +21,8 @@ All steps are whole optimizer steps of `TreeSFTTrainer`, with gradient checkpoin
 `tokens` are those that the backbone computes in a step, without padding; `passes` the calls of the model; `s` is the
 median time of a step, after those that compile and allocate; `peak_gib` includes weights, gradients and the
 optimizer; `memory_ratio` is the peak divided by that of `path`, `speedup` the time of `split` divided by that of the
-side. `hours` is the time of 1,000 trees with paths of 64k, or of an epoch of tau-bench airline at the same tokens/s.
+side. Of `settings`, `s` is the second step of each tree, and `hours` the time of 1,000 trees with paths of 64k, or of
+an epoch of tau-bench airline at the same tokens/s.
 """
 
 from __future__ import annotations

@@ -118,7 +118,6 @@ class Section:
 
     def check(self) -> None:
         """Raises `RuntimeError` where the backward of the section left a gradient of later ones behind."""
-        self.store.wait()
         if self.is_open and any(
             filled > self.start for layer in self.store.layers.values() for filled in layer.filled
         ):
@@ -135,10 +134,9 @@ class _Extend(torch.autograd.Function):
         return layer.extended(0, key, section), layer.extended(1, value, section)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.section.store.wait(for_fetched=False)
-        of_key, of_value = (ctx.layer.handed_over(index, grad, ctx.section) for index, grad in enumerate(grads))
-        return of_key, of_value, None, None
+        return *(ctx.layer.handed_over(index, grad, ctx.section) for index, grad in enumerate(grads)), None, None
 
 
 class PathStore:
@@ -168,9 +166,8 @@ class PathStore:
 
     def empty(self, tokens: int, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Room for so many tokens, `[tokens, heads, size]`: a stretch of tokens has no gaps."""
-        device = torch.device("cpu") if self.on_host else like.device
-        is_pinned = self.on_host and like.is_cuda
-        return torch.empty((tokens, like.shape[1], like.shape[3]), dtype=dtype, device=device, pin_memory=is_pinned)
+        where: Any = {"device": "cpu", "pin_memory": like.is_cuda} if self.on_host else {"device": like.device}
+        return torch.empty((tokens, like.shape[1], like.shape[3]), dtype=dtype, **where)
 
     def fetch_ahead(self, layer: _Layer, section: Section) -> None:
         """Begins to fetch what comes next: sums for the backward of a recomputed layer, and the next layer's path."""
@@ -220,11 +217,10 @@ class _Layer:
 
     def fetch(self, index: int, section: Section) -> None:
         """Begins to fetch what a section reads: keys (0) and values (1) of its path, or all that is in their sums."""
-        source = self.kept[index][: section.start] if index < 2 else self.sums[index - 2]
+        source, end = (*self.kept, *self.sums)[index], (section.start, section.start, *self.filled)[index]
         if source is not None and index not in self.fetched:
-            source = source if index < 2 else source[: self.filled[index - 2]]
-            target = torch.empty_like(source, device=self.device)
-            self.fetched[index] = target, self._copy(target, source)
+            target = torch.empty_like(source[:end], device=self.device)
+            self.fetched[index] = target, self._copy(target, source[:end])
 
     def take(self, index: int, section: Section) -> Tensor:
         """What [`fetch`] brings, begun before or now."""
@@ -407,15 +403,18 @@ def stream(
         backward (`Callable`, *optional*): The backward of such a loss.
     """
     by_name = {section.name: section for section in sections}
-    on_host = sections[0].store.on_host
+    store = sections[0].store
     waiting: list[tuple[Name, Tensor]] = []
 
     def close() -> None:
         name, loss = waiting.pop()
         if backward is None:
             return
-        with torch.autocast(loss.device.type, enabled=False), kept_on_host(0) if on_host else nullcontext():
-            backward(loss)
+        try:
+            with torch.autocast(loss.device.type, enabled=False), kept_on_host(0) if store.on_host else nullcontext():
+                backward(loss)
+        finally:
+            store.wait()
         if name in by_name:
             by_name[name].check()
 
@@ -424,7 +423,7 @@ def stream(
             close()
         section = by_name.get(name)
         tokens = 0 if section is None else section.length
-        with _entering(section), kept_on_host(tokens) if on_host else nullcontext():
+        with _entering(section), kept_on_host(tokens) if store.on_host else nullcontext():
             waiting.append((name, forward(section)))
     while waiting:
         close()

@@ -68,7 +68,9 @@ def verify_adapters(model: PreTrainedModel, forward: Callable) -> None:
                 own = _error(plain.of_tree(), plain.of_branches())[0]
             if is_whole and not _are_close(errors, rounding, own):  # last, since it takes three times the memory
                 runs.forward, own = functools.partial(_in_float32, model), 0.0
-                with torch.autocast(model.device.type, enabled=False):
+                quantized = [vars(x) for x in model.modules() if "compute_dtype" in vars(x)]  # by bitsandbytes
+                in_float32 = verify.changed([(table, "compute_dtype", torch.float32) for table in quantized])
+                with torch.autocast(model.device.type, enabled=False), in_float32:
                     errors = runs.errors(evaluation=True)
     reason = _judge(f"Adapters of {type(model).__name__}", errors, rounding, own, runs.is_random)
     if reason is not None:

@@ -39,6 +39,19 @@ def test_another_step_is_an_error(rows):
         trainers.compare({**tree, "grad_norm": 1.1 * tree["grad_norm"]}, stock)
 
 
+def test_a_profiled_step_is_not_timed(tmp_path):
+    """Its work is counted where all weights are trained: frozen ones have no gradients."""
+    options = ["--quick", "--models", "dense-0.6b", "lora-8b", "--only", "completions", "--sides", "tree", "--profile"]
+    rows = trainers.main([*options, "--output", str(tmp_path / "t.csv")])
+    with (tmp_path / "t_profile.csv").open() as file:
+        lines = [line for line in csv.DictReader(file) if line["name"] == "all"]
+    for row in rows:
+        mine = {line["category"]: line for line in lines if line["model"] == row["model"]}
+        assert mine.keys() >= {"matmul", "optimizer", "head and loss", "idle"}
+        assert row["low"] == row["high"] and float(mine["matmul"]["ms"]) == pytest.approx(1e3 * row["s"])
+        assert bool(mine["matmul"]["tflop"]) == bool(mine["head and loss"]["tflop"]) == (row["model"] == "dense-0.6b")
+
+
 @pytest.mark.parametrize("model", ["lora-8b", "moe", "hybrid", "qlora-8b"])
 def test_every_kind_of_model(model):
     if model == "qlora-8b":

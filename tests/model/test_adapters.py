@@ -129,11 +129,22 @@ DEEP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 20, "he
 SCORES = {"target_modules": ["q_proj", "k_proj"], "task_type": "CAUSAL_LM"}  # whose adapters amplify rounding most
 
 
-def deep(config, seed=0, dtype=torch.bfloat16):
+class Quantized(torch.nn.Linear):
+    """As those of bitsandbytes: the weight is no floating-point number, and its layer chooses what to compute in."""
+
+    def forward(self, hidden):
+        weight = self.weight.view(torch.bfloat16).to(self.compute_dtype)
+        return torch.nn.functional.linear(hidden.to(self.compute_dtype), weight).to(hidden.dtype)
+
+
+def deep(config, seed=0, dtype=torch.bfloat16, quantized=False):
     """A deep model with an adapter, prepared; the test checks the adapter by itself."""
     torch.manual_seed(0)
     llama = LlamaConfig(**{**CONFIGS["llama"].to_dict(), **DEEP})
     model = AutoModelForCausalLM.from_config(llama, dtype=dtype, attn_implementation="prefix_tree")
+    for layer in [x for x in model.model.modules() if quantized and isinstance(x, torch.nn.Linear)]:
+        layer.__class__, layer.compute_dtype = Quantized, dtype
+        layer.weight = torch.nn.Parameter(layer.weight.data.view(torch.int16), requires_grad=False)
     torch.manual_seed(seed)
     return prepare_model(get_peft_model(model, config))
 
@@ -164,6 +175,18 @@ def test_float32_decides_where_rounding_hides_an_adapter(dtype, monkeypatch):
     if dtype == torch.bfloat16:  # whose rounding alone would not tell them apart
         monkeypatch.setattr(verify_module, "_in_float32", lambda model, **inputs: model(**inputs))
         assert is_refused(models["lora"])
+
+
+def test_float32_decides_under_quantized_layers_as_well(monkeypatch):
+    """They compute in a dtype of their own, whatever that of their input."""
+    for check in ("verify_adapters", "verify_training"):
+        monkeypatch.setattr(model_module, check, lambda *args, **kwargs: None)
+    monkeypatch.setitem(ROUNDING, torch.bfloat16, 1.1e-3)
+    lora = LoraConfig(r=16, lora_alpha=128, **SCORES)
+    models = [deep(config, 1, quantized=True) for config in (lora, peft.LilyConfig(**TARGETS))]
+    assert [is_refused(model) for model in models] == [False, True]
+    layers = [x for x in models[0].modules() if isinstance(x, Quantized)]
+    assert len(layers) == 140 and all(layer.compute_dtype == torch.bfloat16 for layer in layers)
 
 
 def test_sharded_weights_are_compared_with_the_rounding_of_the_model(monkeypatch):

@@ -245,6 +245,16 @@ def test_checkpointing(reentrant):
 
 
 @pytest.mark.usefixtures("plain_kernels")
+def test_second_derivatives_are_refused():
+    """The kernels leave none; without the error they would be those of everything else, silently."""
+    tree, leaves = inputs(1, (4, 2))
+    found = flash.attend_flash(*leaves, TreeContext(tree).mask(flex=True))
+    (grad, *_) = torch.autograd.grad(found.square().sum(), leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.square().sum().backward()
+
+
+@pytest.mark.usefixtures("plain_kernels")
 def test_one_graph_whatever_the_length():
     torch._dynamo.reset()
     counters.clear()

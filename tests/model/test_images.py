@@ -1,6 +1,7 @@
 """Images on trees: what folds, where their tokens stand, and what is refused. Exactness is in tests/conformance."""
 
 import copy
+import types
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import hf_prefix_tree.modeling.prepare as model_module
 from conformance.build import build_forest, build_model
 from hf_prefix_tree import prepare_model, unprepare_model
 from hf_prefix_tree.data.images import fold_images
+from hf_prefix_tree.modeling import positions
 from hf_prefix_tree.modeling.batch import concatenate_trees
 from hf_prefix_tree.modeling.positions import image_model, place_images
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
@@ -26,6 +28,26 @@ def branch(ids, *brightness):
         found["pixel_values"] = torch.cat([torch.full((16, 2), value) for value in brightness])
         found["image_grid_thw"] = GRID.repeat(len(brightness), 1)
     return found
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["5.24", "5.17"])
+def test_features_stand_where_their_images_do(monkeypatch, joined):
+    """Of images of other sizes, two of them equal. Some versions join the features of a layer for all images."""
+    monkeypatch.setattr(positions, "active_tree", lambda: object())
+    grids = torch.tensor([[1, 2, 2], [1, 2, 4], [1, 2, 2], [1, 2, 4]])
+    pixels = torch.cat([torch.full((4, 1), 3.0), torch.full((8, 1), 1.0), *(torch.full((n, 1), 3.0) for n in (4, 8))])
+    seen = []
+
+    def see(pixel_values, image_grid_thw):
+        seen.append(len(image_grid_thw))
+        features = pixel_values[::2].split((image_grid_thw.prod(dim=1) // 2).tolist())
+        deep = [10 * torch.cat(features)] if joined else [[10 * x for x in features]]
+        return types.SimpleNamespace(pooler_output=features, deepstack_features=deep)
+
+    output = positions._see_once(see, pixels, grids)
+    (deep,) = output.deepstack_features
+    assert seen == [3] and torch.equal(torch.cat(output.pooler_output), pixels[::2])
+    assert torch.equal(deep if joined else torch.cat(deep), 10 * pixels[::2])
 
 
 @pytest.fixture(scope="module")

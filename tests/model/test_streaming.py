@@ -193,6 +193,27 @@ def test_copies_are_waited_for(monkeypatch, checkpointing):
         assert relative_error(gradients(model), expected) < 1e-6
 
 
+@pytest.mark.parametrize("where", ["extended", "handed_over"])
+def test_copies_are_waited_for_after_an_error(monkeypatch, where):
+    """Out of memory, say: what they read and write would be free, and given to others, before their end."""
+    model, calls, run, begun = make_model("llama"), [], getattr(streaming._Layer, where), []
+    unfinished = end_late(monkeypatch)
+
+    def fail(layer, *args):
+        calls.append(args)
+        result = run(layer, *args)
+        if len(calls) == 11:
+            begun.extend(unfinished)
+            raise ValueError("out of memory")
+        return result
+
+    monkeypatch.setattr(streaming._Layer, where, fail)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(ValueError, match="out of memory"):
+        streamed(model, forest(5), 4, on_host=True)
+    assert begun and not unfinished
+
+
 def test_a_deep_path_is_a_chain_of_sections():
     """Longer than a section, without a fork: what is passed down the chain comes up again."""
     rng = np.random.default_rng(0)

@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from contextlib import contextmanager
+from unittest import mock
+
 import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -48,6 +53,25 @@ def forget(layer, index, grad, section, handed_over=streaming._Layer.handed_over
     """As `handed_over`, without what later sections handed over."""
     layer.filled[index] = min(layer.filled[index], section.start)
     return handed_over(layer, index, grad, section)
+
+
+@contextmanager
+def watched_paths():
+    """Collects no cycles. Gives a weak reference to each path that is made."""
+    paths = []
+
+    class Watched(streaming.PathStore):
+        def __init__(self, *args):
+            super().__init__(*args)
+            paths.append(weakref.ref(self))
+
+    gc.collect()
+    gc.disable()
+    try:
+        with mock.patch.object(streaming, "PathStore", Watched):
+            yield paths
+    finally:
+        gc.enable()
 
 
 def compare_ranks(folder, kinds, seeds, forgets=False):

@@ -12,6 +12,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from benchmarks.flops import shape_config
 from hf_prefix_tree import TreeSFTTrainer, prepare_trees
@@ -30,7 +31,7 @@ from tests.support.engine_runs import (
     train_saving,
 )
 from tests.support.ranks import run_ranks
-from tests.support.streaming_runs import forget
+from tests.support.streaming_runs import forget, watched_paths
 from tests.support.trainer_runs import (
     config,
     distance,
@@ -82,6 +83,25 @@ def test_one_process(tmp_path, whole, options, accumulated):
         keys = {"loss", "loss/sum", "loss/token_count", "grad_norm", "num_tokens", "entropy", "mean_token_accuracy"}
         for key in (keys | {f"eval_{key}" for key in keys}) & theirs.keys():
             assert ours[key] == pytest.approx(theirs[key], rel=1e-5), key
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_paths_are_freed_before_the_next_step(tmp_path, offloaded, checkpointing):
+    """At once, since they may take more memory than the model."""
+    options = {"gradient_checkpointing": checkpointing, "max_steps": 2, "step_rows": 2}
+    trainer = make_trainer(tmp_path, {**STREAM, **options})
+    trainer.args.activation_offloading = offloaded  # TRL's part needs a GPU
+    alive = []
+
+    class Count(TrainerCallback):
+        def on_optimizer_step(self, *args, **kwargs):
+            alive.append(sum(bool(path() and path().layers) for path in paths))
+
+    trainer.add_callback(Count())
+    with watched_paths() as paths:
+        trainer.train()
+    assert alive == [0, 0] and len(paths) > 4
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tests.support.hybrids import make_hybrid
 from tests.support.models import relative_error
 from tests.support.ranks import run_ranks
 from tests.support.streamed_rl import STREAM, all_in_double, compare_ranks, error, logs, run
+from tests.support.streaming_runs import watched_paths
 from tests.support.trainer_runs import config, distance, make_model, weights
 
 TOLERANCE = 1e-10
@@ -78,6 +79,21 @@ def test_rollouts_of_several_rows(tmp_path, monkeypatch, seed):
     with all_in_double():
         errors = rollout_runs.compare(tmp_path, seed)
     assert max(errors) < TOLERANCE and max(map(len, cut)) > 2
+
+
+@pytest.mark.parametrize("method", ["grpo", "dpo"])
+def test_paths_are_freed_with_their_call(tmp_path, monkeypatch, method):
+    """Those of the pass that scores before the one with gradient, and those before the optimizer's step."""
+    alive, run_part = [], folded_forward._Streamed.run
+
+    def watched(call, *args):
+        alive.append(sum(path() is not None for path in paths))
+        return run_part(call, *args)
+
+    monkeypatch.setattr(folded_forward._Streamed, "run", watched)
+    with watched_paths() as paths:
+        run(tmp_path, method, "stream")
+    assert len(alive) > 3 and set(alive) == {0} and not any(path() for path in paths)
 
 
 @pytest.mark.parametrize("method", ["grpo", "dpo"])

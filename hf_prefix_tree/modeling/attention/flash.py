@@ -164,6 +164,7 @@ class _Eager(torch.autograd.Function):
         return results[0]
 
     @staticmethod
+    @torch.autograd.function.once_differentiable  # what the kernels write has no graph of its own
     def backward(ctx: Any, grad: Tensor) -> tuple:
         return *_differentiate(ctx, grad, None, _backward)[:3], None, None, None, None
 
