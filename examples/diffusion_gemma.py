@@ -4,8 +4,8 @@ Fine-tune DiffusionGemma with `DiffusionSFTTrainer`, and generate with it.
 
 DiffusionGemma has no `[x_t | x_0]`: its encoder reads clean tokens, causally, into a cache, and its decoder denoises a
 canvas, a block, beside it. `feed_canvases` hands it the two halves that way, all blocks of a sample in one call. Its
-noise is random tokens (`corruption="random"`), and it generates with the `generate` of Transformers (5.24 has the model,
-5.17 has not).
+noise is random tokens (`corruption="random"`), and it generates with the `generate` of Transformers. The model is in
+Transformers 5.24, not in 5.17.
 
 Without arguments a tiny random model is trained on invented sentences, on a CPU and without network:
 

@@ -3,6 +3,7 @@
 import copy
 import re
 import warnings
+from unittest.mock import Mock
 
 import peft
 import pytest
@@ -175,6 +176,9 @@ def test_float32_decides_where_rounding_hides_an_adapter(dtype, monkeypatch):
     if dtype == torch.bfloat16:  # whose rounding alone would not tell them apart
         monkeypatch.setattr(verify_module, "_in_float32", lambda model, **inputs: model(**inputs))
         assert is_refused(models["lora"])
+        monkeypatch.setattr(verify_module, "_in_float32", Mock(side_effect=torch.OutOfMemoryError))
+        with pytest.raises(RuntimeError, match="no memory for a float32 copy of the weights"):
+            is_refused(models["lora"])
 
 
 def test_float32_decides_under_quantized_layers_as_well(monkeypatch):
