@@ -52,7 +52,7 @@ def verify_adapters(model: PreTrainedModel, forward: Callable) -> None:
 
     Raises:
         `ValueError`: where an adapter does not give a tree the logits and gradients of its branches.
-        `RuntimeError`: where memory lacks for the comparison in float32.
+        `RuntimeError`: if there is no memory for the comparison in float32.
     """
     layers = [module for module in model.modules() if hasattr(module, "adapter_layer_names")]
     if not layers:
@@ -71,8 +71,14 @@ def verify_adapters(model: PreTrainedModel, forward: Callable) -> None:
                 runs.forward, own = functools.partial(_in_float32, model), 0.0
                 quantized = [vars(x) for x in model.modules() if "compute_dtype" in vars(x)]  # by bitsandbytes
                 in_float32 = verify.changed([(table, "compute_dtype", torch.float32) for table in quantized])
-                with torch.autocast(model.device.type, enabled=False), in_float32, _enough_memory(model):
-                    errors = runs.errors(evaluation=True)
+                try:
+                    with torch.autocast(model.device.type, enabled=False), in_float32:
+                        errors = runs.errors(evaluation=True)
+                except torch.OutOfMemoryError as error:
+                    raise RuntimeError(
+                        f"Rounding in 16 bits hides what the adapters of {type(model).__name__} compute, and there is "
+                        "no memory for a float32 copy of the weights to check them with. Load the model in float32."
+                    ) from error
     reason = _judge(f"Adapters of {type(model).__name__}", errors, rounding, own, runs.is_random)
     if reason is not None:
         raise ValueError(
@@ -122,17 +128,6 @@ def _judge(name: str, errors: Errors, rounding: float, own: float = 0.0, is_rand
     elif not _are_close(errors, rounding, own):
         reason = "computes something over all tokens of a call, so that the branches of a tree change each other"
     return reason and f"{reason} ({numbers})"
-
-
-@contextmanager
-def _enough_memory(model: PreTrainedModel) -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise RuntimeError(
-            f"Rounding in 16 bits hides what the adapters of {type(model).__name__} compute, and there is no memory "
-            "for a float32 copy of the weights to check them with. Call `prepare_model` while the model is on the CPU."
-        ) from error
 
 
 def _in_float32(model: PreTrainedModel, **inputs: Any) -> Any:
