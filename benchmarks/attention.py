@@ -14,8 +14,6 @@
 | `flex, tiles N` | tiles of N keys in the backward of keys and values; not among the defaults |
 | `stock, leaf first` | the same with the mask of `create_block_mask` |
 | `gather` | keys and values copied per path from the root to a node, into varlen flash attention |
-| `flash, tiles QxK` | `flash`, forward in tiles of Q queries by K keys, backward masked by 64 x 128; no default |
-| `flex, queries 64` | tiles of 64 queries in the forward; not among the defaults |
 | `causal` | no tree: plain causal attention over 8,192 tokens, cuDNN |
 
 Controls, which are not among the defaults, show what the hardware reaches on short work without a tree, with cuDNN or,
@@ -37,7 +35,6 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -55,19 +52,17 @@ from benchmarks.mask import stock_block_mask
 from benchmarks.packed import causal, gather_paths, installed_kernels
 from benchmarks.shapes import QUICK, SHAPES, build, leaf_first_rows
 from hf_prefix_tree.modeling.attention import backend as backends
-from hf_prefix_tree.modeling.attention import flash
 from hf_prefix_tree.modeling.attention.backend import AttentionCall, choose_backend
 from hf_prefix_tree.modeling.attention.interface import prefix_tree_attention
-from hf_prefix_tree.modeling.attention.masks.causal import TreeBlockMask, listed_blocks, tree_block_mask
-from hf_prefix_tree.modeling.batch import SUBTREE_END, concatenate_trees
+from hf_prefix_tree.modeling.attention.masks.causal import TreeBlockMask, tree_block_mask
+from hf_prefix_tree.modeling.batch import concatenate_trees
 from hf_prefix_tree.modeling.context import Mask, TreeContext
 from hf_prefix_tree.modeling.flops import attention_flops
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 METHODS = ("causal", "flex", "flash", "sdpa", "flex, leaf first", "flash, leaf first", "stock, leaf first", "gather")
 # Kernel options: rows and columns of the tiles of the backward, for gradients of keys and values, and of queries.
-TILES: dict[str, dict[str, int]] = {"flex, queries 64": {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64}}
-TILES |= {
+TILES = {
     f"flex, tiles {keys}": {
         "bwd_BLOCK_M1": min(keys, 64),
         "bwd_BLOCK_N1": keys,
@@ -76,11 +71,9 @@ TILES |= {
     }
     for keys in (32, 64, 128)
 }
-FLASH_TILES = {f"flash, tiles {q}x{k}": (q, k) for q, k in ((128, 128), (128, 64), (64, 128), (64, 64))}
 CONTROLS = ("rectangle", "rectangle, fa4", "causal-1k", "causal-1k, fa4")
 ALONE = ("sdpa", "gather", "flex, leaf first", "flash, leaf first", "stock, leaf first")  # not measured under `--fill`
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # [1, heads, N, head_dim] -> [1, N, ...]
-METHODS_AND_MORE = (*METHODS, *TILES, *FLASH_TILES, *CONTROLS)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 LONGEST_CHECKED = 16_384
 COLUMNS = [
@@ -135,80 +128,6 @@ def through_tiles(rows: torch.Tensor, options: dict[str, int]) -> Attend:
     return lambda q, k, v: _compiled_with(tuple(options.items()))(q, k, v, mask)
 
 
-class Tiles(torch.autograd.Function):
-    """The kernels of FLASH on one packed sequence, with block masks of any supported size."""
-
-    @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *masks: Any) -> torch.Tensor:
-        from flash_attn.cute.interface import _flash_attn_fwd
-
-        output, lse = flash._empty_results(query, key, value)
-        groups = lse.shape[1]
-        with flash._kernels_of(query.device):
-            _flash_attn_fwd(
-                *flash._operands(0, groups, query, key, value),
-                softmax_scale=query.shape[-1] ** -0.5,
-                return_lse=True,
-                out=flash._by_group(output[0], groups),
-                lse=lse[0],
-                **flash_mask(*masks[0]),
-            )
-        ctx.save_for_backward(query, key, value, output, lse)
-        ctx.mask = masks[1]
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        from flash_attn.cute.interface import _flash_attn_bwd
-
-        query, key, value, output, lse = ctx.saved_tensors
-        groups = lse.shape[1]
-        query_grad, key_grad, value_grad = flash._empty_gradients(grad, query, key, value)
-        with flash._kernels_of(query.device):
-            _flash_attn_bwd(
-                *flash._operands(0, groups, query, key, value),
-                flash._by_group(output[0], groups),
-                flash._by_group(grad[0], groups),
-                lse[0],
-                softmax_scale=query.shape[-1] ** -0.5,
-                dq=flash._by_group(query_grad[0], groups),
-                dk=key_grad[0],
-                dv=value_grad[0],
-                **flash_mask(*ctx.mask),
-            )
-        return query_grad, key_grad.sum(dim=1), value_grad.sum(dim=1), None, None
-
-
-def visible_blocks(end: torch.Tensor, queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The partial and the full blocks of `queries` by `keys` tokens, `[1, query blocks, key blocks]`."""
-    length = end.shape[1]
-    low, high = end.unflatten(1, (-1, keys)).aminmax(dim=-1)
-    first_query = torch.arange(0, length, queries, device=end.device)[:, None]
-    first_key = torch.arange(0, length, keys, device=end.device)
-    before = first_key + keys <= first_query
-    on_diagonal = ~before & (first_key < first_query + queries)
-    full = before & (low[:, None] >= first_query + queries)
-    return (before & (high[:, None] > first_query) & ~full) | on_diagonal, full
-
-
-def flash_mask(end: torch.Tensor, tiles: tuple[int, int], *lists: torch.Tensor) -> dict[str, Any]:
-    """The keyword arguments for a mask of listed blocks."""
-    from cutlass import Int64
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-
-    sparse = BlockSparseTensorsTorch(*lists, block_size=tiles)
-    mask_mod = flash._mask_mod("causal")
-    return {"mask_mod": mask_mod, "aux_scalars": (Int64(end.data_ptr()),), "block_sparse_tensors": sparse}
-
-
-def through_flash_tiles(rows: torch.Tensor, tiles: tuple[int, int]) -> Attend:
-    end = rows[:, SUBTREE_END].contiguous()
-    forward = [listed_blocks(blocks) for blocks in visible_blocks(end, *tiles)]
-    backward = [listed_blocks(blocks.transpose(1, 2)) for blocks in visible_blocks(end, 64, 128)]
-    masks = (end, tiles, *forward[0], *forward[1]), (end, (64, 128), *backward[0], *backward[1])
-    return lambda q, k, v: Tiles.apply(*(x.transpose(1, 2) for x in (q, k, v)), *masks)
-
-
 def control_of(method: str, tree: PrefixTree, trees: int, quick: bool) -> tuple[Attend, int, tuple[int, int, int]]:
     """The function, its pairs, and its batch size, queries and keys."""
     is_causal = method.startswith("causal")
@@ -246,8 +165,6 @@ def attend_of(
         # FlexAttention does not train on a CPU; the other order of children still runs
         available = method in ("sdpa", "flex", "flex, leaf first")
         return (through_the_project(rows, "sdpa"), rows, "dense") if available else None
-    if method in FLASH_TILES:
-        return (through_flash_tiles(rows, FLASH_TILES[method]), rows, "FLASH") if flash_kernel == "fa4" else None
     if method.startswith("flash"):
         return (through_the_project(rows, "flash"), rows, "FLASH") if flash_kernel == "fa4" else None
     if method in TILES:
@@ -319,7 +236,9 @@ def mask_facts(rows: torch.Tensor, heads: tuple[int, int, int], dtype: torch.dty
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser = make_parser(__doc__, SHAPES)
-    parser.add_argument("--methods", nargs="+", choices=METHODS_AND_MORE, default=METHODS, metavar="METHOD")
+    parser.add_argument(
+        "--methods", nargs="+", choices=[*METHODS, *TILES, *CONTROLS], default=METHODS, metavar="METHOD"
+    )
     parser.add_argument("--fill", type=int, default=0, help="also measure as many copies as fit into this many tokens")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="`--quick` takes float32")
     args = parser.parse_args(argv)
@@ -345,7 +264,8 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         row |= {"tokens": tokens, "pairs": pairs, **facts}
         try:
             row |= measure_method(attend, expected, tokens, heads, device, dtype, sizes)
-            forward, both = (attention_flops(pairs, heads[0], heads[2], factor) / 1e9 for factor in (1.0, 3.5))
+            forward = attention_flops(pairs, heads[0], heads[2], factor=1.0) / 1e9
+            both = attention_flops(pairs, heads[0], heads[2]) / 1e9
             row["forward_tflops"], row["tflops"] = forward / row["forward_ms"], both / row["ms"]
             row["backward_tflops"] = (both - forward) / (row["ms"] - row["forward_ms"])
         except Exception as error:  # any error: the table has a line for a kernel that cannot run

@@ -31,7 +31,7 @@ SHAPES = {
 QWEN3_SMALL = (512, 32, 48, 2, 4, 2, 8)
 QWEN3_5_08B = (248_320, 1024, 3584, 24, 8, 2, 256, 16, 16, 128, 128)
 QWEN3_5_SMALL = (512, 32, 48, 4, 4, 2, 16, 2, 2, 16, 16)
-MODELS = ("qwen3-0.6b", "qwen3.5-0.8b", "qwen3-8b", "qwen3-8b-8-layers")
+MODELS = ("qwen3-0.6b", "qwen3.5-0.8b", "qwen3-8b")
 
 
 def shape_config(shape: str) -> Qwen3Config:
@@ -43,10 +43,7 @@ def shape_config(shape: str) -> Qwen3Config:
 def model_config(quick: bool, model: str = "qwen3-0.6b") -> PreTrainedConfig:
     """A model of `MODELS`, or a small one of its kind with 2 or 4 layers. In Qwen3.5 every 4th layer has attention."""
     if model.startswith("qwen3-"):
-        config = shape_config("quick" if quick else model.split("-")[1])
-        if model.endswith("-8-layers") and not quick:
-            config.num_hidden_layers, config.layer_types = 8, config.layer_types[:8]
-        return config
+        return shape_config("quick" if quick else model.removeprefix("qwen3-"))
     sizes = QWEN3_5_SMALL if quick else QWEN3_5_08B
     return Qwen3_5TextConfig(
         **dict(zip(HYBRID_NAMES, sizes, strict=True)),

@@ -18,15 +18,16 @@ another, and every micro-batch is copied to the GPU when it is needed, as in tra
 
 `--backends` sets the `attn_backend` of the trees; `kernel` is the chosen kernel. `compiled` compiles every decoder
 layer separately. `graphs`, trees only, records the compiled layers, forward and backward, as two CUDA graphs of this
-one tree, which every step replays: the time of a step on a fixed tree without the host's work in the layers.
+one tree, which every step replays: the time of a step on a fixed tree without the host's work in the layers. (It
+ran on CPUs only so far, where nothing is recorded.)
 
 `--methods folded` measures trees only, without ratios to branches. `--profile` profiles another step of each row of
 trees and writes where its time goes to `..._profile.csv`: profiles.py explains the categories. `host_forward_ms` is
 the time in which the host launches a forward of a micro-batch, `host_backward_ms` its backward; if the device is
 slower, they include waiting for it.
 
-`--model` is Qwen3-0.6B, the shape of Qwen3-8B or 8 of its layers (all 36 fit a short step only), or the hybrid
-Qwen3.5-0.8B: three of four layers are a gated delta rule. On a GPU both sides need the kernels of
+`--model` is Qwen3-0.6B, the shape of Qwen3-8B (which fits short steps only), or the hybrid Qwen3.5-0.8B: three of four
+layers are a gated delta rule. On a GPU both sides need the kernels of
 `flash-linear-attention` for it. microbatches.py explains how its recurrent layers keep packed branches apart. It runs
 eagerly only, because recurrent layers on trees are not compiled.
 

@@ -20,7 +20,6 @@ from benchmarks.packed import Packed
 from benchmarks.shapes import FOLD_SHAPES, QUICK, SHAPES, build, conversation_trees, leaf_first_rows, lightest_first
 from examples.demo.dialogues import generate_dialogues
 from hf_prefix_tree.modeling.attention.masks.causal import dense_mask
-from hf_prefix_tree.modeling.batch import concatenate_trees
 
 original_scan = modeling_qwen3_5.torch_chunk_gated_delta_rule
 ENVIRONMENT = {"device", "python", "torch", "transformers", "trl", "flash-attn-4", "cuda", "commit", "date"}
@@ -227,17 +226,6 @@ def test_attention_agrees_with_the_dense_mask(tmp_path):
     row = next(row for row in rows if row["shape"] == "1k+64x64")
     pairs = 16 * 17 // 2 + 8 * (17 + 18 + 19)
     assert row["tflops"] == pytest.approx(pairs * 4 * 16 * 4 * 3.5 / (row["ms"] * 1e-3) / 1e12)
-
-
-@pytest.mark.parametrize("tiles", [(128, 128), (64, 128), (128, 64), (64, 64)])
-def test_blocks_of_other_sizes(tiles):
-    """Every visible pair is in a block, and full blocks hold no other pair."""
-    rows = concatenate_trees([build(SHAPES["search"])], 0)["prefix_tree"][:, :, :4096]
-    blocks = dense_mask(rows)[0].unflatten(2, (-1, tiles[1])).unflatten(1, (-1, tiles[0]))
-    partial, full = attention.visible_blocks(rows[:, 0], *tiles)
-    assert torch.equal(full, blocks.all(dim=(2, 4)))
-    assert torch.equal(partial, blocks.any(dim=(2, 4)) & ~full)
-    assert full.any() and partial.any()
 
 
 def test_controls_have_the_size_of_the_tree():
