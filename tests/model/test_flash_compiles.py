@@ -18,14 +18,24 @@ pytestmark = [
 # In a process of its own: what to compile for is read once.
 SCRIPT = """
 import sys
+from contextlib import nullcontext
 import torch
 import torch._subclasses.fake_tensor as fake_tensor
 
 import hf_prefix_tree.modeling.attention.flash as flash
 
 fake_tensor.init_gpu_context = lambda device: None  # there may be none
+torch.accelerator.device_index = lambda index: nullcontext()
+
+
+def select(x, index):  # which a build of PyTorch without CUDA lets fake tensors do
+    return x.select(0, index[0]).unsqueeze(0) if isinstance(index, tuple) else x.select(0, index)
+
+
+torch.Tensor.__getitem__, torch.Tensor.__iter__ = select, lambda x: iter(x.unbind(0))
+torch.Tensor.data_ptr = lambda x: 0
 kind, rows, heads, kv_heads, head_dim = sys.argv[1], *map(int, sys.argv[2:])
-tree = [torch.zeros(rows, 512, dtype=torch.int32) for _ in range(1 if kind == "causal" else 3)]
+tree = [torch.zeros(rows, 512, dtype=torch.int32) for _ in range({"causal": 1, "path": 2}.get(kind, 3))]
 with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
     make = lambda *shape, dtype=torch.bfloat16: torch.empty(rows, *shape, dtype=dtype, device="cuda")
     query, key, value, grad = (make(512, n, head_dim) for n in (heads, kv_heads, kv_heads, heads))
@@ -42,7 +52,13 @@ print("compiled")
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    [("causal", (1, 16, 8, 128)), ("window", (1, 4, 4, 64)), ("chunk", (2, 6, 2, 64)), ("causal", (2, 8, 1, 128))],
+    [
+        ("causal", (1, 16, 8, 128)),
+        ("window", (1, 4, 4, 64)),
+        ("chunk", (2, 6, 2, 64)),
+        ("causal", (2, 8, 1, 128)),
+        ("path", (1, 4, 2, 128)),
+    ],
 )
 def test_kernels_compile(kind, sizes):
     target = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"}

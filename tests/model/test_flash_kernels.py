@@ -6,6 +6,7 @@ import sys
 import threading
 import types
 from itertools import product
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -77,7 +78,7 @@ def cute(monkeypatch):
     language.arch = types.SimpleNamespace()
     for name, module in {"cutlass": package, "cutlass.cute": language}.items():
         monkeypatch.setitem(sys.modules, name, module)
-    cached = flash._mask_mod, flash._scheduler
+    cached = flash._mask_mod, flash._scheduler, flash._whole_blocks
     for function in cached:
         function.cache_clear()
     yield language
@@ -109,12 +110,22 @@ def attend(query, key, value, mask, scale):
     return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), value), scores.logsumexp(-1)
 
 
+class StockMask:
+    """The mask of the kernels, which notes what it is asked to hide."""
+
+    asked: ClassVar[list] = []
+
+    def apply_mask(self, *args, **kwargs):
+        self.asked.append((args, kwargs))
+
+
 @pytest.fixture
 def plain_kernels(cute, monkeypatch):
-    names = ("interface", "block_sparsity", "flash_fwd_sm90", "flash_bwd_sm90", "tile_scheduler")
+    names = ("interface", "block_sparsity", "flash_fwd_sm90", "flash_bwd_sm90", "tile_scheduler", "mask")
     modules = {f"flash_attn.cute.{name}": types.ModuleType(name) for name in names}
-    interface, sparsity, forward, backward, scheduler = modules.values()
+    interface, sparsity, forward, backward, scheduler, mask_module = modules.values()
     forward.SingleTileScheduler = backward.SingleTileScheduler = STOCK
+    forward.AttentionMask = backward.AttentionMask = mask_module.AttentionMask = StockMask
 
     class Blocks(tuple):
         def __new__(cls, *lists, block_size):
@@ -126,7 +137,7 @@ def plain_kernels(cute, monkeypatch):
     scheduler.SingleTileScheduler = STOCK
 
     def run_forward(q, k, v, *, softmax_scale, return_lse, out, lse, mask_mod, aux_scalars, block_sparse_tensors):
-        assert forward.SingleTileScheduler is LAST and return_lse
+        assert forward.SingleTileScheduler is LAST and forward.AttentionMask is flash._whole_blocks() and return_lse
         lengths = q.shape[1], k.shape[1]
         mask = visible_pairs(block_sparse_tensors, len(q), lengths, mask_mod, aux_scalars, transposed=False)
         for made, wanted in zip((out, lse), attend(q, k, v, mask, softmax_scale), strict=True):
@@ -135,7 +146,7 @@ def plain_kernels(cute, monkeypatch):
     def run_backward(
         q, k, v, out, dout, lse, *, softmax_scale, dq, dk, dv, mask_mod, aux_scalars, block_sparse_tensors
     ):
-        assert backward.SingleTileScheduler is FIRST
+        assert backward.SingleTileScheduler is FIRST and backward.AttentionMask is flash._whole_blocks()
         lengths = q.shape[1], k.shape[1]
         mask = visible_pairs(block_sparse_tensors, len(q), lengths, mask_mod, aux_scalars, transposed=True)
         expected, log_sum = attend(q, k, v, mask, softmax_scale)
@@ -163,6 +174,7 @@ def plain_kernels(cute, monkeypatch):
     monkeypatch.setattr(flash, "_scheduler", lambda last_first=False: LAST if last_first else FIRST)
     yield
     assert forward.SingleTileScheduler is backward.SingleTileScheduler is STOCK
+    assert forward.AttentionMask is backward.AttentionMask is StockMask
 
 
 def caterpillars(seed):
@@ -271,6 +283,16 @@ def test_one_graph_whatever_the_length():
             torch.testing.assert_close(got, wanted)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("plain_kernels")
+def test_only_partial_blocks_are_masked_and_never_by_the_ends_of_sequences(monkeypatch):
+    monkeypatch.setattr(StockMask, "asked", [])
+    mask = flash._whole_blocks()()
+    mask.apply_mask("scores", n_block=0, mask_seqlen=True)
+    assert StockMask.asked == []
+    mask.apply_mask("scores", n_block=0, mask_seqlen=True, mask_mod="visible")
+    assert StockMask.asked == [(("scores",), {"n_block": 0, "mask_seqlen": False, "mask_mod": "visible"})]
 
 
 @pytest.mark.usefixtures("plain_kernels")

@@ -9,6 +9,8 @@ FlexAttention's FLASH backend runs the same kernels. Called directly they expose
   in the forward the last queries. In the order of the kernels those of the last head would start last, and all wait
   for them.
 - The mask looks up the tree by address. The kernels wrap every index of a tensor that a mask reads.
+- Packed sequences fill their blocks, so no pair is compared with the ends of the sequences. The kernels do that in
+  all partial blocks, and in the backward in full ones, too.
 
 Custom operators keep compiled layers one graph. Eager layers call what is in them: the dispatch of operators that take
 lists takes the host longer than the launch of the kernels. Everything private of `flash-attn-4` is touched here.
@@ -149,7 +151,7 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None, backward: Callable 
     tensors, lists = rest[: ctx.num_tensors], rest[ctx.num_tensors :]
     query_grad, *grads = backward(grad, query, key, value, output, lse, tensors, lists, *ctx.rest)
     # not in the operator: compiled layers add the groups up where they read them
-    grads = [x.sum(dim=1) if x.shape[1] > 1 else x[:, 0] for x in grads]
+    grads = [x.sum(dim=1) if x.shape[1] > 2 else functools.reduce(torch.add, x.unbind(1)) for x in grads]
     return query_grad, *grads, [None] * len(tensors), [None] * len(lists), None, None
 
 
@@ -254,14 +256,29 @@ def _kernels_of(device: torch.device) -> Iterator[None]:
     """For kernels of this GPU that are compiled now, in our order of blocks; kept apart by mask."""
     import flash_attn.cute.flash_bwd_sm90 as backward
     import flash_attn.cute.flash_fwd_sm90 as forward
+    from flash_attn.cute.mask import AttentionMask
     from flash_attn.cute.tile_scheduler import SingleTileScheduler
 
     with torch.accelerator.device_index(device.index), _compiling:
         forward.SingleTileScheduler, backward.SingleTileScheduler = _scheduler(last_first=True), _scheduler()
+        forward.AttentionMask = backward.AttentionMask = _whole_blocks()
         try:
             yield
         finally:
             forward.SingleTileScheduler = backward.SingleTileScheduler = SingleTileScheduler
+            forward.AttentionMask = backward.AttentionMask = AttentionMask
+
+
+@functools.cache
+def _whole_blocks() -> type:
+    from flash_attn.cute.mask import AttentionMask
+
+    class WholeBlocks(AttentionMask):
+        def apply_mask(self, *args: Any, mask_mod: Any = None, mask_seqlen: bool = False, **kwargs: Any) -> None:
+            if mask_mod is not None:  # a full block has nothing to hide
+                super().apply_mask(*args, mask_mod=mask_mod, mask_seqlen=False, **kwargs)
+
+    return WholeBlocks
 
 
 @functools.cache
