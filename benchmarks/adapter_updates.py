@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_prefix_tree team. Licensed under the Apache License, Version 2.0.
-"""How much of small LoRA updates bfloat16 keeps, by dtype of weights, adapters and residual stream, on a CPU.
+"""How much of small LoRA updates bfloat16 keeps, by dtype of weights, adapters and residual stream.
 
-    python -m benchmarks.adapter_updates --output adapter_updates_cpu.csv
+    python -m benchmarks.adapter_updates --output adapter_updates.csv
     python -m benchmarks.adapter_updates --models smollm2 --gguf FILE.gguf --steps 32 --trees 4 --modes eager
 
 All runs start from the same weights (rounded to bfloat16, as checkpoints are) and the same adapters, and take AdamW
@@ -96,7 +96,7 @@ class Task(NamedTuple):
     trees: list[PrefixTree]
 
 
-def load(name: str, gguf: Path | None, count: int) -> Task:
+def load(name: str, gguf: Path | None, count: int, device: torch.device) -> Task:
     torch.manual_seed(0)
     if name == "smollm2":
         assert gguf is not None
@@ -114,7 +114,7 @@ def load(name: str, gguf: Path | None, count: int) -> Task:
         sizes = (16, 4, 8) if name == QUICK_MODEL else (64, 4, 16)
         trees = [build(rollouts(*sizes), seed, VOCAB) for seed in range(count)]
     cast(model, BFLOAT16)
-    return Task(model, trees)
+    return Task(model.to(device), trees)
 
 
 def cast(module: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -137,7 +137,9 @@ def make_model(task: Task, setting: Setting, side: str, mode: str) -> PeftModel:
         parameter.data = parameter.data.to(BFLOAT16).to(setting.adapters)
     model.train()
     if side == "tree":
-        with torch.autocast("cpu", BFLOAT16, enabled=setting.autocast):  # the self-check runs as training does
+        with torch.autocast(
+            base.device.type, BFLOAT16, enabled=setting.autocast
+        ):  # the self-check runs as training does
             prepare_model(model, compile_layers=mode == "compiled")
     elif mode == "compiled":
         for layer in base.model.layers:
@@ -209,7 +211,7 @@ def train(
     for step in range(steps):
         batch = batches[max(0, step - 1) % len(batches)]
         trace = Trace(model, counts and step == 1) if step < 2 else None
-        with torch.autocast("cpu", BFLOAT16, enabled=setting.autocast):
+        with torch.autocast(model.device.type, BFLOAT16, enabled=setting.autocast):
             loss = model(**batch).loss
         loss.backward()
         if trace is not None:
@@ -259,10 +261,10 @@ def end_of_block(residual: torch.Tensor, base: torch.Tensor, delta: torch.Tensor
     return residual + (base + delta).to(base.dtype)
 
 
-def sums(modes: Sequence[str]) -> list[Row]:
+def sums(modes: Sequence[str], device: torch.device) -> list[Row]:
     rows: list[Row] = []
     generator = torch.Generator().manual_seed(0)
-    residual, base, unit = (torch.randn(2**20, generator=generator) for _ in range(3))
+    residual, base, unit = (torch.randn(2**20, generator=generator).to(device) for _ in range(3))
     for mode, of_residual, of_base in itertools.product(modes, (BFLOAT16, FLOAT32), (BFLOAT16, FLOAT32)):
         function = torch.compile(end_of_block) if mode == "compiled" else end_of_block
         fixed = residual.to(of_residual), base.to(of_base)
@@ -295,18 +297,21 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         args.models, args.modes, args.steps, args.trees = [SUM, QUICK_MODEL], ["eager"], min(args.steps, 3), 2
     if "smollm2" in args.models and args.gguf is None:
         parser.error("`--models smollm2` needs `--gguf`")
-    device = torch.device("cpu")
-    results = Results(args.output, {**environment(device, args.commit), "device": f"CPU, {os.cpu_count()} cores"})
+    device = torch.device("cuda" if torch.cuda.is_available() and not args.quick else "cpu")
+    where = environment(device, args.commit)
+    if device.type == "cpu":
+        where["device"] = f"CPU, {os.cpu_count()} cores"
+    results = Results(args.output, where)
     if SUM in args.models:
-        for row in sums(args.modes):
+        for row in sums(args.modes, device):
             progress(results.rows, row)
         results.write()
     for name in args.models:
         if name == SUM:
             continue
-        task = load(name, args.gguf, min(args.trees, max(1, args.steps - 1)))
+        task = load(name, args.gguf, min(args.trees, max(1, args.steps - 1)), device)
         for side in args.sides:
-            batches = [batch_of(tree, side) for tree in task.trees]
+            batches = [{key: x.to(device) for key, x in batch_of(tree, side).items()} for tree in task.trees]
             exact = SETTINGS["float32"]
             judging = make_model(task, exact, side, "eager").eval() if args.steps > 2 else None
             before = None if judging is None else judge(judging, batches, None)

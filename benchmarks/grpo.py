@@ -3,13 +3,16 @@
 
     python -m benchmarks.grpo --output grpo.csv
     python -m benchmarks.grpo --checkpointing off on --modes eager compiled --only 4k+16x512
+    python -m benchmarks.grpo --only 16k+8x4k --checkpointing on --methods tree split stream stock
 
 Both sides take the same optimizer step on one group of rollouts, from the buffered completions to the updated weights:
 scoring, loss, backward, AdamW. Generation and rewards are replayed and not timed; the old log-probs are timed
 separately (`old_ms`). TRL divides the group into micro-batches of `batch_size` padded sequences, the most that fit an
 80 GB card without checkpointing, and uses the fastest installed attention kernel (`--attention`). All completions have
 the same length, so the stock side computes no padding and needs no mask. Loss and gradient norm of a step must agree,
-or the run fails. Weights are float32 under bf16 autocast, as TRL trains by default. `compiled` compiles every decoder
+or the run fails. `tree` computes the whole group in one forward, `split` and `stream` (not among the defaults) at most
+`--max-row-tokens` tokens: `split` repeats the prompt, `stream` scores and trains the tree in passes. Weights are
+float32 under bf16 autocast, as TRL trains by default. `compiled` compiles every decoder
 layer by itself. `tokens` and `forwards` count the work of the backbone in a step.
 """
 
@@ -42,9 +45,9 @@ from benchmarks.common import (
 )
 from benchmarks.flops import model_config
 from examples.demo.tokenizer import train_tokenizer
-from hf_prefix_tree import TreeGRPOTrainer
+from hf_prefix_tree import TreeGRPOConfig, TreeGRPOTrainer
 
-TRAINERS = {"tree": TreeGRPOTrainer, "stock": GRPOTrainer}
+METHODS = ("tree", "split", "stream", "stock")
 COLUMNS = ["shape", "method", "mode", "checkpointing", "attention", "batch_size", "reuse", "forwards", "tokens", "ms"]
 COLUMNS += [
     "low",
@@ -78,8 +81,14 @@ SHAPES = {
     "4k+16x512": Group(4096, 16, 512, 4),
     "1k+16x256": Group(1024, 16, 256, 16),
     "reuse-1.1": Group(112, 16, 1024, 16),  # short prompts, long answers: runs as in TRL
+    "16k+8x4k": Group(16_384, 8, 4096, 1),
 }
-QUICK = {"4k+16x512": Group(64, 4, 8, 2), "1k+16x256": Group(32, 4, 8, 4), "reuse-1.1": Group(3, 4, 16, 4)}
+QUICK = {
+    "4k+16x512": Group(64, 4, 8, 2),
+    "1k+16x256": Group(32, 4, 8, 4),
+    "reuse-1.1": Group(3, 4, 16, 4),
+    "16k+8x4k": Group(64, 4, 16, 1),
+}
 
 
 def rollouts(group: Group, vocab_size: int) -> Any:
@@ -104,7 +113,9 @@ def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     return [float(index % 3) for index in range(len(completion_ids))]
 
 
-def make_trainer(row: Row, group: Group, config: Qwen3Config, quick: bool, folder: str) -> GRPOTrainer:
+def make_trainer(
+    row: Row, group: Group, config: Qwen3Config, quick: bool, folder: str, max_row_tokens: int
+) -> GRPOTrainer:
     torch.manual_seed(0)
     checkpointing = row["checkpointing"] == "on"
     with default_device(quick):
@@ -112,7 +123,11 @@ def make_trainer(row: Row, group: Group, config: Qwen3Config, quick: bool, folde
             copy.deepcopy(config), dtype=torch.float32, attn_implementation=row["attention"]
         )
     steps = group.completions // group.batch_size
-    args = GRPOConfig(
+    is_stock = row["method"] == "stock"
+    options: dict[str, Any] = {} if is_stock else {"max_row_tokens": group.prompt + group.completions * group.length}
+    if row["method"] in ("split", "stream"):
+        options = {"max_row_tokens": max_row_tokens, "overflow": row["method"]}
+    args = (GRPOConfig if is_stock else TreeGRPOConfig)(
         folder,
         num_generations=group.completions,
         per_device_train_batch_size=group.batch_size,
@@ -124,9 +139,10 @@ def make_trainer(row: Row, group: Group, config: Qwen3Config, quick: bool, folde
         use_cpu=quick,
         learning_rate=0.0,  # a full step that leaves the weights unchanged
         report_to="none",
+        **options,
     )
     tokenizer = train_tokenizer(["A prompt."], vocab_size=265)
-    trainer = TRAINERS[row["method"]](
+    trainer = (GRPOTrainer if is_stock else TreeGRPOTrainer)(
         model=model,
         reward_funcs=reward,
         args=args,
@@ -195,6 +211,8 @@ def add_ratios(rows: list[Row]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser = make_parser(__doc__, SHAPES)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["tree", "stock"])
+    parser.add_argument("--max-row-tokens", type=int, default=24_576, help="tokens of a forward of `split`, `stream`")
     parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager"])
     parser.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=["off"])
     parser.add_argument("--batch-size", type=int, help="sequences of TRL's micro-batches (default: by shape)")
@@ -202,12 +220,13 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--seconds", type=float, default=5.0, help="time for the repeats of one measurement")
     args = parser.parse_args(argv)
     device, modes = default_device(args.quick), ["eager"] if args.quick else args.modes
+    args.max_row_tokens = 100 if args.quick else args.max_row_tokens
     config, attention = model_config(args.quick), args.attention or best_attention(args.quick)
     rows: list[Row] = []
     try:
         # beyond the recompile limit, layers would silently run eagerly
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=64):
-            for mode, checkpointing, name, method in product(modes, args.checkpointing, args.only, TRAINERS):
+            for mode, checkpointing, name, method in product(modes, args.checkpointing, args.only, args.methods):
                 group = (QUICK if args.quick else SHAPES)[name]
                 group = group._replace(batch_size=args.batch_size or group.batch_size)
                 gc.collect()  # compiled layers and hooks keep the previous model in cycles
@@ -215,15 +234,17 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
                     row: Row = {"shape": name, "method": method, "mode": mode, "checkpointing": checkpointing}
                     row |= {"attention": attention if method == "stock" else "prefix_tree"}
                     row |= {"batch_size": group.batch_size, "reuse": group.reuse}
-                    trainer = make_trainer(row, group, config, args.quick, folder)
+                    trainer = make_trainer(row, group, config, args.quick, folder, args.max_row_tokens)
                     progress(rows, row | measure_update(trainer, group, args.seconds, device))
                     del trainer
     finally:
         add_ratios(rows)
         rows = report(rows, COLUMNS, device, args)
-    for tree, stock in zip(rows[::2], rows[1::2], strict=True):
-        if "ms" in tree and "ms" in stock:
-            check_same_step(tree, stock)
+    for first in range(0, len(rows), len(args.methods)):  # those of one mode, checkpointing and shape
+        *trees, stock = sorted(rows[first : first + len(args.methods)], key=lambda row: row["method"] == "stock")
+        for tree in trees:
+            if "ms" in tree and "ms" in stock:
+                check_same_step(tree, stock)
     return rows
 
 

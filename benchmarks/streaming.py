@@ -147,7 +147,7 @@ def train(
         torch._C._host_emptyCache()  # of earlier steps, whose sizes differ; PyTorch 2.11 has no public name for this
     with tempfile.TemporaryDirectory() as folder:
         common = options({"checkpointing": True}, folder, args, accumulation=1)
-        common |= {"num_train_epochs": epochs or 1, "train_sampling_strategy": "sequential"}
+        common |= {"num_train_epochs": epochs or 1, "train_sampling_strategy": "sequential", "logging_steps": 1}
         common |= {name: value for name, value in settings.items() if name != "activation_offloading" or not is_quick}
         trainer = TreeSFTTrainer(
             model=model,

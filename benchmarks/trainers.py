@@ -22,8 +22,9 @@ Models have random weights: the shapes of Qwen3-0.6B, of Qwen3-8B (`lora-8b`: Lo
 `qlora-8b`: the same on NF4 weights; both with gradient checkpointing), `moe`: six layers of Qwen3-30B-A3B, and
 `hybrid`: Qwen3.5-0.8B, both sides with the kernels of flash-linear-attention. TRL's packing mixes sequences in its
 short convolutions without causal-conv1d, so TRL's side uses padded batches there, up to `--max-length` tokens, and
-SDPA. `s` is the median time of a step, `tokens` the tokens that the backbone computes in it. `--profile` profiles one
-more step and writes where its time goes to `..._profile.csv`: profiles.py explains the categories.
+SDPA. `s` is the median time of a step, on the device's clock: nothing waits for the device at the end of a step, and
+only the first and the last one are logged. `tokens` are those that the backbone computes in a step. `--profile`
+profiles one more step and writes where its time goes to `..._profile.csv`: profiles.py explains the categories.
 """
 
 from __future__ import annotations
@@ -101,10 +102,10 @@ COLUMNS += ["loss", "grad_norm", "token_ratio", "speedup", "failure"]
 
 
 class Timer(TrainerCallback):
-    """Seconds of every optimizer step, the device's work included."""
+    """When every optimizer step ended; on a GPU by its own clock, without waiting for it."""
 
     def __init__(self, device: torch.device, profiled_step: int | None = None) -> None:
-        self.device, self.ends = device, []  # type: torch.device, list[float]
+        self.device, self.ends = device, []  # type: torch.device, list[Any]
         self.profiled_step, self.profile = profiled_step, ExitStack()
         self.events: Events = []
 
@@ -114,14 +115,20 @@ class Timer(TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.ends.append(time.perf_counter())
+            self.ends.append(torch.cuda.Event(enable_timing=True))
+            self.ends[-1].record()
+        else:
+            self.ends.append(time.perf_counter())
         self.profile.close()
 
     @property
     def seconds(self) -> list[float]:
         """Of all steps except the first, which compiles, checks and allocates, and the last, if it is profiled."""
-        return [after - before for before, after in itertools.pairwise(self.ends[: self.profiled_step])]
+        pairs = itertools.pairwise(self.ends[: self.profiled_step])
+        if self.device.type != "cuda":
+            return [after - before for before, after in pairs]
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in pairs]
 
 
 def model_config(name: str, quick: bool) -> PreTrainedConfig:
@@ -165,7 +172,8 @@ def options(row: Row, folder: str, args: argparse.Namespace, accumulation: int) 
         "use_cpu": args.quick,
         "learning_rate": 0.0,  # a full step that leaves the weights unchanged
         "optim": "adamw_torch" if args.quick else "adamw_torch_fused",
-        "logging_steps": 1,
+        "logging_first_step": True,
+        "logging_steps": args.steps + 1,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
@@ -236,9 +244,9 @@ def measure(
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         trainer.train()
-        steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+        first = next(entry for entry in trainer.state.log_history if "loss" in entry)
         times = timer.seconds
-        assert len(steps) == args.steps + 1 and len(times) == args.steps - args.profile, (len(steps), len(times))
+        assert len(timer.ends) == args.steps + 1 and len(times) == args.steps - args.profile, (timer.ends, times)
         if args.profile:
             where = {name: row[name] for name in ("model", "rows", "side")}
             config = model_config(row["model"], args.quick)
@@ -252,8 +260,8 @@ def measure(
             "s": statistics.median(times),
             "low": min(times),
             "high": max(times),
-            "loss": steps[0]["loss"],
-            "grad_norm": steps[0]["grad_norm"],
+            "loss": first["loss"],
+            "grad_norm": first["grad_norm"],
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
         }
 

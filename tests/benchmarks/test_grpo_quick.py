@@ -36,6 +36,15 @@ def test_micro_batches_of_the_stock_side(rows):
     assert [rows["4k+16x512", method]["forwards"] for method in ("tree", "stock")] == [1, 2]
 
 
+def test_split_and_streamed_groups_take_the_same_step():
+    rows = grpo.main([*"--quick --seconds 0 --only 16k+8x4k --methods".split(), *grpo.METHODS])
+    counts = {row["method"]: (row["forwards"], row["tokens"]) for row in rows}
+    assert counts["tree"] == (1, 64 + 4 * 16) and counts["stock"] == (4, 4 * 80)
+    assert counts["split"] == (2, 2 * (64 + 2 * 16))  # the prompt twice
+    assert counts["stream"][0] > 2 and 2 * 128 <= counts["stream"][1] < 2 * 128 + 8  # scored and trained in passes
+    assert len({round(row["grad_norm"], 4) for row in rows}) == 1
+
+
 def test_shapes():
     assert grpo.SHAPES["4k+16x512"].reuse == 16 * 4608 / (4096 + 16 * 512)
     assert grpo.SHAPES["reuse-1.1"].reuse == pytest.approx(1.1, abs=0.005)
