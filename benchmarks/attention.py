@@ -18,7 +18,7 @@
 
 Controls, which are not among the defaults, show what the hardware reaches on short work without a tree, with cuDNN or,
 with `, fa4` after the name, with `flash-attn-4`: `rectangle` (all tokens below the root attend to all tokens of the
-root) and `causal-1k` (the same number of tokens in sequences of 1,024).
+root), `causal-1k` (the same number of tokens in sequences of 1,024) and `causal-whole` (in one sequence).
 
 `--fill N` also measures as many copies of each tree as fit into a packed sequence of N tokens, as in training, because
 a single short tree has few blocks. `useful` is the share of visible pairs in the visible blocks of 128 by 128.
@@ -71,7 +71,7 @@ TILES = {
     }
     for keys in (32, 64, 128)
 }
-CONTROLS = ("rectangle", "rectangle, fa4", "causal-1k", "causal-1k, fa4")
+CONTROLS = tuple(name + kernel for name in ("rectangle", "causal-1k", "causal-whole") for kernel in ("", ", fa4"))
 ALONE = ("sdpa", "gather", "flex, leaf first", "flash, leaf first", "stock, leaf first")  # not measured under `--fill`
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # [1, heads, N, head_dim] -> [1, N, ...]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -132,7 +132,7 @@ def control_of(method: str, tree: PrefixTree, trees: int, quick: bool) -> tuple[
     """The function, its pairs, and its batch size, queries and keys."""
     is_causal = method.startswith("causal")
     if is_causal:
-        length = 16 if quick else 1024
+        length = trees * len(tree) if method.startswith("causal-whole") else 16 if quick else 1024
         sizes = (max(1, trees * len(tree) // length), length, length)
         pairs = sizes[0] * length * (length + 1) // 2
     else:

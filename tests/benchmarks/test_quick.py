@@ -232,6 +232,8 @@ def test_controls_have_the_size_of_the_tree():
     tree = build(SHAPES["1k+64x64"])
     assert attention.control_of("rectangle", tree, 8, False)[1:] == (8 * 4096 * 1024, (8, 4096, 1024))
     assert attention.control_of("causal-1k", tree, 8, False)[1:] == (40 * 1024 * 1025 // 2, (40, 1024, 1024))
+    whole = attention.control_of("causal-whole, fa4", tree, 8, False)
+    assert whole[1:] == (40_960 * 40_961 // 2, (1, 40_960, 40_960))
     query, key = torch.randn(1, 2, 6, 4), torch.randn(1, 2, 3, 4)
     attend, _, _ = attention.control_of("rectangle", tree, 1, True)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, key).transpose(1, 2)
