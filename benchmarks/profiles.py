@@ -2,8 +2,9 @@
 """Where the time of a step goes: the kernels of one profiled step by category, and the functions of the host.
 
 Kernels of the optimizer and the head are recognized by the host function that launched them, all others by their
-names. `idle` is the part of the measured time of a step, without a profiler, in which no kernel ran. On a CPU,
-operators are listed instead of kernels, as a test run.
+names. `idle` is the part of the measured time of a step, without a profiler, in which no kernel ran; below it are the
+kernels before which the device waited longest while it was profiled, which takes the host longer. On a CPU, operators
+are listed instead of kernels, as a test run.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ NAMED = {  # the first that matches
     "fused by the compiler": r"^triton_",
     "elementwise": r"elementwise|reduce_kernel|FillFunctor|vectorized|multi_tensor",
 }
-KERNELS = 12
+KERNELS, WAITS = 12, 4
 COLUMNS = ["category", "name", "calls", "kernel_ms", "share", "tflop", "tflops", "roof_share", "own_ms", "total_ms"]
 
 
@@ -71,9 +72,12 @@ def summary(
     launcher = _launchers(events)
     by_category: dict[str, Counter[str]] = defaultdict(Counter)
     calls: Counter[tuple[str, str]] = Counter()
-    busy, last = 0.0, 0.0
+    busy, last = 0.0, min(kernel["ts"] for kernel in kernels)
+    waits: Counter[str] = Counter()
     for kernel in sorted(kernels, key=lambda x: x["ts"]):
         end = kernel["ts"] + kernel["dur"]
+        if kernel["ts"] > last:
+            waits[kernel["name"]] += kernel["ts"] - last
         busy += max(0.0, end - max(last, kernel["ts"]))  # streams overlap, and so do operators
         last = max(last, end)
         category = launcher(kernel) or _named(kernel["name"])
@@ -88,6 +92,10 @@ def summary(
             row |= {"roof_share": row["tflops"] / roof} if roof else {}
         rows.append(row)
     rows.append({"category": "idle", "name": "all", "kernel_ms": ms - busy / 1e3, "share": 1 - busy / 1e3 / ms})
+    for name, us in waits.most_common(WAITS):
+        rows.append(
+            {"category": "idle", "name": f"before {name[:150]}", "kernel_ms": us / 1e3, "share": us / 1e3 / ms}
+        )
     longest = Counter({(c, name): us for c, times in by_category.items() for name, us in times.items()})
     for (category, name), us in longest.most_common(KERNELS):
         rows.append(

@@ -37,7 +37,7 @@ def test_micro_batches_of_the_stock_side(rows):
 
 
 def test_split_and_streamed_groups_take_the_same_step():
-    rows = grpo.main([*"--quick --seconds 0 --only 16k+8x4k --methods".split(), *grpo.METHODS])
+    rows = grpo.main([*["--quick", "--seconds", "0", "--only", "16k+8x4k", "--methods"], *grpo.METHODS])
     counts = {row["method"]: (row["forwards"], row["tokens"]) for row in rows}
     assert counts["tree"] == (1, 64 + 4 * 16) and counts["stock"] == (4, 4 * 80)
     assert counts["split"] == (2, 2 * (64 + 2 * 16))  # the prompt twice

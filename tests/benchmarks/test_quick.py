@@ -363,7 +363,10 @@ def test_a_profile_adds_up():
     # kernels overlap from 600 to 700
     assert spent == pytest.approx({"matmul": 0.4, "optimizer": 0.2, "elementwise": 0.1, "idle": 1.0 - 0.6})
     assert rows[0]["tflops"] == pytest.approx(500.0) and rows[0]["roof_share"] == pytest.approx(0.5)
-    longest = [(row["category"], row["name"], row["calls"]) for row in rows[4:]]
+    wait = rows[4]
+    assert (wait["category"], wait["name"]) == ("idle", "before multi_tensor_apply")
+    assert wait["kernel_ms"] == pytest.approx(0.1)  # from 800 to 900
+    longest = [(row["category"], row["name"], row["calls"]) for row in rows[5:]]
     assert longest[1:] == [("optimizer", "multi_tensor_apply", 1), ("elementwise", "multi_tensor_apply", 1)]
     assert longest[0] == ("matmul", "nvjet_tst_128x256", 1)
 
