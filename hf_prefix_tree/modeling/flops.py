@@ -224,20 +224,26 @@ def model_costs(config: PretrainedConfig) -> ModelCosts:
 
 
 def choose_overflow(
-    trees: Iterable[PrefixTree], config: PretrainedConfig, max_tokens: int, checkpointing: bool
+    trees: Iterable[PrefixTree],
+    config: PretrainedConfig,
+    max_tokens: int,
+    checkpointing: bool,
+    offloading: bool = False,
 ) -> tuple[str, int, str]:
     """
     Whether trees are best trained whole, split or streamed, by counting.
 
     What a packed sequence of `max_tokens` tokens keeps for the backward counts as the memory that there is. Streaming
     keeps the activations of the longest path and of a pass, and the path's keys and values in bfloat16 with their
-    gradients in float32. Trees are streamed where splitting them is impossible or costs 10% more FLOPs, if that fits.
+    gradients in float32, all of which wait on the host under offloading. Trees are streamed where splitting them is
+    impossible, or costs 45% more FLOPs (55% under offloading) and streaming fits.
 
     Args:
         trees (iterable of [`PrefixTree`]): Those with more than `max_tokens` tokens.
         config (`PretrainedConfig`): The model's.
         max_tokens (`int`): Tokens of the largest packed sequence that fits.
         checkpointing (`bool`): Whether layers are recomputed.
+        offloading (`bool`, *optional*, defaults to `False`): Whether activations wait on the host.
 
     Returns:
         `tuple`: `"whole"`, `"split"` or `"stream"`; the tokens of a packed sequence or pass; the numbers, as a text.
@@ -265,6 +271,7 @@ def choose_overflow(
     per_token = costs.checkpointed_bytes if checkpointing else costs.activation_bytes
     waiting = 2.0 * sizes.layers * sizes.hidden if checkpointing else costs.activation_bytes
     waiting += 12 * sizes.keys * costs.attention_layers  # both in bfloat16, the gradients of both in float32
+    waiting *= not offloading
     room = max_tokens * per_token - longest * waiting
     passes = int(min(room / per_token, _LARGEST_PASS)) // 128 * 128
     ratio = float(costs.flops @ divided / (costs.flops @ streamed)) if longest <= max_tokens else math.inf
@@ -274,7 +281,7 @@ def choose_overflow(
         f"pass, a packed sequence {max_tokens * per_token / 2**30:.1f} GiB"
     )
     smallest = min(_SMALLEST_PASS, max_tokens)
-    if ratio <= _WORTH_STREAMING or (passes < smallest and ratio < math.inf):
+    if ratio <= _WORTH_STREAMING[offloading] or (passes < smallest and ratio < math.inf):
         return "split", max_tokens, numbers
     if passes < smallest:
         numbers += "; it may not fit: set `activation_offloading=True`"
@@ -282,7 +289,9 @@ def choose_overflow(
 
 
 _LARGEST_PASS, _SMALLEST_PASS = 8192, 1024  # tokens
-_WORTH_STREAMING = 1.1
+# On an H200 streaming took up to 1.43 times as long as its FLOPs suggest, with offloading 1.55 times, because short
+# passes wait for the host (benchmarks/results/streaming_h200.csv).
+_WORTH_STREAMING = {False: 1.45, True: 1.55}
 
 
 def _uncounted(config: Any) -> str:

@@ -170,8 +170,9 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         assert most is not None  # checked with the configuration
         config = AutoConfig.from_pretrained(model) if isinstance(model, str) else model.config
         large = [index for index, ids in enumerate(trees["input_ids"]) if len(ids) > most]
+        memory = args.gradient_checkpointing, args.activation_offloading
         choice, args.max_packed_tokens, numbers = choose_overflow(
-            (PrefixTree.from_dict(trees[index]) for index in large), config, most, args.gradient_checkpointing
+            (PrefixTree.from_dict(trees[index]) for index in large), config, most, *memory
         )
         args.overflow = "stream" if choice == "stream" else "split"
         if args.process_index == 0:

@@ -233,20 +233,24 @@ def rollouts(prompt, completions, length):
 
 
 @pytest.mark.parametrize(
-    ("tree", "max_tokens", "checkpointing", "expected"),
+    ("tree", "checkpointing", "offloading", "expected"),
     [
-        (rollouts(8192, 16, 1024), 16_384, False, ("stream", 5504)),  # 2 parts repeat 8k; 16,384 less 9,216 x 1.171
-        (rollouts(8192, 16, 1024), 16_384, True, ("split", 16_384)),  # beside a path with keys and values no pass fits
-        (rollouts(512, 16, 1024), 16_384, False, ("split", 16_384)),  # repeats little
-        (rollouts(8192, 2, 16_384), 16_384, True, ("stream", 1024)),  # a path that no packed sequence holds
+        (rollouts(8192, 64, 1024), False, False, ("stream", 5504)),  # 1.46x the FLOPs; 16,384 less 9,216 x 1.171
+        (rollouts(8192, 64, 1024), False, True, ("split", 16_384)),
+        (rollouts(8192, 64, 1024), True, False, ("split", 16_384)),  # beside a path with keys and values no pass fits
+        (rollouts(12_288, 64, 1024), True, False, ("split", 16_384)),
+        (rollouts(12_288, 64, 1024), True, True, ("stream", 8192)),  # 2.4x the FLOPs, and the path is on the host
+        (rollouts(8192, 16, 1024), False, False, ("split", 16_384)),  # 1.22x the FLOPs
+        (rollouts(8192, 2, 16_384), True, False, ("stream", 1024)),  # a path that no packed sequence holds
     ],
 )
-def test_what_auto_counts(tree, max_tokens, checkpointing, expected):
+def test_what_auto_counts(tree, checkpointing, offloading, expected):
     costs = model_costs(shape_config("0.6b"))
-    *choice, numbers = choose_overflow([tree], shape_config("0.6b"), max_tokens, checkpointing)
-    assert tuple(choice) == expected
+    *choice, numbers = choose_overflow([tree], shape_config("0.6b"), 16_384, checkpointing, offloading)
+    assert tuple(choice) == expected, numbers
     longest = tree.stats().longest_path
     waiting = (28 * 2 * 1024 if checkpointing else costs.activation_bytes) + 28 * 1024 * (2 + 2 + 4 + 4)
+    waiting = 0 if offloading else waiting
     assert f"keeps {longest * waiting / 2**30:.1f} GiB beside" in numbers
 
 

@@ -155,9 +155,10 @@ def tree_block_mask(prefix_tree: Tensor, path: Tensor | None = None, **limit: in
     """
     kind, number = kind_of(limit)
     length = prefix_tree.shape[2]
-    assert length % BLOCK_SIZE == 0  # `why_not_flex` refuses others
     subtree_end, depth = _bounds_and_depths(prefix_tree, path)
     skipped = subtree_end.shape[1] - length
+    # `why_not_flex` refuses others, and sections are padded; FLASH compares no pair with the ends of the sequences
+    assert length % BLOCK_SIZE == skipped % BLOCK_SIZE == 0
     size = block_size(length) if path is None else BLOCK_SIZE
     end_low, end_high = _block_bounds(subtree_end, size)
     key_block = torch.arange(end_low.shape[1], device=subtree_end.device, dtype=subtree_end.dtype) - skipped // size
