@@ -10,9 +10,9 @@ scoring, loss, backward, AdamW. Generation and rewards are replayed and not time
 separately (`old_ms`). TRL divides the group into micro-batches of `batch_size` padded sequences, the most that fit an
 80 GB card without checkpointing, and uses the fastest installed attention kernel (`--attention`). All completions have
 the same length, so the stock side computes no padding and needs no mask. Loss and gradient norm of a step must agree,
-or the run fails. `tree` computes the whole group in one forward, `split` and `stream` (not among the defaults) at most
-`--max-row-tokens` tokens: `split` repeats the prompt, `stream` scores and trains the tree in passes. Weights are
-float32 under bf16 autocast, as TRL trains by default. `compiled` compiles every decoder
+or the run fails, if `stock` is among the methods. `tree` computes the whole group in one forward, `split` and `stream`
+(not among the defaults) at most `--max-row-tokens` tokens: `split` repeats the prompt, `stream` scores and trains the
+tree in passes. Weights are float32 under bf16 autocast, as TRL trains by default. `compiled` compiles every decoder
 layer by itself. `tokens` and `forwards` count the work of the backbone in a step.
 """
 
@@ -48,8 +48,11 @@ from examples.demo.tokenizer import train_tokenizer
 from hf_prefix_tree import TreeGRPOConfig, TreeGRPOTrainer
 
 METHODS = ("tree", "split", "stream", "stock")
-COLUMNS = ["shape", "method", "mode", "checkpointing", "attention", "batch_size", "reuse", "forwards", "tokens", "ms"]
+COLUMNS = ["shape", "method", "mode", "checkpointing", "attention", "batch_size", "max_row_tokens", "reuse"]
 COLUMNS += [
+    "forwards",
+    "tokens",
+    "ms",
     "low",
     "high",
     "old_ms",
@@ -81,7 +84,7 @@ SHAPES = {
     "4k+16x512": Group(4096, 16, 512, 4),
     "1k+16x256": Group(1024, 16, 256, 16),
     "reuse-1.1": Group(112, 16, 1024, 16),  # short prompts, long answers: runs as in TRL
-    "16k+8x4k": Group(16_384, 8, 4096, 1),
+    "16k+8x4k": Group(16_384, 8, 4096, 1),  # not among the defaults
 }
 QUICK = {
     "4k+16x512": Group(64, 4, 8, 2),
@@ -127,6 +130,7 @@ def make_trainer(
     options: dict[str, Any] = {} if is_stock else {"max_row_tokens": group.prompt + group.completions * group.length}
     if row["method"] in ("split", "stream"):
         options = {"max_row_tokens": max_row_tokens, "overflow": row["method"]}
+    row |= {"max_row_tokens": options.get("max_row_tokens")}
     args = (GRPOConfig if is_stock else TreeGRPOConfig)(
         folder,
         num_generations=group.completions,
@@ -210,7 +214,7 @@ def add_ratios(rows: list[Row]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
-    parser = make_parser(__doc__, SHAPES)
+    parser = make_parser(__doc__, SHAPES, list(SHAPES)[:3])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["tree", "stock"])
     parser.add_argument("--max-row-tokens", type=int, default=24_576, help="tokens of a forward of `split`, `stream`")
     parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager"])

@@ -22,8 +22,9 @@ Models have random weights: the shapes of Qwen3-0.6B, of Qwen3-8B (`lora-8b`: Lo
 `qlora-8b`: the same on NF4 weights; both with gradient checkpointing), `moe`: six layers of Qwen3-30B-A3B, and
 `hybrid`: Qwen3.5-0.8B, both sides with the kernels of flash-linear-attention. TRL's packing mixes sequences in its
 short convolutions without causal-conv1d, so TRL's side uses padded batches there, up to `--max-length` tokens, and
-SDPA. `s` is the median time of a step, on the device's clock: nothing waits for the device at the end of a step, and
-only the first and the last one are logged. `tokens` are those that the backbone computes in a step. `--profile`
+SDPA. `s` is the median time of a step, on the device's clock: the benchmark waits for the device after the last step
+only (Trainer and TRL wait in every micro-batch, for a check of the loss and for metrics), and only the first and the
+last step are logged. `tokens` are those that the backbone computes in a step. `--profile`
 profiles one more step and writes where its time goes to `..._profile.csv`: profiles.py explains the categories.
 """
 

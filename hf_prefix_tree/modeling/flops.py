@@ -235,8 +235,8 @@ def choose_overflow(
 
     What a packed sequence of `max_tokens` tokens keeps for the backward counts as the memory that there is. Streaming
     keeps the activations of the longest path and of a pass, and the path's keys and values in bfloat16 with their
-    gradients in float32, all of which wait on the host under offloading. Trees are streamed where splitting them is
-    impossible, or costs 45% more FLOPs (55% under offloading) and streaming fits.
+    gradients in float32; under offloading those of two layers, as the rest waits on the host. Trees are streamed where
+    splitting them is impossible, or costs 45% more FLOPs (55% under offloading) and streaming fits.
 
     Args:
         trees (iterable of [`PrefixTree`]): Those with more than `max_tokens` tokens.
@@ -271,7 +271,7 @@ def choose_overflow(
     per_token = costs.checkpointed_bytes if checkpointing else costs.activation_bytes
     waiting = 2.0 * sizes.layers * sizes.hidden if checkpointing else costs.activation_bytes
     waiting += 12 * sizes.keys * costs.attention_layers  # both in bfloat16, the gradients of both in float32
-    waiting *= not offloading
+    waiting *= min(2, sizes.layers) / sizes.layers if offloading else 1
     room = max_tokens * per_token - longest * waiting
     passes = int(min(room / per_token, _LARGEST_PASS)) // 128 * 128
     ratio = float(costs.flops @ divided / (costs.flops @ streamed)) if longest <= max_tokens else math.inf
@@ -280,17 +280,18 @@ def choose_overflow(
         f"{streamed[0]:,.0f}, {ratio:.2f}x the FLOPs; streaming keeps {longest * waiting / 2**30:.1f} GiB beside a "
         f"pass, a packed sequence {max_tokens * per_token / 2**30:.1f} GiB"
     )
-    smallest = min(_SMALLEST_PASS, max_tokens)
+    smallest = min(_SMALLEST_PASS[ratio < math.inf], max_tokens // 128 * 128 or max_tokens)
     if ratio <= _WORTH_STREAMING[offloading] or (passes < smallest and ratio < math.inf):
         return "split", max_tokens, numbers
-    if passes < smallest:
+    if passes < smallest and not offloading:
         numbers += "; it may not fit: set `activation_offloading=True`"
     return "stream", max(passes, smallest), numbers
 
 
-_LARGEST_PASS, _SMALLEST_PASS = 8192, 1024  # tokens
-# On an H200 streaming took up to 1.43 times as long as its FLOPs suggest, with offloading 1.55 times, because short
-# passes wait for the host (benchmarks/results/streaming_h200.csv).
+_LARGEST_PASS = 8192  # tokens
+_SMALLEST_PASS = {True: 4096, False: 1024}  # by whether splitting is possible, which short passes do not repay
+# On an H200, with checkpointing and passes of 6k to 8k tokens, streaming took 1.05 and 1.43 times as long as its FLOPs
+# suggest, with offloading 1.08 and 1.55 times (two trees, benchmarks/results/streaming_h200.csv).
 _WORTH_STREAMING = {False: 1.45, True: 1.55}
 
 

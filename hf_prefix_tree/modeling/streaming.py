@@ -342,17 +342,18 @@ def _cut(
     return {name: torch.from_numpy(array)[None] for name, array in cut.items()}
 
 
-def kept_on_host(tokens: int) -> torch.autograd.graph.saved_tensors_hooks:
+def kept_on_host(*lengths: int) -> torch.autograd.graph.saved_tensors_hooks:
     """
     While active, activations that autograd saves are kept by the host. Nothing waits for the copies: they are made in
     the order of the device's stream.
 
     Args:
-        tokens (`int`): Tokens of the call, by which activations are told from weights; with 0 nothing is moved.
+        lengths (`int`): Tokens of the call, and with those of its path, by which activations are told from weights;
+            without any nothing is moved.
     """
 
     def pack(saved: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-        if saved.dim() < 3 or tokens not in saved.shape or not saved.is_floating_point():
+        if saved.dim() < 3 or set(saved.shape).isdisjoint(lengths) or not saved.is_floating_point():
             return saved
         kept = torch.empty_like(saved, device="cpu", pin_memory=saved.is_cuda)
         return saved.device, kept.copy_(saved, non_blocking=True)
@@ -411,7 +412,7 @@ def stream(
         if backward is None:
             return
         try:
-            with torch.autocast(loss.device.type, enabled=False), kept_on_host(0) if store.on_host else nullcontext():
+            with torch.autocast(loss.device.type, enabled=False), kept_on_host() if store.on_host else nullcontext():
                 backward(loss)
         finally:
             store.wait()
@@ -422,8 +423,8 @@ def stream(
         while waiting and name[: len(waiting[-1][0])] != waiting[-1][0]:
             close()
         section = by_name.get(name)
-        tokens = 0 if section is None else section.length
-        with _entering(section), kept_on_host(tokens) if store.on_host else nullcontext():
+        lengths = () if section is None else (section.length, section.start + section.length)
+        with _entering(section), kept_on_host(*lengths) if store.on_host else nullcontext():
             waiting.append((name, forward(section)))
     while waiting:
         close()

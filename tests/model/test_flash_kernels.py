@@ -137,7 +137,8 @@ def plain_kernels(cute, monkeypatch):
     scheduler.SingleTileScheduler = STOCK
 
     def run_forward(q, k, v, *, softmax_scale, return_lse, out, lse, mask_mod, aux_scalars, block_sparse_tensors):
-        assert forward.SingleTileScheduler is LAST and forward.AttentionMask is flash._whole_blocks() and return_lse
+        assert forward.SingleTileScheduler is LAST and type(forward.AttentionMask()) is flash._whole_blocks()
+        assert return_lse
         lengths = q.shape[1], k.shape[1]
         mask = visible_pairs(block_sparse_tensors, len(q), lengths, mask_mod, aux_scalars, transposed=False)
         for made, wanted in zip((out, lse), attend(q, k, v, mask, softmax_scale), strict=True):
@@ -146,7 +147,7 @@ def plain_kernels(cute, monkeypatch):
     def run_backward(
         q, k, v, out, dout, lse, *, softmax_scale, dq, dk, dv, mask_mod, aux_scalars, block_sparse_tensors
     ):
-        assert backward.SingleTileScheduler is FIRST and backward.AttentionMask is flash._whole_blocks()
+        assert backward.SingleTileScheduler is FIRST and type(backward.AttentionMask()) is flash._whole_blocks()
         lengths = q.shape[1], k.shape[1]
         mask = visible_pairs(block_sparse_tensors, len(q), lengths, mask_mod, aux_scalars, transposed=True)
         expected, log_sum = attend(q, k, v, mask, softmax_scale)
@@ -293,6 +294,17 @@ def test_only_partial_blocks_are_masked_and_never_by_the_ends_of_sequences(monke
     assert StockMask.asked == []
     mask.apply_mask("scores", n_block=0, mask_seqlen=True, mask_mod="visible")
     assert StockMask.asked == [(("scores",), {"n_block": 0, "mask_seqlen": False, "mask_mod": "visible"})]
+
+
+@pytest.mark.usefixtures("plain_kernels")
+def test_kernels_that_other_threads_compile_meanwhile_have_all_their_masks():
+    forward, made = sys.modules["flash_attn.cute.flash_fwd_sm90"], []
+    with flash._kernels_of(torch.device("cpu")):
+        other = threading.Thread(target=lambda: made.append(forward.AttentionMask()))
+        other.start()
+        other.join(10)
+        made.append(forward.AttentionMask())
+    assert [type(mask) for mask in made] == [StockMask, flash._whole_blocks()]
 
 
 @pytest.mark.usefixtures("plain_kernels")

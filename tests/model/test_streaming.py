@@ -120,6 +120,23 @@ def test_checkpointing(reentrant, offloaded):
     assert relative_error(gradients(model), expected) < 1e-6  # norms and routers compute in float32
 
 
+def test_the_host_keeps_keys_of_paths_that_autograd_saves(monkeypatch):
+    """Without checkpointing every section saves them, so on the GPU they would grow with the square of the path."""
+    copied, empty_like = [], torch.empty_like
+
+    def recorded(tensor, **kwargs):
+        if kwargs.get("device") == "cpu":
+            copied.append(tuple(tensor.shape))
+        return empty_like(tensor, **kwargs)
+
+    monkeypatch.setattr(torch, "empty_like", recorded)
+    _, sections = streamed(make_model("llama"), forest(5), 11, on_host=True)
+    keys = {(section.start + section.length, section.length) for section in sections if section.start}
+    # Four heads of 8: all that belongs to sections of 4 tokens looks like theirs.
+    of_paths = {number for number, length in keys if length > 8} - {number for number, length in keys if length == 4}
+    assert of_paths == {24, 28, 32} and of_paths <= {shape[2] for shape in copied if len(shape) == 4}
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("on_host", [False, True])
 def test_a_path_is_freed_with_its_sections(checkpointing, on_host):

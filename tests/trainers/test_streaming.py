@@ -12,6 +12,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from transformers import TrainerCallback
 
 from benchmarks.flops import shape_config
@@ -250,8 +251,35 @@ def test_what_auto_counts(tree, checkpointing, offloading, expected):
     assert tuple(choice) == expected, numbers
     longest = tree.stats().longest_path
     waiting = (28 * 2 * 1024 if checkpointing else costs.activation_bytes) + 28 * 1024 * (2 + 2 + 4 + 4)
-    waiting = 0 if offloading else waiting
+    waiting *= 2 / 28 if offloading else 1  # those of two layers
     assert f"keeps {longest * waiting / 2**30:.1f} GiB beside" in numbers
+
+
+def test_auto_with_little_room():
+    config = shape_config("0.6b")
+    long_path = [rollouts(1024, 2, 1024)]
+    assert "set `activation_offloading=True`" in choose_overflow(long_path, config, 700, True)[2]
+    choice, tokens, numbers = choose_overflow(long_path, config, 700, True, True)
+    assert (choice, tokens) == ("stream", 640) and "activation_offloading" not in numbers
+    # a pass of 896 tokens is as large as this room allows
+    assert choose_overflow([rollouts(460, 100, 50)], config, 1023, True, True)[:2] == ("stream", 896)
+    # 1.78x the FLOPs, but there is room for short passes only
+    assert choose_overflow([rollouts(9984, 64, 1024)], config, 16_384, False)[:2] == ("split", 16_384)
+
+
+def test_auto_of_the_trainer_counts_offloading(tmp_path, monkeypatch):
+    asked = []
+
+    def choose(trees, config, *memory):
+        asked.append(memory)
+        return "split", 40, ""
+
+    monkeypatch.setattr("hf_prefix_tree.sft.trainer.choose_overflow", choose)
+    trees = make_trees(2, num_branches=12)
+    trainer = make_sft(tmp_path, trees, overflow="auto", max_packed_tokens=40)
+    trainer.args.activation_offloading, trainer.args.max_packed_tokens = True, 30  # TRL's part needs a GPU
+    trainer._choose_overflow(Dataset.from_list([tree.to_dict() for tree in trees]), trainer.args)
+    assert asked == [(40, False, False), (30, False, True)]
 
 
 @pytest.mark.parametrize(

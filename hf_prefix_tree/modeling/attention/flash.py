@@ -10,7 +10,7 @@ FlexAttention's FLASH backend runs the same kernels. Called directly they expose
   for them.
 - The mask looks up the tree by address. The kernels wrap every index of a tensor that a mask reads.
 - Packed sequences fill their blocks, so no pair is compared with the ends of the sequences. The kernels do that in
-  all partial blocks, and in the backward in full ones, too.
+  the first blocks of every block of queries, and in the backward in all blocks.
 
 Custom operators keep compiled layers one graph. Eager layers call what is in them: the dispatch of operators that take
 lists takes the host longer than the launch of the kernels. Everything private of `flash-attn-4` is touched here.
@@ -253,15 +253,20 @@ _compiling = threading.RLock()  # the backward runs in other threads
 
 @contextmanager
 def _kernels_of(device: torch.device) -> Iterator[None]:
-    """For kernels of this GPU that are compiled now, in our order of blocks; kept apart by mask."""
+    """For kernels of this GPU that are compiled now, in our order of blocks, in this thread without comparisons."""
     import flash_attn.cute.flash_bwd_sm90 as backward
     import flash_attn.cute.flash_fwd_sm90 as forward
     from flash_attn.cute.mask import AttentionMask
     from flash_attn.cute.tile_scheduler import SingleTileScheduler
 
+    thread = threading.get_ident()
+
+    def mask_of(*args: Any, **kwargs: Any) -> Any:  # what other code compiles meanwhile has all its masks
+        return (_whole_blocks() if threading.get_ident() == thread else AttentionMask)(*args, **kwargs)
+
     with torch.accelerator.device_index(device.index), _compiling:
         forward.SingleTileScheduler, backward.SingleTileScheduler = _scheduler(last_first=True), _scheduler()
-        forward.AttentionMask = backward.AttentionMask = _whole_blocks()
+        forward.AttentionMask = backward.AttentionMask = mask_of
         try:
             yield
         finally:
