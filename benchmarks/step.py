@@ -4,7 +4,7 @@
     python -m benchmarks.step --output step.csv
     python -m benchmarks.step --modes eager compiled --checkpointing off on --only caterpillar-8k
     python -m benchmarks.step --model qwen3.5-0.8b --checkpointing off on --only caterpillar-8k 4k+16x512
-    python -m benchmarks.step --modes compiled graphs --methods folded --only 1k+64x64 --profile
+    python -m benchmarks.step --modes compiled graphs --methods folded --only 1k+64x64
 
 Both sides train the same branches with the same weights in the same model, so `loss` agrees. Branches are packed into
 micro-batches of at most `--micro-batch-tokens` and use the fastest attention kernel on this GPU: `kernels_ms` has
@@ -18,8 +18,8 @@ another, and every micro-batch is copied to the GPU when it is needed, as in tra
 
 `--backends` sets the `attn_backend` of the trees; `kernel` is the chosen kernel. `compiled` compiles every decoder
 layer separately. `graphs`, trees only, records the compiled layers, forward and backward, as two CUDA graphs of this
-one tree, which every step replays: the time of a step on a fixed tree without the host's work in the layers. (It
-ran on CPUs only so far, where nothing is recorded.)
+one tree, which every step replays: the time of a step on a fixed tree without the host's work in the layers. On a CPU
+nothing is recorded.
 
 `--methods folded` measures trees only, without ratios to branches. `--profile` profiles another step of each row of
 trees and writes where its time goes to `..._profile.csv`: profiles.py explains the categories. `host_forward_ms` is

@@ -253,7 +253,7 @@ _compiling = threading.RLock()  # the backward runs in other threads
 
 @contextmanager
 def _kernels_of(device: torch.device) -> Iterator[None]:
-    """For kernels of this GPU that are compiled now, in our order of blocks, in this thread without comparisons."""
+    """What this thread compiles now is for this GPU, in our order of blocks, and compares no pair with an end."""
     import flash_attn.cute.flash_bwd_sm90 as backward
     import flash_attn.cute.flash_fwd_sm90 as forward
     from flash_attn.cute.mask import AttentionMask
