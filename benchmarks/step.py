@@ -24,7 +24,7 @@ nothing is recorded.
 `--methods folded` measures trees only, without ratios to branches. `--profile` profiles another step of each row of
 trees and writes where its time goes to `..._profile.csv`: profiles.py explains the categories. `host_forward_ms` is
 the time in which the host launches a forward of a micro-batch, `host_backward_ms` its backward; if the device is
-slower, they include waiting for it.
+slower, they include waiting for it. Several `--backends` take turns, for one shape in eager layers.
 
 `--model` is Qwen3-0.6B, the shape of Qwen3-8B (which fits short steps only), or the hybrid Qwen3.5-0.8B: three of four
 layers are a gated delta rule. On a GPU both sides need the kernels of
@@ -77,6 +77,7 @@ from hf_prefix_tree.modeling.attention.backend import ATTN_BACKENDS
 from hf_prefix_tree.tree.prefix_tree import PrefixTree
 
 Profile = Callable[[Events, float, list[Row]], None]
+Side = tuple[torch.nn.Module, FoldedStep | BranchStep]
 DEFAULT_SHAPES = ("caterpillar-8k", "4k+16x512", "1k+64x64", "search")
 FROM_FILE = "conversations"
 COLUMNS = [
@@ -156,19 +157,20 @@ class AllLayers(torch.nn.Module):
         return hidden
 
 
-def host_times(model: torch.nn.Module, step: FoldedStep | BranchStep, device: torch.device, repeats: int) -> Row:
+def host_times(sides: Sequence[Side], device: torch.device, repeats: int) -> list[Row]:
     """Milliseconds in which the host launches a forward, and a backward, of a micro-batch on an idle device."""
-    times = []
+    times: list[list[tuple[float, float]]] = [[] for _ in sides]
     for _ in range(repeats):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        loss = step.losses[0](model)
-        middle = time.perf_counter()
-        loss.backward()
-        times.append((1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)))
-    forward, backward = map(statistics.median, zip(*times, strict=True))
-    return {"host_forward_ms": forward, "host_backward_ms": backward}
+        for (model, step), of_side in zip(sides, times, strict=True):
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            loss = step.losses[0](model)
+            middle = time.perf_counter()
+            loss.backward()
+            of_side.append((1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)))
+    medians = [map(statistics.median, zip(*of_side, strict=True)) for of_side in times]
+    return [dict(zip(("host_forward_ms", "host_backward_ms"), both, strict=True)) for both in medians]
 
 
 def measure_step(
@@ -216,7 +218,7 @@ def measure_step(
             if profile is not None:
                 with profiled(device) as events:
                     run()
-                measured |= host_times(model, step, device, repeats=10 if measured["ms"] < 500 else 1)
+                measured |= host_times([(model, step)], device, repeats=10 if measured["ms"] < 500 else 1)[0]
                 profile(events, measured["ms"], host_functions(lambda: step.losses[0](model)))
         except RuntimeError as error:  # the times stay
             measured["failure"] = f"no profile: {(str(error).splitlines() or [''])[0]}"
@@ -327,7 +329,8 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         best["kernels_ms"] = ", ".join(f"{kernel} {ms:.2f}" for kernel, ms in times.items())
         return best
 
-    def measure_all(mode: str, method: str, backend: str) -> None:
+    def measure_all(mode: str, method: str, backend: str) -> list[tuple[Row, Side]]:
+        measured: list[tuple[Row, Side]] = []
         gc.collect()  # compiled layers and hooks keep the previous model in cycles
         torch._dynamo.reset()  # no graph of another mode is used again
         model = make_model(config, method, backend, mode != "eager" and not args.quick, device, dtype)
@@ -370,13 +373,22 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             if "ms" in row:
                 row |= {"roof_tflops": roof, "roof_share": row["tflop"] / row["ms"] * 1e3 / roof}
             progress(rows, row)
+            measured.append((rows[-1], (model, step)))
+        return measured
 
     try:
         # beyond the recompile limit, layers would silently run eagerly
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=64):
             for mode in modes:
+                sides: list[tuple[Row, Side]] = []
                 for backend in args.backends if "folded" in args.methods else ():
-                    measure_all(mode, "folded", backend)
+                    sides += measure_all(mode, "folded", backend)
+                    if not (args.profile and mode == "eager" and len(args.only) == len(args.checkpointing) == 1):
+                        sides.clear()
+                if len(sides) > 1:  # the host's speed varies within minutes
+                    for (row, _), times in zip(sides, host_times([x for _, x in sides], device, 20), strict=True):
+                        row |= times
+                    sides.clear()
                 if "branches" in args.methods and mode != "graphs":
                     measure_all(mode, "branches", "auto")
     finally:

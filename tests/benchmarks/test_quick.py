@@ -389,6 +389,19 @@ def test_kernels_have_categories(name, category):
     assert profiles._named(name) == category
 
 
+def test_backends_take_turns_in_the_host_times(monkeypatch):
+    asked, measured = [], step.host_times
+
+    def recorded(sides, device, repeats):
+        asked.append(len(sides))
+        return [times | {"host_forward_ms": 100.0 + len(asked)} for times in measured(sides, device, repeats=1)]
+
+    monkeypatch.setattr(step, "host_times", recorded)
+    options = "--quick --modes eager --methods folded --only search --seconds 0 --profile --backends auto sdpa"
+    rows = step.main(options.split())
+    assert asked == [1, 1, 2] and [row["host_forward_ms"] for row in rows] == [103.0, 103.0]
+
+
 def test_a_profiled_step(tmp_path):
     options = ["--quick", "--modes", "eager", "graphs", "--methods", "folded", "--only", "search", "--seconds", "0"]
     rows = step.main([*options, "--profile", "--output", str(tmp_path / "s.csv")])
