@@ -289,7 +289,7 @@ def choose_overflow(
 
 
 _LARGEST_PASS = 8192  # tokens
-_SMALLEST_PASS = {True: 4096, False: 1024}  # by whether splitting is possible, which short passes do not repay
+_SMALLEST_PASS = {True: 4096, False: 1024}  # where splitting is possible, and where it is not
 # On an H200, with checkpointing and passes of 6k to 8k tokens, streaming took 1.05 and 1.43 times as long as its FLOPs
 # suggest, with offloading 1.08 and 1.55 times (two trees, benchmarks/results/streaming_h200.csv).
 _WORTH_STREAMING = {False: 1.45, True: 1.55}

@@ -150,7 +150,8 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None, backward: Callable 
     query, key, value, output, lse, *rest = ctx.saved_tensors  # once: checkpointing recomputes it, and then lets go
     tensors, lists = rest[: ctx.num_tensors], rest[ctx.num_tensors :]
     query_grad, *grads = backward(grad, query, key, value, output, lse, tensors, lists, *ctx.rest)
-    # not in the operator: compiled layers add the groups up where they read them
+    # Not in the operator: compiled layers add the groups up where they read them. Eager layers add two faster than
+    # they reduce them.
     grads = [x.sum(dim=1) if x.shape[1] > 2 else functools.reduce(torch.add, x.unbind(1)) for x in grads]
     return query_grad, *grads, [None] * len(tensors), [None] * len(lists), None, None
 
