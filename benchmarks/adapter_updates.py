@@ -137,9 +137,8 @@ def make_model(task: Task, setting: Setting, side: str, mode: str) -> PeftModel:
         parameter.data = parameter.data.to(BFLOAT16).to(setting.adapters)
     model.train()
     if side == "tree":
-        with torch.autocast(
-            base.device.type, BFLOAT16, enabled=setting.autocast
-        ):  # the self-check runs as training does
+        # the self-check runs as training does
+        with torch.autocast(base.device.type, BFLOAT16, enabled=setting.autocast):
             prepare_model(model, compile_layers=mode == "compiled")
     elif mode == "compiled":
         for layer in base.model.layers:

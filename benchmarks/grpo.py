@@ -127,9 +127,11 @@ def make_trainer(
         )
     steps = group.completions // group.batch_size
     is_stock = row["method"] == "stock"
-    options: dict[str, Any] = {} if is_stock else {"max_row_tokens": group.prompt + group.completions * group.length}
+    options: dict[str, Any] = {}
+    if not is_stock:  # `tree` takes the whole group
+        options["max_row_tokens"] = group.prompt + group.completions * group.length
     if row["method"] in ("split", "stream"):
-        options = {"max_row_tokens": max_row_tokens, "overflow": row["method"]}
+        options |= {"max_row_tokens": max_row_tokens, "overflow": row["method"]}
     row |= {"max_row_tokens": options.get("max_row_tokens")}
     args = (GRPOConfig if is_stock else TreeGRPOConfig)(
         folder,
@@ -201,13 +203,16 @@ def measure_update(trainer: GRPOTrainer, group: Group, seconds: float, device: t
         optimizer.zero_grad()
 
 
+def measured_pairs(rows: list[Row]) -> list[tuple[Row, Row]]:
+    """Each measured row of trees with the stock one of its shape, mode and checkpointing, if that was measured."""
+    of_run = {(row["shape"], row["mode"], row["checkpointing"], row["method"]): row for row in rows if "ms" in row}
+    pairs = ((row, of_run.get((*run, "stock"))) for (*run, method), row in of_run.items() if method != "stock")
+    return [(row, stock) for row, stock in pairs if stock is not None]
+
+
 def add_ratios(rows: list[Row]) -> None:
     """Adds speed-up and memory ratio to the rows of trees."""
-    by_run = {tuple(row[name] for name in ("shape", "mode", "checkpointing", "method")): row for row in rows}
-    for key, row in by_run.items():
-        stock = by_run.get((*key[:3], "stock"))
-        if row["method"] == "stock" or stock is None or "ms" not in row or "ms" not in stock:
-            continue
+    for row, stock in measured_pairs(rows):
         row["speedup"], row["old_speedup"] = stock["ms"] / row["ms"], stock["old_ms"] / row["old_ms"]
         if row["peak_gib"] is not None:
             row["memory_ratio"] = row["peak_gib"] / stock["peak_gib"]
@@ -244,11 +249,8 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     finally:
         add_ratios(rows)
         rows = report(rows, COLUMNS, device, args)
-    for first in range(0, len(rows), len(args.methods)):  # those of one mode, checkpointing and shape
-        *trees, stock = sorted(rows[first : first + len(args.methods)], key=lambda row: row["method"] == "stock")
-        for tree in trees:
-            if "ms" in tree and "ms" in stock:
-                check_same_step(tree, stock)
+    for row, stock in measured_pairs(rows):
+        check_same_step(row, stock)
     return rows
 
 

@@ -24,7 +24,7 @@ nothing is recorded.
 `--methods folded` measures trees only, without ratios to branches. `--profile` profiles another step of each row of
 trees and writes where its time goes to `..._profile.csv`: profiles.py explains the categories. `host_forward_ms` is
 the time in which the host launches a forward of a micro-batch, `host_backward_ms` its backward; if the device is
-slower, they include waiting for it. Several `--backends` take turns, for one shape in eager layers.
+slower, they include waiting for it. In eager layers, several `--backends` take turns.
 
 `--model` is Qwen3-0.6B, the shape of Qwen3-8B (which fits short steps only), or the hybrid Qwen3.5-0.8B: three of four
 layers are a gated delta rule. On a GPU both sides need the kernels of
@@ -380,15 +380,14 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         # beyond the recompile limit, layers would silently run eagerly
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=64):
             for mode in modes:
+                # the host's speed varies within minutes: models are kept to be timed by turns
+                takes_turns = args.profile and mode == "eager" and len(args.checkpointing) == 1
                 sides: list[tuple[Row, Side]] = []
                 for backend in args.backends if "folded" in args.methods else ():
-                    sides += measure_all(mode, "folded", backend)
-                    if not (args.profile and mode == "eager" and len(args.only) == len(args.checkpointing) == 1):
-                        sides.clear()
-                if len(sides) > 1:  # the host's speed varies within minutes
-                    for (row, _), times in zip(sides, host_times([x for _, x in sides], device, 20), strict=True):
-                        row |= times
-                    sides.clear()
+                    measured = measure_all(mode, "folded", backend)
+                    sides += measured if takes_turns else []
+                for (row, _), times in zip(sides, host_times([x for _, x in sides], device, 20), strict=True):
+                    row |= times
                 if "branches" in args.methods and mode != "graphs":
                     measure_all(mode, "branches", "auto")
     finally:

@@ -24,8 +24,8 @@ Models have random weights: the shapes of Qwen3-0.6B, of Qwen3-8B (`lora-8b`: Lo
 short convolutions without causal-conv1d, so TRL's side uses padded batches there, up to `--max-length` tokens, and
 SDPA. `s` is the median time of a step, on the device's clock: the benchmark waits for the device after the last step
 only (Trainer and TRL wait in every micro-batch, for a check of the loss and for metrics), and only the first and the
-last step are logged. `tokens` are those that the backbone computes in a step. `--profile`
-profiles one more step and writes where its time goes to `..._profile.csv`: profiles.py explains the categories.
+last step are logged. `tokens` are those that the backbone computes in a step. `--profile` profiles one more step and
+writes where its time goes to `..._profile.csv`: profiles.py explains the categories.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ def choose_overflow(
     What a packed sequence of `max_tokens` tokens keeps for the backward counts as the memory that there is. Streaming
     keeps the activations of the longest path and of a pass, and the path's keys and values in bfloat16 with their
     gradients in float32; under offloading those of two layers, as the rest waits on the host. Trees are streamed where
-    splitting them is impossible, or costs 45% more FLOPs (55% under offloading) and streaming fits.
+    splitting them is impossible, or costs 55% more FLOPs and streaming fits.
 
     Args:
         trees (iterable of [`PrefixTree`]): Those with more than `max_tokens` tokens.
@@ -281,7 +281,7 @@ def choose_overflow(
         f"pass, a packed sequence {max_tokens * per_token / 2**30:.1f} GiB"
     )
     smallest = min(_SMALLEST_PASS[ratio < math.inf], max_tokens // 128 * 128 or max_tokens)
-    if ratio <= _WORTH_STREAMING[offloading] or (passes < smallest and ratio < math.inf):
+    if ratio <= _WORTH_STREAMING or (passes < smallest and ratio < math.inf):
         return "split", max_tokens, numbers
     if passes < smallest and not offloading:
         numbers += "; it may not fit: set `activation_offloading=True`"
@@ -292,7 +292,7 @@ _LARGEST_PASS = 8192  # tokens
 _SMALLEST_PASS = {True: 4096, False: 1024}  # where splitting is possible, and where it is not
 # On an H200, with checkpointing and passes of 6k to 8k tokens, streaming took 1.05 and 1.43 times as long as its FLOPs
 # suggest, with offloading 1.08 and 1.55 times (two trees, benchmarks/results/streaming_h200.csv).
-_WORTH_STREAMING = {False: 1.45, True: 1.55}
+_WORTH_STREAMING = 1.55
 
 
 def _uncounted(config: Any) -> str:
