@@ -380,12 +380,12 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         # beyond the recompile limit, layers would silently run eagerly
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=64):
             for mode in modes:
-                # the host's speed varies within minutes: models are kept to be timed by turns
-                takes_turns = args.profile and mode == "eager" and len(args.checkpointing) == 1
+                # The host's speed varies within minutes: models whose host was timed are kept, and timed by turns.
+                takes_turns = mode == "eager" and len(args.checkpointing) == 1
                 sides: list[tuple[Row, Side]] = []
                 for backend in args.backends if "folded" in args.methods else ():
                     measured = measure_all(mode, "folded", backend)
-                    sides += measured if takes_turns else []
+                    sides += [side for side in measured if takes_turns and "host_forward_ms" in side[0]]
                 for (row, _), times in zip(sides, host_times([x for _, x in sides], device, 20), strict=True):
                     row |= times
                 if "branches" in args.methods and mode != "graphs":
