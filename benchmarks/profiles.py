@@ -143,6 +143,8 @@ def _launchers(events: Events) -> Callable[[dict[str, Any]], str | None]:
 
 def host_functions(function: Callable[[], Any], count: int = 15) -> list[Row]:
     """The functions in which the host itself spends the most time during a call, excluding their callees."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # a copy to a busy device would wait
     profile = cProfile.Profile()
     profile.runcall(function)
     stats: Any = pstats.Stats(profile)

@@ -333,6 +333,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         measured: list[tuple[Row, Side]] = []
         gc.collect()  # compiled layers and hooks keep the previous model in cycles
         torch._dynamo.reset()  # no graph of another mode is used again
+        kept = torch.cuda.memory_allocated() / 2**30 if device.type == "cuda" else 0.0  # models that wait for a turn
         model = make_model(config, method, backend, mode != "eager" and not args.quick, device, dtype)
         if mode == "graphs":
             layers = Graphed(model.model.layers)
@@ -370,6 +371,9 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
                     row["failure"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             else:
                 row |= measure_branches(name, model, mode == "compiled", checkpointing == "on")
+            for peak in ("peak_gib", "peak_gib_in_rows"):
+                if row.get(peak) is not None:
+                    row[peak] -= kept
             if "ms" in row:
                 row |= {"roof_tflops": roof, "roof_share": row["tflop"] / row["ms"] * 1e3 / roof}
             progress(rows, row)
