@@ -35,7 +35,7 @@ NAMED = {  # the first that matches
     "fused by the compiler": r"^triton_",
     "elementwise": r"elementwise|reduce_kernel|FillFunctor|vectorized|multi_tensor",
 }
-KERNELS, WAITS = 12, 4
+KERNELS, WAITS = 16, 10
 COLUMNS = ["category", "name", "calls", "kernel_ms", "share", "tflop", "tflops", "roof_share", "own_ms", "total_ms"]
 
 
