@@ -6,13 +6,12 @@ the files that the pages name (`python -m examples.demo.files`). Blocks of a pag
 
 - `shell`: every command, in the root of the copy, once if several pages print it. One that ends in a comment
   `# needs ...` is counted, not run; the reader sees the same comment.
-- `python` without `>>>`: a script of its own. With `>>>`: one session for the page, whose output must be as printed.
+- `python` without `>>>`: a script of its own. With `>>>`: not run here; `tests/test_guides.py` runs the sessions.
 - `diff`: a script of the lines before the change, and one of those after it.
 
 Usage: python scripts/run_printed_commands.py [PAGE ...]    (all pages: some minutes, and a package index for pip)
 """
 
-import doctest
 import os
 import re
 import shutil
@@ -47,14 +46,8 @@ def blocks(text: str, language: str) -> list[str]:
     return [code for name, code in BLOCK.findall(text) if name == language]
 
 
-def doctest_of(page: Path) -> doctest.DocTest:
-    """The blocks of a page with `>>>`, as one session."""
-    text = "\n".join(code for code in blocks(page.read_text(encoding="utf-8"), "python") if ">>>" in code)
-    return doctest.DocTestParser().get_doctest(text, {}, page.name, str(page), 0)
-
-
 def steps_of(page: str, text: str) -> list[Step]:
-    """What a page prints, in order; its session with `>>>` comes last."""
+    """What a page prints, in order, without its session with `>>>`."""
     steps = []
     for language, code in BLOCK.findall(text):
         if language == "shell":
@@ -65,9 +58,6 @@ def steps_of(page: str, text: str) -> list[Step]:
                 steps.append(Step(page, f"the {sign} side of the diff", ["python", "-c", "\n".join(kept)]))
         elif ">>>" not in code:
             steps.append(Step(page, code.splitlines()[0] + " ...", ["python", "-c", code], _needs(code)))
-    if any(">>>" in code for code in blocks(text, "python")):
-        session = f"from scripts.run_printed_commands import *\nsys.exit(run_session(Path({page!r})))"
-        steps.append(Step(page, "the session with >>>", ["python", "-c", session]))
     return [step._replace(code=None) if step.needs else step for step in steps if step.text]
 
 
@@ -79,13 +69,6 @@ def _command(page: str, line: str) -> Step:
 def _needs(code: str) -> str:
     match = NEEDS.search(code.splitlines()[0]) if code else None
     return match.group(1) if match else ""
-
-
-def run_session(page: Path) -> int:
-    """The number of examples with `>>>` whose output is another one than printed."""
-    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-    runner.run(doctest_of(page))
-    return runner.failures
 
 
 def make_copy(folder: Path) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """The Python examples of the README and of the guides do what they say."""
 
 import ast
+import doctest
 import inspect
 import os
 import re
@@ -13,10 +14,18 @@ from transformers.models.qwen3 import modeling_qwen3
 import hf_prefix_tree
 from examples.demo import files
 from scripts import run_printed_commands
-from scripts.run_printed_commands import PAGES, REPO_ROOT, blocks, run_session, steps_of
+from scripts.run_printed_commands import PAGES, REPO_ROOT, blocks, steps_of
 
 TEXTS = {page: (REPO_ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 SNIPPETS = {page: blocks(text, "python") for page, text in TEXTS.items()}
+
+
+def run_session(page):
+    """The number of examples with `>>>` of a page, run as one session, whose output is another one than printed."""
+    text = "\n".join(code for code in blocks(page.read_text(encoding="utf-8"), "python") if ">>>" in code)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    runner.run(doctest.DocTestParser().get_doctest(text, {}, page.name, str(page), 0))
+    return runner.failures
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(">>>" in code for code in SNIPPETS[page])])
