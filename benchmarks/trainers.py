@@ -24,8 +24,10 @@ Models have random weights: the shapes of Qwen3-0.6B, of Qwen3-8B (`lora-8b`: Lo
 short convolutions without causal-conv1d, so TRL's side uses padded batches there, up to `--max-length` tokens, and
 SDPA. `s` is the median time of a step, on the device's clock: the benchmark waits for the device after the last step
 only (Trainer and TRL wait in every micro-batch, for a check of the loss and for metrics), and only the first and the
-last step are logged. `tokens` are those that the backbone computes in a step. `--profile` profiles one more step and
-writes where its time goes to `..._profile.csv`: profiles.py explains the categories.
+last step are logged. `--run-ahead` turns off the check of the loss (`logging_nan_inf_filter=False`) and copies batches
+without waiting (`accelerator_config={"non_blocking": True}`). `tokens` are those that the backbone computes in a step.
+`--profile` profiles one more step and writes where its time goes to `..._profile.csv`: profiles.py explains the
+categories.
 """
 
 from __future__ import annotations
@@ -98,8 +100,8 @@ MOE_NAMES = [
 ]
 MOE = (151_936, 2048, 768, 6144, 6, 32, 4, 128, 128, 8)
 MOE_SMALL = (512, 32, 16, 48, 2, 4, 2, 8, 8, 2)
-COLUMNS = ["model", "rows", "side", "attention", "flat_rows", "tokens", "sequences", "s", "low", "high", "peak_gib"]
-COLUMNS += ["loss", "grad_norm", "token_ratio", "speedup", "failure"]
+COLUMNS = ["model", "rows", "side", "attention", "run_ahead", "flat_rows", "tokens", "sequences", "s", "low", "high"]
+COLUMNS += ["peak_gib", "loss", "grad_norm", "token_ratio", "speedup", "failure"]
 
 
 class Timer(TrainerCallback):
@@ -179,6 +181,8 @@ def options(row: Row, folder: str, args: argparse.Namespace, accumulation: int) 
         "report_to": "none",
         "disable_tqdm": True,
         "seed": 0,
+        "logging_nan_inf_filter": not args.run_ahead,
+        "accelerator_config": {"non_blocking": args.run_ahead},
     }
 
 
@@ -285,6 +289,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--step-tokens", type=int, default=32_768, help="tree tokens of a step")
     parser.add_argument("--profile", action="store_true", help="another step of each row, by category of kernels")
     parser.add_argument("--max-length", type=int, default=16_384, help="tokens of a packed sequence")
+    parser.add_argument("--run-ahead", action="store_true", help="options of Trainer with which the host waits less")
     args = parser.parse_args(argv)
     device = default_device(args.quick)
     if args.quick:
@@ -305,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
                 row: Row = {"model": name, "rows": shape, "side": side, "trees": count}
                 stock_attention = "sdpa" if name == "hybrid" else args.attention
                 row |= {"attention": stock_attention if side.startswith("trl") else "prefix_tree"}
-                row["checkpointing"] = args.checkpointing or name.endswith("8b")
+                row |= {"checkpointing": args.checkpointing or name.endswith("8b"), "run_ahead": args.run_ahead}
                 row["flat_rows"] = sum(tree.num_branches for tree in trees)
                 torch._dynamo.reset()
                 with attempted(rows, row, device):

@@ -82,8 +82,9 @@ class TreeLossMixin(StepMixin):
         stats = batch["tree_stats"].sum(dim=0).double()
         tokens, supervised = batch["attention_mask"].sum(), (batch["labels"] != IGNORE_INDEX).sum()
         counts = torch.stack([stats[_TREE_TOKENS], supervised.to(stats), stats[_TREE_PAIRS]])
-        flops = counts @ torch.from_numpy(cost_per_count(self.model.config)).to(counts)
-        positions = stats.new_tensor(batch["input_ids"].numel())
+        # nothing here waits for the device
+        flops = counts @ torch.from_numpy(cost_per_count(self.model.config)).to(counts, non_blocking=True)
+        positions = stats.new_full((), batch["input_ids"].numel())
         return torch.cat([stats, torch.stack([tokens.to(stats), positions, flops])])
 
     def loss_terms(
