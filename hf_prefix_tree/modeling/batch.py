@@ -248,6 +248,19 @@ def summed_weights(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return _weights(batch["labels"], batch.get("loss_weights")).masked_fill(~supervised, 0.0).sum()
 
 
+def supervised_weights(batch: Mapping[str, torch.Tensor], number: int) -> torch.Tensor:
+    """
+    The weights of [`gather_supervised`], `(1, number)`, without waiting for the device: their number is known.
+
+    Args:
+        batch (`Mapping[str, torch.Tensor]`): A batch of the contract, with `labels`.
+        number (`int`): How many there are.
+    """
+    supervised = is_supervised(batch["prefix_tree"], batch["labels"]).view(-1)
+    weights = _weights(batch["labels"], batch.get("loss_weights")).view(-1).masked_fill(~supervised, 0.0)
+    return weights[supervised.to(torch.uint8).argsort(descending=True, stable=True)[:number]][None]
+
+
 def _weights(labels: torch.Tensor, loss_weights: torch.Tensor | None) -> torch.Tensor:
     return torch.ones_like(labels, dtype=torch.float64) if loss_weights is None else decode_weights(loss_weights)
 

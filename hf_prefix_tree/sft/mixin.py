@@ -8,23 +8,23 @@ divisor is gathered once per step, in float64. Evaluation is the same ratio over
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.utils.data import RandomSampler, Sampler
 from trl import SFTTrainer
+from trl.trainer import utils as trl_utils
 
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
-from hf_prefix_tree.modeling.batch import STATS, WEIGHTED_BY_CALLER, gather_supervised, summed_weights
+from hf_prefix_tree.modeling.batch import STATS, WEIGHTED_BY_CALLER, summed_weights, supervised_weights
 from hf_prefix_tree.modeling.flops import cost_per_count
 from hf_prefix_tree.modeling.loss import safe_divisor
 from hf_prefix_tree.modeling.prepare import ensure_verified, install_tree_hooks
 from hf_prefix_tree.sft.collator import DataCollatorForPrefixTree, RowCounts
 from hf_prefix_tree.training import checks
 from hf_prefix_tree.training.sampling import BY_LENGTH, STRATEGIES, is_stream, linked_rows, row_costs, step_sampler
-from hf_prefix_tree.training.step import LossTerms, StepMixin, without_empty_mask
+from hf_prefix_tree.training.step import LossTerms, StepMixin, replaced, without_empty_mask
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ class TreeLossMixin(StepMixin):
     exceeds the mean, in FLOPs), all of them over the logging window, every rank and accumulation step. `loss/sum` over
     `loss/token_count` is the loss of the window's tokens; `loss` is the mean of its steps' losses, the same where
     `logging_steps=1`. They come with `loss`, so every rank must log that one; anything else may be logged by any rank.
+    TRL's `entropy`, `mean_token_accuracy` and `aux_loss` are those of the window, too, where TRL takes the mean of its
+    micro-batches.
 
     With `DataCollatorForPrefixTree` and a training dataset of known length, rows of a step are assigned to ranks so
     that they wait little for each other ([`assign_rows`]), and the steps are the same on any number of ranks. With
@@ -92,41 +94,43 @@ class TreeLossMixin(StepMixin):
     ) -> LossTerms:
         checks.check_batch(inputs, _LOSS_KEYS, _WHOLE)  # an override of `compute_loss` may have taken something out
         divisor = safe_divisor(items, inputs["input_ids"])
+        inputs, is_empty = without_empty_mask(inputs)
+        metrics: list[torch.Tensor] = []
         if isinstance(self, SFTTrainer):
-            weighted = _WeightedLogProbs(model, divisor)
-            # TRL clamps its divisor at 1, while summed weights are often smaller: divide first and hand it a 1.
-            result = self.trainer_loss(weighted, inputs, return_outputs, num_items_in_batch=1)
-            self._drop_empty_metrics()
-            outputs = result[1] if return_outputs else None
-            loss, loss_sum = weighted.loss, weighted.loss_sum
-            auxiliary = self.router_aux_loss_coef * weighted.auxiliary if self.aux_loss_enabled else None
+            # Not by TRL's `compute_loss`, which waits for the device in every micro-batch, to log metrics.
+            options = {"use_cache": False} | ({"output_router_logits": True} if self.aux_loss_enabled else {})
+            with replaced(trl_utils, _use_triton=lambda device: False):  # would look for labels that count: all do
+                outputs = model(**inputs, **options, fused_lm_head=True, **{WEIGHTED_BY_CALLER: True})
+            log_probs, auxiliary = outputs.log_probs.double(), None
+            loss_sum = -(log_probs * supervised_weights(inputs, log_probs.shape[1])).sum()
+            metrics = [outputs.label_mask.sum(), outputs.entropy.sum(), outputs.is_top1.sum()]
+            if self.aux_loss_enabled:
+                router_loss = outputs.aux_loss * ~is_empty
+                auxiliary = self.router_aux_loss_coef * router_loss
+                metrics += [router_loss, ~is_empty]
+            if return_outputs:
+                kept = inputs.keys() - {"labels", "loss_weights", "tree_stats"}
+                with torch.no_grad():
+                    outputs = model(**{name: inputs[name] for name in kept}, **options)
         else:
             # A divisor of 1 travels as a Python number: mixed precision casts float tensors on their way to the model.
-            inputs, is_empty = without_empty_mask(inputs)
             loss, outputs = self.trainer_loss(model, {**inputs, "num_items_in_batch": 1.0}, return_outputs=True)
             loss_sum, auxiliary = checks.check_loss(self, loss, outputs), getattr(outputs, "aux_loss", None)
             if auxiliary is not None:
                 auxiliary = self.accelerator.unwrap_model(model).router_aux_loss_coef * auxiliary.to(loss_sum.device)
                 loss_sum = loss_sum - auxiliary
                 auxiliary = auxiliary * ~is_empty
-            loss = loss_sum / divisor
-        loss_sum = loss_sum.detach().double()
-        return LossTerms(loss, torch.stack([loss_sum, summed_weights(inputs).to(loss_sum)]), outputs, auxiliary)
-
-    def _drop_empty_metrics(self) -> None:
-        """TRL averages the metrics of micro-batches and puts zeros where none of the ranks has a token."""
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        names = ("entropy", "mean_token_accuracy")
-        if all(metrics[name][-1] == 0.0 for name in names):
-            for name in names:
-                metrics[name].pop()
-                if not metrics[name]:
-                    del metrics[name]
+        sums = [x.detach().to(loss_sum.device, torch.float64) for x in (loss_sum, summed_weights(inputs), *metrics)]
+        return LossTerms(loss_sum / divisor, torch.stack(sums), outputs, auxiliary)
 
     def window_metrics(self, sums: torch.Tensor, counts: torch.Tensor, peaks: torch.Tensor) -> dict[str, float]:
         weights, *stats, tokens, positions, flops = counts.tolist()
         stat = dict(zip(STATS, stats, strict=True))
         mean = flops * self._copies() / self.accelerator.num_processes
+        metrics = _token_metrics(*sums[2:].tolist())
+        if isinstance(self, SFTTrainer):
+            self._total_train_tokens += int(tokens)
+            metrics["num_tokens"] = self._total_train_tokens
         return {
             "loss/sum": sums[0].item(),
             "loss/token_count": weights,
@@ -136,10 +140,11 @@ class TreeLossMixin(StepMixin):
             "tree/pair_ratio": stat["branch_pairs"] / max(stat["tree_pairs"], 1),
             "tree/padding": 1 - tokens / positions,
             "tree/imbalance": peaks[-1].item() / max(mean, 1.0) - 1,  # ranks meet at every micro-batch
+            **metrics,
         }
 
     def evaluation_metrics(self, sums: torch.Tensor) -> dict[str, float]:
-        return {"loss": (sums[0] / safe_divisor(sums[1], sums)).item()}
+        return {"loss": (sums[0] / safe_divisor(sums[1], sums)).item(), **_token_metrics(*sums[2:].tolist())}
 
     # ---- the rows of a step ----
 
@@ -196,27 +201,9 @@ class TreeLossMixin(StepMixin):
         return step_sampler(self, units, costs, batch_size, ranks)
 
 
-class _WeightedLogProbs:
-    """Stands in for the model in TRL's `compute_loss`: its log-probs come out times their weight over the divisor."""
-
-    def __init__(self, model: Callable, divisor: torch.Tensor) -> None:
-        self.model, self.divisor = model, divisor
-        self.loss: torch.Tensor
-        self.loss_sum: torch.Tensor
-        self.auxiliary: torch.Tensor
-
-    def __call__(self, **inputs: Any) -> Any:
-        inputs, is_empty = without_empty_mask(inputs)
-        takes_log_probs = {WEIGHTED_BY_CALLER: True} if inputs.get("fused_lm_head") else {}
-        if not takes_log_probs:  # the logits that metrics are computed from
-            inputs = {name: x for name, x in inputs.items() if name not in ("loss_weights", "tree_stats")}
-        outputs = self.model(**inputs, **takes_log_probs)
-        if getattr(outputs, "aux_loss", None) is not None:
-            outputs.aux_loss = self.auxiliary = outputs.aux_loss * ~is_empty
-        if takes_log_probs:
-            weights = gather_supervised(inputs["prefix_tree"], inputs["labels"], inputs.get("loss_weights")).weights
-            weighted = outputs.log_probs.double() * weights
-            self.loss_sum = -weighted.sum()
-            outputs.log_probs = weighted / self.divisor
-            self.loss = -outputs.log_probs.sum()
-        return outputs
+def _token_metrics(
+    tokens: float = 0, entropy: float = 0, correct: float = 0, auxiliary: float = 0, micro_batches: float = 0
+) -> dict[str, float]:
+    """TRL's metrics of sums, without those that are a ratio to nothing."""
+    metrics = {"entropy": entropy / tokens, "mean_token_accuracy": correct / tokens} if tokens else {}
+    return metrics | ({"aux_loss": auxiliary / micro_batches} if micro_batches else {})

@@ -54,8 +54,8 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
     one; the parts of a tree stay in one optimizer step, which needs a dataset of known length.
 
     `TreeSFTConfig(mode="grouped")` trains the same branch by branch, as a baseline: same loss, gradients and step
-    metrics (`entropy`, `mean_token_accuracy` and `num_tokens` are those of the branches), memory of one branch. Micro-
-    batches are then computed in as many passes as the rank with the most branches needs. Evaluation stays on trees.
+    metrics (`entropy` and `mean_token_accuracy` are those of the branches), memory of one branch. Micro-batches are
+    then computed in as many passes as the rank with the most branches needs. Evaluation stays on trees.
 
     Args:
         model (`str`, `PreTrainedModel` or `PeftModel`):
@@ -221,7 +221,7 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         on_host = self.args.activation_offloading and self._is_training
         sections = sections_of(inputs, self.args.max_packed_tokens, on_host=on_host)
-        # Every rank runs all of them: metrics are gathered with each, and FSDP2 reduces gradients.
+        # Every rank runs all of them: FSDP2 gathers weights and reduces gradients with each.
         names = set().union(*gather_object([[section.name for section in sections]]))
         if len(names) == 1:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -233,19 +233,10 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         (empty,) = sections_of(inputs | {"attention_mask": torch.zeros_like(inputs["attention_mask"])}, 1)
         part_loss, losses, is_training = super().compute_loss, [], self._is_training
         device = inputs["input_ids"].device
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        logged = {name: len(entries) for name, entries in metrics.items()}
-        so_far: dict[str, Any] = dict.fromkeys(("label_mask", "entropy", "is_top1"), 0)
-
-        def summing(**kwargs: Any) -> Any:  # so that the metrics of the last section are those of all
-            outputs = model(**kwargs)
-            for name, total in so_far.items():
-                outputs[name] = so_far[name] = total + outputs[name].detach().sum()
-            return outputs
 
         def forward(section: Section | None) -> torch.Tensor:
             part = {name: tensor.to(device) for name, tensor in (section or empty).inputs.items()}
-            loss: Any = part_loss(summing, part, num_items_in_batch=num_items_in_batch)
+            loss: Any = part_loss(model, part, num_items_in_batch=num_items_in_batch)
             losses.append(loss.detach())
             return loss
 
@@ -256,8 +247,6 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
             with self.accelerator.no_sync(model) if waits else nullcontext():
                 stream(sections, names, forward, self.accelerator.backward if is_training else None)
             last = forward(None) if waits else losses[-1].requires_grad_(is_training)  # for the backward of Trainer
-        for name in {"entropy", "mean_token_accuracy"} & metrics.keys():
-            del metrics[name][logged.get(name, 0) : -1]
         return last + (torch.stack(losses).sum().detach() - last.detach())
 
     def prediction_step(

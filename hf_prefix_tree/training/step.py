@@ -226,8 +226,6 @@ class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer wh
         # The last window of an earlier training may have been too short to be logged, and that of an attempt that ran
         # out of memory was not (`auto_find_batch_size`).
         self._sums.clear()
-        if isinstance(self, SFTTrainer):
-            self._metrics["train"].clear()
         if not is_stream(self.train_dataset):
             self._check_ranks_agree("rows in `train_dataset`", len(self.train_dataset))
         return super()._inner_training_loop(*args, **kwargs)

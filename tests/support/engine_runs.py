@@ -28,7 +28,6 @@ import hf_prefix_tree.modeling.prepare
 from hf_prefix_tree import DataCollatorForPrefixTree, TreeLossMixin, TreeSFTTrainer
 from hf_prefix_tree.modeling import compilation
 from hf_prefix_tree.modeling.batch import gather_supervised
-from hf_prefix_tree.sft import mixin
 from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from tests.support.trainer_runs import config, distance, make_model, make_trees, tokenizer, tree_dataset, weights
 
@@ -165,26 +164,24 @@ def train_watched(folder, options, ranks):
     """[`train_engine`]; `log_probs.json` has the dtype of every micro-batch's log-probs and its gradients' error."""
     seen = []
 
-    class Watched(mixin._WeightedLogProbs):
-        def __call__(self, **inputs):
-            compute = self.model
+    loss_terms = TreeLossMixin.loss_terms
 
-            def model(**inputs):
-                outputs = compute(**inputs)
-                weights = gather_supervised(inputs["prefix_tree"], inputs["labels"], inputs["loss_weights"]).weights
-                if outputs.log_probs.requires_grad and weights.any():
-                    expected = -weights * ranks / self.divisor
-                    own = {"dtype": str(outputs.log_probs.dtype)}
-                    seen.append(own)
-                    outputs.log_probs.register_hook(
-                        lambda gradient: own.update(error=((gradient - expected).norm() / expected.norm()).item())
-                    )
-                return outputs
+    def watched(trainer, model, inputs, items, return_outputs):
+        def watch(**inputs):
+            outputs = model(**inputs)
+            weights = gather_supervised(inputs["prefix_tree"], inputs["labels"], inputs["loss_weights"]).weights
+            if outputs.log_probs.requires_grad and weights.any():
+                expected = -weights * ranks / items
+                own = {"dtype": str(outputs.log_probs.dtype)}
+                seen.append(own)
+                outputs.log_probs.register_hook(
+                    lambda gradient: own.update(error=((gradient - expected).norm() / expected.norm()).item())
+                )
+            return outputs
 
-            self.model = model
-            return super().__call__(**inputs)
+        return loss_terms(trainer, watch, inputs, items, return_outputs)
 
-    with mock.patch.object(mixin, "_WeightedLogProbs", Watched):
+    with mock.patch.object(TreeLossMixin, "loss_terms", watched):
         train_engine(folder, options, ranks)
     Path(folder, f"log_probs{os.environ['RANK']}.json").write_text(json.dumps(seen))
 

@@ -1,6 +1,8 @@
 """`TreeSFTTrainer` against TRL's `SFTTrainer` on the unfolded branches, and against itself under every setting."""
 
+import copy
 import logging
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils.logging import warning_once
 from trl import SFTConfig, SFTTrainer
+from trl.trainer import utils as trl_utils
 
 from hf_prefix_tree import (
     DataCollatorForPrefixTree,
@@ -460,3 +463,38 @@ def test_an_evaluation_inside_a_logging_window_leaves_its_sums_alone(tmp_path):
     log = next(entry for entry in trainer.state.log_history if "loss" in entry)
     assert log["tree/tokens"] == sum(len(tree) for tree in trees)
     assert log["loss/token_count"] == pytest.approx(sum(tree.weights.sum() for tree in trees))
+
+
+def token_metrics(model, trees):
+    """Entropy and accuracy at the supervised tokens of trees, by the logits of whole branches, and their number."""
+    entropies, correct = {}, {}
+    for number, tree in enumerate(trees):
+        for branch, places in zip(tree.branches(), tree.paths(), strict=True):
+            ids = torch.tensor(branch.input_ids)[None]
+            with torch.no_grad():
+                log_probs = model(input_ids=ids, use_cache=False).logits[0].log_softmax(dim=-1)
+            for at in range(1, len(branch)):
+                if branch.weights[at]:
+                    before = log_probs[at - 1]
+                    entropies[number, places[at]] = -(before.exp() * before).sum().item()
+                    correct[number, places[at]] = before.argmax().item() == branch.input_ids[at]
+    means = [sum(values.values()) / len(values) for values in (entropies, correct)]
+    return {"entropy": means[0], "mean_token_accuracy": means[1]}, len(entropies)
+
+
+def test_metrics_of_tokens_are_those_of_the_window(tmp_path):
+    """Of its tokens, not the mean of micro-batches (which TRL takes); an evaluation has its own."""
+    trees = [*make_trees(1, num_branches=2), *make_trees(3, seed=1, num_branches=9)]
+    learned = train(tmp_path, trees[:3], max_steps=30, learning_rate=0.3).model  # some tokens by heart
+    options = {"gradient_accumulation_steps": 2, "max_steps": 2, "logging_steps": 2, "learning_rate": 0.0}
+    with mock.patch.object(trl_utils, "_use_triton", side_effect=AssertionError):  # labels are not looked for
+        trainer = train(tmp_path, trees, copy.deepcopy(learned), trees[1:3], **options)
+    expected, number = token_metrics(learned, trees)
+    log = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    assert number > 50 and {name: log[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert log["num_tokens"] == sum(map(len, trees))
+    single = [token_metrics(learned, [tree])[0] for tree in trees]
+    assert all(abs(np.mean([each[name] for each in single]) / value - 1) > 1e-3 for name, value in expected.items())
+    evaluated = trainer.evaluate()
+    expected, _ = token_metrics(learned, trees[1:3])
+    assert {name: evaluated[f"eval_{name}"] for name in expected} == pytest.approx(expected, rel=1e-5)

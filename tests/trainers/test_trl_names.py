@@ -1,4 +1,4 @@
-"""What `TreeGRPOTrainer` and `TreeRLOOTrainer` rely on inside TRL without it being public: notice when it changes."""
+"""What trainers rely on inside TRL without it being public: notice when it changes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import inspect
 
 import pytest
 import torch
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTTrainer
+from trl.trainer import utils
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from hf_prefix_tree.rl.policy import MEANS_OVER_COMPLETIONS, SUMS
@@ -17,6 +18,20 @@ TRAINERS = pytest.mark.parametrize("trainer", [GRPOTrainer, RLOOTrainer])
 def source(function):
     """One line, whitespace alike."""
     return " ".join(inspect.getsource(inspect.unwrap(function)).split())
+
+
+def test_a_fused_head_looks_for_labels_by_one_function():
+    """`TreeLossMixin` replaces it, and makes the metrics of these outputs; without it, every position is scored."""
+    text = source(utils.add_fused_lm_head)
+    assert text.count("_use_triton") == 1 and "compact = _use_triton(hidden_states.device)" in text
+    assert "labels[mask] if compact else labels.clamp(min=0).reshape(-1)" in text
+    assert "log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1 = per_token" in text
+    metrics = source(SFTTrainer.compute_loss)
+    for name in ("label_mask.sum()", "entropy.detach().sum()", "is_top1.sum()", "aux_loss"):
+        assert f"outputs.{name}" in metrics
+    logged = {line.split('"')[1] for line in metrics.split("self._metrics[mode][")[1:]}
+    assert logged == {"entropy", "mean_token_accuracy", "num_tokens", "aux_loss"}
+    assert "self._total_train_tokens = 0" in source(SFTTrainer.__init__)
 
 
 @TRAINERS
