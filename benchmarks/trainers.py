@@ -164,6 +164,7 @@ def quantize(model: PreTrainedModel) -> None:
 
 def options(row: Row, folder: str, args: argparse.Namespace, accumulation: int) -> dict[str, Any]:
     """Common options of both configurations: every epoch is one optimizer step over all rows."""
+    run_ahead = getattr(args, "run_ahead", False)  # streaming.py has no such option
     return {
         "output_dir": folder,
         "num_train_epochs": args.steps + 1,
@@ -181,8 +182,8 @@ def options(row: Row, folder: str, args: argparse.Namespace, accumulation: int) 
         "report_to": "none",
         "disable_tqdm": True,
         "seed": 0,
-        "logging_nan_inf_filter": not args.run_ahead,
-        "accelerator_config": {"non_blocking": args.run_ahead},
+        "logging_nan_inf_filter": not run_ahead,
+        "accelerator_config": {"non_blocking": run_ahead},
     }
 
 
