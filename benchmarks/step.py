@@ -160,18 +160,20 @@ class AllLayers(torch.nn.Module):
 def host_times(sides: Sequence[Side], device: torch.device, repeats: int) -> list[Row]:
     """Milliseconds in which the host launches a forward, and a backward, of a micro-batch on an idle device."""
     times: list[list[tuple[float, float]]] = [[] for _ in sides]
-    gc.collect()
-    gc.disable()  # a collection takes tens of milliseconds, and falls into one forward of some
-    for _ in range(repeats):
-        for (model, step), of_side in zip(sides, times, strict=True):
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            loss = step.losses[0](model)
-            middle = time.perf_counter()
-            loss.backward()
-            of_side.append((1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)))
-    gc.enable()
+    gc.disable()  # a collection takes tens of milliseconds, and would fall into some of the forwards
+    try:
+        for _ in range(repeats):
+            gc.collect()
+            for (model, step), of_side in zip(sides, times, strict=True):
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                start = time.perf_counter()
+                loss = step.losses[0](model)
+                middle = time.perf_counter()
+                loss.backward()
+                of_side.append((1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)))
+    finally:
+        gc.enable()
     medians = [map(statistics.median, zip(*of_side, strict=True)) for of_side in times]
     return [dict(zip(("host_forward_ms", "host_backward_ms"), both, strict=True)) for both in medians]
 

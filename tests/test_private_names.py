@@ -93,12 +93,7 @@ def test_overridden_methods_keep_their_arguments(method, expected):
     assert parameters(method)[: len(expected)] == expected
 
 
-def test_trl_computes_the_loss_from_weighted_log_probs():
-    source = inspect.getsource(SFTTrainer.compute_loss)
-    assert "outputs = model(**inputs, fused_lm_head=True)" in source
-    assert "per_token_loss = -outputs.log_probs" in source
-    assert "loss = per_token_loss.sum() / torch.as_tensor(num_tokens).clamp(min=1)" in source
-    assert "self.accelerator.num_processes // self.get_tp_size()" in source
+def test_names_of_trl():
     assert inspect.isgeneratorfunction(inspect.unwrap(trl.trainer.utils.global_then_local_main_first))
     initialiser = inspect.getsource(SFTTrainer.__init__)
     assert "self._tokenizer = " in initialiser and "self._is_vision_dataset = " in initialiser

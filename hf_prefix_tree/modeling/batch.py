@@ -51,6 +51,12 @@ class Supervised(NamedTuple):
     weights: torch.Tensor  # [1, M] float64
 
 
+class Caller:
+    """A value of [`WEIGHTED_BY_CALLER`] that receives what the call supervises."""
+
+    supervised: Supervised
+
+
 def encode_weights(weights: torch.Tensor) -> torch.Tensor:
     """
     The integer form in which weights travel through a batch.
@@ -246,19 +252,6 @@ def summed_weights(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """
     supervised = is_supervised(batch["prefix_tree"], batch["labels"])
     return _weights(batch["labels"], batch.get("loss_weights")).masked_fill(~supervised, 0.0).sum()
-
-
-def supervised_weights(batch: Mapping[str, torch.Tensor], number: int) -> torch.Tensor:
-    """
-    The weights of [`gather_supervised`], `(1, number)`, without waiting for the device: their number is known.
-
-    Args:
-        batch (`Mapping[str, torch.Tensor]`): A batch of the contract, with `labels`.
-        number (`int`): How many there are.
-    """
-    supervised = is_supervised(batch["prefix_tree"], batch["labels"]).view(-1)
-    weights = _weights(batch["labels"], batch.get("loss_weights")).view(-1).masked_fill(~supervised, 0.0)
-    return weights[supervised.to(torch.uint8).argsort(descending=True, stable=True)[:number]][None]
 
 
 def _weights(labels: torch.Tensor, loss_weights: torch.Tensor | None) -> torch.Tensor:

@@ -25,6 +25,7 @@ from hf_prefix_tree.modeling.batch import (
     DEPTH,
     UNPREPARED_SENTINEL,
     WEIGHTED_BY_CALLER,
+    Caller,
     check_batch,
     gather_supervised,
 )
@@ -355,12 +356,15 @@ def _enter(module: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[TreeContext
     sentinel = kwargs.get(UNPREPARED_SENTINEL)
     if isinstance(sentinel, torch.Tensor) and not sentinel.is_floating_point():
         del kwargs[UNPREPARED_SENTINEL]
-    is_weighted = bool(kwargs.pop(WEIGHTED_BY_CALLER, False))
+    caller = kwargs.pop(WEIGHTED_BY_CALLER, False)
+    is_weighted = bool(caller)
     check_call(module, kwargs, is_weighted)
     state, tree, labels = state_of(module), kwargs["prefix_tree"], kwargs.get("labels")
     if section is not None:
         call_checks.refuse_section(module, tree, bool(state.recurrent), state.rope_limit)
     supervised = None if labels is None else gather_supervised(tree, labels, kwargs.get("loss_weights"))
+    if isinstance(caller, Caller) and supervised is not None:
+        caller.supervised = supervised
     # The check of the model may run in another precision than training, and on short sequences. Before FLASH is
     # taken, it is compared with Triton on the packed sequences themselves.
     backend = "auto" if state.verifying and state.attn_backend == "flash" else state.attn_backend

@@ -17,7 +17,7 @@ from trl import SFTTrainer
 from trl.trainer import utils as trl_utils
 
 from hf_prefix_tree.data.supervision import IGNORE_INDEX
-from hf_prefix_tree.modeling.batch import STATS, WEIGHTED_BY_CALLER, summed_weights, supervised_weights
+from hf_prefix_tree.modeling.batch import STATS, WEIGHTED_BY_CALLER, Caller, summed_weights
 from hf_prefix_tree.modeling.flops import cost_per_count
 from hf_prefix_tree.modeling.loss import safe_divisor
 from hf_prefix_tree.modeling.prepare import ensure_verified, install_tree_hooks
@@ -43,8 +43,8 @@ class TreeLossMixin(StepMixin):
     exceeds the mean, in FLOPs), all of them over the logging window, every rank and accumulation step. `loss/sum` over
     `loss/token_count` is the loss of the window's tokens; `loss` is the mean of its steps' losses, the same where
     `logging_steps=1`. They come with `loss`, so every rank must log that one; anything else may be logged by any rank.
-    TRL's `entropy`, `mean_token_accuracy` and `aux_loss` are those of the window, too, where TRL takes the mean of its
-    micro-batches.
+    `SFTTrainer`'s `entropy` and `mean_token_accuracy` are means over the tokens of the window, whereas TRL averages
+    over micro-batches; `aux_loss` is the mean over the micro-batches that have tokens.
 
     With `DataCollatorForPrefixTree` and a training dataset of known length, rows of a step are assigned to ranks so
     that they wait little for each other ([`assign_rows`]), and the steps are the same on any number of ranks. With
@@ -53,7 +53,11 @@ class TreeLossMixin(StepMixin):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._num_tokens: torch.Tensor | int = 0
         super().__init__(*args, **kwargs)
+        own: Any = super(StepMixin, self).compute_loss  # nothing calls TRL's
+        if isinstance(self, SFTTrainer) and own.__func__ is not SFTTrainer.compute_loss:
+            raise ValueError(checks.own_loss(self))
         self._install_hooks(self.model)
 
     def _install_hooks(self, model: Any) -> None:
@@ -72,6 +76,12 @@ class TreeLossMixin(StepMixin):
         ensure_verified(self.model, model)
         with checks.earlier_gradients_aside(self.model) if self.get_tp_size() > 1 else nullcontext():
             return super().training_step(model, *args, **kwargs)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().get_batch_samples(*args, **kwargs)
+        if self._counted:
+            self._num_tokens = self._num_tokens + self._counted["counts"][-3]
+        return result
 
     # ---- the loss and its metrics ----
 
@@ -98,20 +108,22 @@ class TreeLossMixin(StepMixin):
         metrics: list[torch.Tensor] = []
         if isinstance(self, SFTTrainer):
             # Not by TRL's `compute_loss`, which waits for the device in every micro-batch, to log metrics.
-            options = {"use_cache": False} | ({"output_router_logits": True} if self.aux_loss_enabled else {})
-            with replaced(trl_utils, _use_triton=lambda device: False):  # would look for labels that count: all do
-                outputs = model(**inputs, **options, fused_lm_head=True, **{WEIGHTED_BY_CALLER: True})
-            log_probs, auxiliary = outputs.log_probs.double(), None
-            loss_sum = -(log_probs * supervised_weights(inputs, log_probs.shape[1])).sum()
+            inputs, caller, auxiliary = {**inputs, "use_cache": False}, Caller(), None
+            if self.aux_loss_enabled:
+                inputs["output_router_logits"] = True
+            # The head would first select the positions that have a label, and wait for their number. All have one.
+            with replaced(trl_utils, _use_triton=lambda device: False):
+                outputs = model(**inputs, fused_lm_head=True, **{WEIGHTED_BY_CALLER: caller})
+            loss_sum = -(outputs.log_probs.double() * caller.supervised.weights).sum()
             metrics = [outputs.label_mask.sum(), outputs.entropy.sum(), outputs.is_top1.sum()]
             if self.aux_loss_enabled:
                 router_loss = outputs.aux_loss * ~is_empty
                 auxiliary = self.router_aux_loss_coef * router_loss
                 metrics += [router_loss, ~is_empty]
             if return_outputs:
-                kept = inputs.keys() - {"labels", "loss_weights", "tree_stats"}
+                dropped = ("labels", "loss_weights", "tree_stats")
                 with torch.no_grad():
-                    outputs = model(**{name: inputs[name] for name in kept}, **options)
+                    outputs = model(**{name: x for name, x in inputs.items() if name not in dropped})
         else:
             # A divisor of 1 travels as a Python number: mixed precision casts float tensors on their way to the model.
             loss, outputs = self.trainer_loss(model, {**inputs, "num_items_in_batch": 1.0}, return_outputs=True)
@@ -127,10 +139,6 @@ class TreeLossMixin(StepMixin):
         weights, *stats, tokens, positions, flops = counts.tolist()
         stat = dict(zip(STATS, stats, strict=True))
         mean = flops * self._copies() / self.accelerator.num_processes
-        metrics = _token_metrics(*sums[2:].tolist())
-        if isinstance(self, SFTTrainer):
-            self._total_train_tokens += int(tokens)
-            metrics["num_tokens"] = self._total_train_tokens
         return {
             "loss/sum": sums[0].item(),
             "loss/token_count": weights,
@@ -140,11 +148,23 @@ class TreeLossMixin(StepMixin):
             "tree/pair_ratio": stat["branch_pairs"] / max(stat["tree_pairs"], 1),
             "tree/padding": 1 - tokens / positions,
             "tree/imbalance": peaks[-1].item() / max(mean, 1.0) - 1,  # ranks meet at every micro-batch
-            **metrics,
+            **self._trl_metrics(sums),
         }
 
     def evaluation_metrics(self, sums: torch.Tensor) -> dict[str, float]:
-        return {"loss": (sums[0] / safe_divisor(sums[1], sums)).item(), **_token_metrics(*sums[2:].tolist())}
+        return {"loss": (sums[0] / safe_divisor(sums[1], sums)).item(), **self._trl_metrics(sums)}
+
+    def _trl_metrics(self, sums: torch.Tensor) -> dict[str, float]:
+        """Those of `SFTTrainer`, without ratios to nothing."""
+        if not isinstance(self, SFTTrainer):
+            return {}
+        _, _, tokens, entropy, correct, *router = sums.tolist()
+        metrics: dict[str, float] = {"num_tokens": int(self._num_tokens)}
+        if tokens:
+            metrics |= {"entropy": entropy / tokens, "mean_token_accuracy": correct / tokens}
+        if router and router[1]:
+            metrics["aux_loss"] = router[0] / router[1]
+        return metrics
 
     # ---- the rows of a step ----
 
@@ -199,11 +219,3 @@ class TreeLossMixin(StepMixin):
             with self.accelerator.main_process_first() if hasattr(dataset, "map") else nullcontext():
                 costs = row_costs(dataset, counts, self.model.config, num_proc)
         return step_sampler(self, units, costs, batch_size, ranks)
-
-
-def _token_metrics(
-    tokens: float = 0, entropy: float = 0, correct: float = 0, auxiliary: float = 0, micro_batches: float = 0
-) -> dict[str, float]:
-    """TRL's metrics of sums, without those that are a ratio to nothing."""
-    metrics = {"entropy": entropy / tokens, "mean_token_accuracy": correct / tokens} if tokens else {}
-    return metrics | ({"aux_loss": auxiliary / micro_batches} if micro_batches else {})

@@ -2,8 +2,8 @@
 """[`TreeSFTTrainer`]: TRL's `SFTTrainer` on prefix trees.
 
 Everything that is not about trees is TRL's: the fused LM head (it builds no logits of whole packed sequences), PEFT,
-activation offloading, metrics, saving. Overridden are the preparation of a dataset, the columns that are kept, and the
-weights.
+activation offloading, saving. Overridden are the preparation of a dataset, the columns that are kept, the loss and its
+metrics.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
     one; the parts of a tree stay in one optimizer step, which needs a dataset of known length.
 
     `TreeSFTConfig(mode="grouped")` trains the same branch by branch, as a baseline: same loss, gradients and step
-    metrics (`entropy` and `mean_token_accuracy` are those of the branches), memory of one branch. Micro-batches are
-    then computed in as many passes as the rank with the most branches needs. Evaluation stays on trees.
+    metrics (`entropy`, `mean_token_accuracy` and `num_tokens` are those of the branches), memory of one branch. Micro-
+    batches are then computed in as many passes as the rank with the most branches needs. Evaluation stays on trees.
 
     Args:
         model (`str`, `PreTrainedModel` or `PeftModel`):

@@ -14,7 +14,6 @@ from hf_prefix_tree.modeling.batch import (
     encode_weights,
     gather_supervised,
     summed_weights,
-    supervised_weights,
 )
 from hf_prefix_tree.modeling.loss import weighted_token_loss
 from hf_prefix_tree.nemo import prefix_tree_collate_fn
@@ -216,19 +215,3 @@ def test_features_and_padding_of_other_kinds_are_refused():
         DataCollatorForPrefixTree(pad_token_id=0)(None)
     with pytest.raises(ValueError, match="`pad_token_id` is 1180591620717411303424"):
         DataCollatorForPrefixTree(pad_token_id=2**70)([{"prompt_ids": [5], "completions": [[6]]}])
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_weights_of_supervised_tokens_whose_number_is_known(seed):
-    batches = [concatenate_trees(random_forest(2 * seed + row), pad_token_id=0) for row in range(2)]
-    length = min(batch["labels"].shape[1] for batch in batches)
-    several = {
-        name: torch.cat([batch[name][..., :length] for batch in batches]) for name in batches[0] if name in KEYS
-    }
-    for batch in (*batches, several, concatenate_trees([], pad_token_id=0)):
-        expected = gather_supervised(*(batch[name] for name in KEYS)).weights
-        assert torch.equal(supervised_weights(batch, expected.shape[1]), expected)
-    assert len(set(gather_supervised(*(several[name] for name in KEYS)).weights[0].tolist())) > 2  # order matters
-
-
-KEYS = ("prefix_tree", "labels", "loss_weights")

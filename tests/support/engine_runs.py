@@ -32,6 +32,7 @@ from hf_prefix_tree.tree.prefix_tree import Branch, fold
 from tests.support.trainer_runs import config, distance, make_model, make_trees, tokenizer, tree_dataset, weights
 
 SAME = ("loss", "loss/sum", "loss/token_count", "grad_norm", "tree/branches", "tree/tokens", "tree/pair_ratio")
+SAME += ("num_tokens", "entropy", "mean_token_accuracy")
 FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}}
 
 needs_deepspeed = pytest.mark.skipif(
@@ -309,7 +310,9 @@ def check(folder, expected, engine, rel=1e-5, apart=1e-5, start=None, num_steps=
     steps = 0
     for own, other in zip(log, expected[1], strict=True):
         for key in (name for name in SAME if name in own):
-            exact = key not in ("loss", "loss/sum", "grad_norm")
+            if key == "mean_token_accuracy" and rel > 1e-3:
+                continue  # in bfloat16 a single prediction may be another one
+            exact = key not in ("loss", "loss/sum", "grad_norm", "entropy")
             assert own[key] == pytest.approx(other[key], rel=1e-12 if exact else rel), key
             steps += key == "loss"
         if "eval_loss" in own:

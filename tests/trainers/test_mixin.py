@@ -141,6 +141,17 @@ def test_a_trainer_with_a_loss_of_its_own_is_refused(tmp_path, compute_loss):
         made.train()
 
 
+@pytest.mark.parametrize("compute_loss", [own_loss, scaled_loss])
+def test_a_loss_between_the_mixin_and_trl_is_refused(tmp_path, compute_loss):
+    """TRL's own is not called: one that calls it would not be, either."""
+    Own = type("Own", (SFTTrainer,), {"compute_loss": compute_loss})
+    Mixed = type("Mixed", (TreeLossMixin, Own), {})
+    args = config(tmp_path, SFTConfig, dataset_kwargs={"skip_prepare_dataset": True})
+    common = {"train_dataset": Dataset.from_list([{"input_ids": [1, 2]}]), "processing_class": tokenizer()}
+    with pytest.raises(ValueError, match="Mixed or its model computes the loss by itself"):
+        Mixed(make_model(), args, data_collator=DataCollatorForPrefixTree(0), **common)
+
+
 def without_items(self, model, inputs, return_outputs=False, **kwargs):
     return super(type(self), self).compute_loss(model, inputs, return_outputs)
 

@@ -498,3 +498,29 @@ def test_metrics_of_tokens_are_those_of_the_window(tmp_path):
     evaluated = trainer.evaluate()
     expected, _ = token_metrics(learned, trees[1:3])
     assert {name: evaluated[f"eval_{name}"] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_all_tokens_of_all_trainings_are_counted(tmp_path):
+    """Those of windows that were too short to be logged, too; an evaluation says how many were trained on."""
+    trees = make_trees(3)
+    trainer = train(tmp_path, trees, eval_trees=trees[:1], max_steps=3, logging_steps=2)
+    once = sum(map(len, trees))
+    assert trainer.evaluate()["eval_num_tokens"] == once
+    trainer.train()
+    counts = [entry["num_tokens"] for entry in trainer.state.log_history if "loss" in entry]
+    assert counts[-1] == once + len(trees[0]) + len(trees[1]) and trainer.evaluate()["eval_num_tokens"] == 2 * once
+
+
+def test_an_override_may_say_what_the_trainer_says(tmp_path):
+    """As TRL's `compute_loss`, which writes it into the batch."""
+
+    class Override(TreeSFTTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            inputs["use_cache"] = False
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    common = {"train_dataset": tree_dataset(make_trees(1)), "processing_class": tokenizer()}
+    trainer = Override(make_model(), config(tmp_path), **common)
+    trainer.train()
+    log = train(tmp_path, make_trees(1)).state.log_history[0]
+    assert trainer.state.log_history[0]["loss/sum"] == pytest.approx(log["loss/sum"], rel=1e-12)

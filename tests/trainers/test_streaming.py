@@ -81,9 +81,12 @@ def test_one_process(tmp_path, whole, options, accumulated):
     start = weights(make_model())
     assert distance(expected, start) > 1e-2 and distance(weights(trainer.model), expected, start) < 1e-5
     for ours, theirs in zip(trainer.state.log_history, log, strict=True):
+        assert ours.keys() == theirs.keys()
         keys = {"loss", "loss/sum", "loss/token_count", "grad_norm", "num_tokens", "entropy", "mean_token_accuracy"}
         for key in (keys | {f"eval_{key}" for key in keys}) & theirs.keys():
             assert ours[key] == pytest.approx(theirs[key], rel=1e-5), key
+    assert "num_tokens" in log[0] and "eval_num_tokens" in set().union(*log)
+    assert any("entropy" in entry for entry in log) and any("eval_entropy" in entry for entry in log)
 
 
 @pytest.mark.parametrize("offloaded", [False, True])
