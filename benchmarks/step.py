@@ -389,7 +389,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         # beyond the recompile limit, layers would silently run eagerly
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=64):
             for mode in modes:
-                # The host's speed varies within minutes: models whose host was timed are kept, and timed by turns.
+                # The host's speed varies within minutes: models whose host was timed are kept, and timed in turn.
                 takes_turns = mode == "eager" and len(args.checkpointing) == 1
                 sides: list[tuple[Row, Side]] = []
                 for backend in args.backends if "folded" in args.methods else ():
