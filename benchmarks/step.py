@@ -390,7 +390,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=64):
             for mode in modes:
                 # The host's speed varies within minutes: models whose host was timed are kept, and timed in turn.
-                takes_turns = mode == "eager" and len(args.checkpointing) == 1
+                takes_turns = mode == "eager" and len(args.backends) > 1 and len(args.checkpointing) == 1
                 sides: list[tuple[Row, Side]] = []
                 for backend in args.backends if "folded" in args.methods else ():
                     measured = measure_all(mode, "folded", backend)

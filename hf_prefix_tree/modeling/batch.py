@@ -38,7 +38,7 @@ STATS = ("trees", "branches", "branch_tokens", "tree_tokens", "branch_pairs", "t
 UNPREPARED_SENTINEL = "inputs_embeds"
 
 # Marks a call whose caller weights the log-probs of a fused head and takes no loss from the model. Only this package's
-# trainers set it; the hook takes it out.
+# trainers set it, to True or to a `Caller`; the hook takes it out.
 WEIGHTED_BY_CALLER = "weighted_by_caller"
 BLOCK_SIZE = 128  # FlexAttention's block: packed sequences are padded to a multiple of it
 
@@ -52,7 +52,7 @@ class Supervised(NamedTuple):
 
 
 class Caller:
-    """A value of [`WEIGHTED_BY_CALLER`] that receives what the call supervises."""
+    """A caller that weights log-probs; the hook hands it what the call supervises."""
 
     supervised: Supervised
 

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _LOSS_KEYS = ("prefix_tree", "labels", "loss_weights", "token_branches")
 _WHOLE = "pass `data_collator=DataCollatorForPrefixTree(pad_token_id)`, and leave its batches whole in `compute_loss`"
 _TREE_TOKENS, _TREE_PAIRS = STATS.index("tree_tokens"), STATS.index("tree_pairs")
+_TOKENS = -3  # in what `count_details` counts
 
 
 class TreeLossMixin(StepMixin):
@@ -80,7 +81,7 @@ class TreeLossMixin(StepMixin):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         result = super().get_batch_samples(*args, **kwargs)
         if self._counted:
-            self._num_tokens = self._num_tokens + self._counted["counts"][-3]
+            self._num_tokens = self._num_tokens + self._counted["counts"][_TOKENS]
         return result
 
     # ---- the loss and its metrics ----

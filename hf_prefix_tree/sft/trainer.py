@@ -221,7 +221,7 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         on_host = self.args.activation_offloading and self._is_training
         sections = sections_of(inputs, self.args.max_packed_tokens, on_host=on_host)
-        # Every rank runs all of them: FSDP2 gathers weights and reduces gradients with each.
+        # Every rank runs all of them: sharded weights are gathered, and their gradients reduced, with each.
         names = set().union(*gather_object([[section.name for section in sections]]))
         if len(names) == 1:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
