@@ -1,5 +1,7 @@
 """`TreeSFTTrainer` on a GPU with TRL's defaults: float32 weights, bf16 autocast, checkpointing. Needs a GPU."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -36,3 +38,24 @@ def test_autocast_is_as_close_to_float32_as_the_branches_are(tmp_path, checkpoin
     moved = {name: start[name] - value for name, value in weights(trainer.model).items() if name in exact}
     assert 1e-4 < distance(moved, exact) <= 2 * by_branch
     assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), rel=1e-2)
+
+
+def waits(folder, trees):
+    """How often the host waits for the device in a step with one tree per micro-batch."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            train(folder, trees, model_of("qwen3"), use_cpu=False, gradient_accumulation_steps=len(trees))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(own.message) for own in caught)
+
+
+def test_the_host_rarely_waits_for_the_device(tmp_path):
+    """After each wait the device is idle until the host has launched the next kernel."""
+    trees = forest(4, 24)
+    waits(tmp_path, trees)  # choices that are made once
+    of_few, of_many = waits(tmp_path, trees[:8]), waits(tmp_path, trees)
+    # the copies of a batch, the supervised tokens, Trainer's check of the loss; every eighth call, its inputs
+    assert of_many - of_few <= 10 * 16, (of_few, of_many)

@@ -38,14 +38,15 @@ kind, rows, heads, kv_heads, head_dim = sys.argv[1], *map(int, sys.argv[2:])
 tree = [torch.zeros(rows, 512, dtype=torch.int32) for _ in range({"causal": 1, "path": 2}.get(kind, 3))]
 with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
     make = lambda *shape, dtype=torch.bfloat16: torch.empty(rows, *shape, dtype=dtype, device="cuda")
-    query, key, value, grad = (make(512, n, head_dim) for n in (heads, kv_heads, kv_heads, heads))
+    query, key, value, grad = (make(512, n, head_dim).transpose(1, 2) for n in (heads, kv_heads, kv_heads, heads))
     lists = [make(1, 4, *shape, dtype=torch.int32) for _ in range(4) for shape in ((), (4,))]
-    output, lse = flash._forward(query, key, value, tree, lists, kind, 0.1)
-    grads = flash._backward(grad, query, key, value, output, lse, tree, lists, kind, 0.1)
+    forward, backward = (flash._masks(query, key, tree, own, kind) for own in (lists[:4], lists[4:]))
+    output, lse = flash._forward(query, key, value, forward, 0.1)
+    grads = flash._backward(grad, query, key, value, output, lse, masks=backward, scale=0.1)
 for own, like in zip((output, grads[0]), (query, query), strict=True):
     assert own.shape == like.shape and own.stride() == like.stride()
 for own, like in zip(grads[1:], (key, value), strict=True):
-    assert own.shape == (rows, heads // kv_heads, *like.shape[1:]) and own.is_contiguous()
+    assert own.shape == (rows, heads // kv_heads, *like.shape[1:]) and own.transpose(2, 3).is_contiguous()
 print("compiled")
 """
 

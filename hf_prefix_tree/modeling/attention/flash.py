@@ -32,6 +32,7 @@ from torch import Tensor
 from hf_prefix_tree.modeling.attention.masks.causal import TreeBlockMask
 
 FLASH_KINDS = ("causal", "window", "chunk", "path")  # of masks that are written in the language of the kernels
+_Masks = list[dict[str, Any]]  # keyword arguments of the kernels, for each packed sequence
 
 
 def attend_flash(
@@ -41,167 +42,186 @@ def attend_flash(
     Attention under a block mask by `flash-attn-4`; arguments and result as for [`~attention.kernels.attend_flex`],
     without softcap and sinks.
     """
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    tensors = [mask.subtree_end] if mask.limit is None else [mask.subtree_end, mask.depth, mask.limit]
-    kind = mask.kind
+    if not torch.compiler.is_compiling():
+        return _Eager.apply(query, key, value, mask, scale)
+    return _flash(query, key, value, *_operands(mask), scale)[0]
+
+
+def _operands(mask: TreeBlockMask) -> tuple[list[Tensor], list[Tensor], str]:
+    """What a mask reads, its lists of blocks (four for the forward, four for the backward) and its kind."""
+    limit = [] if mask.limit is None else [mask.depth, mask.limit]
+    kind, reads = mask.kind, [mask.subtree_end, *limit]
     if mask.skipped is not None:
         assert kind == "causal"  # `choose_backend` takes no other
-        kind, tensors = "path", [mask.subtree_end, mask.skipped]
-    lists = [
+        kind, reads = "path", [mask.subtree_end, mask.skipped]
+    lists: list[Any] = [
         *(mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices),
         *(mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices),
     ]
-    inputs: Any = query, key, value, tensors, lists, kind, scale
-    output = _flash(*inputs)[0] if torch.compiler.is_compiling() else _Eager.apply(*inputs)
-    return output.transpose(1, 2)
+    return reads, lists, kind
 
 
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tensors: Sequence[Tensor],
-    lists: Sequence[Tensor],
-    kind: str,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _forward(query: Tensor, key: Tensor, value: Tensor, masks: _Masks, scale: float) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
     output, lse = _empty_results(query, key, value)
     groups = lse.shape[1]
     query, key, value = map(_dense, (query, key, value))
     with _kernels_of(query.device):
-        for index, lse_of_one in enumerate(lse):
+        for index, mask in enumerate(masks):
             _flash_attn_fwd(
-                *_operands(index, groups, query, key, value),
+                *_views(index, groups, query, key, value),
                 softmax_scale=scale,
                 return_lse=True,
-                out=_by_group(output[index], groups),
-                lse=lse_of_one,
-                **_mask(index, tensors, lists[:4], kind),
+                out=_by_group(index, groups, output),
+                lse=lse[index],
+                **mask,
             )
     return output, lse
 
 
-def _backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    tensors: Sequence[Tensor],
-    lists: Sequence[Tensor],
-    kind: str,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(*tensors: Tensor, masks: _Masks, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
+    grad, query, key, value, output, lse = map(_dense, tensors)
     query_grad, key_grad, value_grad = _empty_gradients(grad, query, key, value)
     groups = lse.shape[1]
-    grad, query, key, value = map(_dense, (grad, query, key, value))
     with _kernels_of(query.device):
-        for index, lse_of_one in enumerate(lse):
+        for index, mask in enumerate(masks):
             _flash_attn_bwd(
-                *_operands(index, groups, query, key, value),
-                _by_group(output[index], groups),
-                _by_group(grad[index], groups),
-                lse_of_one,
+                *_views(index, groups, query, key, value),
+                _by_group(index, groups, output),
+                _by_group(index, groups, grad),
+                lse[index],
                 softmax_scale=scale,
-                dq=_by_group(query_grad[index], groups),
-                dk=key_grad[index],
-                dv=value_grad[index],
-                **_mask(index, tensors, lists[4:], kind),
+                dq=_by_group(index, groups, query_grad),
+                dk=key_grad[index].transpose(1, 2),
+                dv=value_grad[index].transpose(1, 2),
+                **mask,
             )
     return query_grad, key_grad, value_grad
 
 
-_flash = torch.library.custom_op("hf_prefix_tree::flash", _forward, mutates_args=())
-_flash_backward = torch.library.custom_op("hf_prefix_tree::flash_backward", _backward, mutates_args=())
+_flash = torch.library.custom_op(
+    "hf_prefix_tree::flash",
+    lambda q, k, v, reads, lists, kind, scale: _forward(q, k, v, _masks(q, k, reads, lists[:4], kind), scale),
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor[] reads, Tensor[] lists, str kind, float scale) -> (Tensor, Tensor)",
+)
+_flash_backward = torch.library.custom_op(
+    "hf_prefix_tree::flash_backward",
+    lambda grad, q, k, v, output, lse, reads, lists, kind, scale: _backward(
+        grad, q, k, v, output, lse, masks=_masks(q, k, reads, lists[4:], kind), scale=scale
+    ),
+    mutates_args=(),
+    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor output, Tensor lse, Tensor[] reads, Tensor[] lists, "
+    "str kind, float scale) -> (Tensor, Tensor, Tensor)",
+)
 
 
 @_flash.register_fake
 def _empty_results(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """The output, and the log-sum-exp of each group of heads, `(B, groups, kv_heads, N)`."""
-    batch_size, length, heads, _ = query.shape
-    kv_heads = key.shape[2]
+    """
+    The output, in memory tokens before heads, and the log-sum-exp of each group of heads, `(B, groups, kv_heads, N)`.
+    """
+    batch_size, heads, length, _ = query.shape
+    kv_heads = key.shape[1]
     lse = query.new_empty(batch_size, heads // kv_heads, kv_heads, length, dtype=torch.float32)
-    return query.new_empty(*query.shape[:3], value.shape[3]), lse
+    return query.new_empty(batch_size, length, heads, value.shape[3]).transpose(1, 2), lse
 
 
 @_flash_backward.register_fake
-def _empty_gradients(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of the queries, and for each group of heads those of keys and values, `(B, groups, N, ...)`."""
-    groups = query.shape[2] // key.shape[2]
-    key_grad, value_grad = (x.new_empty(x.shape[0], groups, *x.shape[1:]) for x in (key, value))
-    return query.new_empty(query.shape), key_grad, value_grad
+def _empty_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """
+    The gradient of the queries, and for each group of heads those of keys and values, `(B, groups, kv_heads, N, ...)`;
+    in memory tokens lie before heads.
+    """
+    batch_size, heads, length, size = query.shape
+    _, kv_heads, keys, _ = key.shape
+    query_grad = query.new_empty(batch_size, length, heads, size).transpose(1, 2)
+    shape = batch_size, heads // kv_heads, keys, kv_heads
+    return query_grad, *(x.new_empty(*shape, x.shape[3]).transpose(2, 3) for x in (key, value))
 
 
 def _keep(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, tensors, lists, *ctx.rest = inputs
-    ctx.num_tensors = len(tensors)
-    ctx.save_for_backward(query, key, value, *output, *tensors, *lists)
+    query, key, value, reads, lists, *ctx.rest = inputs
+    ctx.save_for_backward(query, key, value, *output, *reads, *lists)
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None, backward: Callable = _flash_backward) -> tuple:
-    query, key, value, output, lse, *rest = ctx.saved_tensors  # once: checkpointing recomputes it, and then lets go
-    tensors, lists = rest[: ctx.num_tensors], rest[ctx.num_tensors :]
-    query_grad, *grads = backward(grad, query, key, value, output, lse, tensors, lists, *ctx.rest)
-    # Not in the operator: compiled layers add the groups up where they read them. Eager layers add two faster than
-    # they reduce them.
-    grads = [x.sum(dim=1) if x.shape[1] > 2 else functools.reduce(torch.add, x.unbind(1)) for x in grads]
-    return query_grad, *grads, [None] * len(tensors), [None] * len(lists), None, None
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
+    saved = ctx.saved_tensors  # once: checkpointing recomputes it, and then lets go
+    reads, lists = list(saved[5:-8]), list(saved[-8:])
+    query_grad, *grads = _flash_backward(grad, *saved[:5], reads, lists, *ctx.rest)
+    # Not in the operator: compiled layers add the groups up where they read them.
+    return query_grad, *(x.sum(dim=1) for x in grads), [None] * len(reads), [None] * len(lists), None, None
 
 
 _flash.register_autograd(_differentiate, setup_context=_keep)
 
 
 class _Eager(torch.autograd.Function):
+    """Without a dispatch, and with a mask that is prepared once for all layers."""
+
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:  # with a `setup_context` it takes the host longer
-        results = _forward(*inputs)
-        _keep(ctx, inputs, results)
-        return results[0]
+        query, key, value, ctx.mask, ctx.scale = inputs
+        output, lse = _forward(query, key, value, _prepared(ctx.mask, query, key)[0], ctx.scale)
+        ctx.save_for_backward(query, key, value, output, lse)
+        return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # what the kernels write has no graph of its own
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        return *_differentiate(ctx, grad, None, _backward)[:3], None, None, None, None
+        saved = ctx.saved_tensors
+        query_grad, *grads = _backward(grad, *saved, masks=_prepared(ctx.mask, *saved[:2])[1], scale=ctx.scale)
+        # two groups are added faster than reduced
+        sums = (x.sum(dim=1) if x.shape[1] > 2 else functools.reduce(torch.add, x.unbind(1)) for x in grads)
+        return query_grad, *sums, None, None
 
 
 def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _operands(index: int, groups: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of a packed sequence: each group of queries, and for each the same keys and values."""
-    shared = (-1, -1, -1)
-    return _by_group(query[index], groups), key[index].expand(groups, *shared), value[index].expand(groups, *shared)
+def _views(index: int, groups: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Of a packed sequence each group of queries, and for each the same keys and values: `(groups, N, ...)`."""
+    shared = (x[index].transpose(0, 1).expand(groups, -1, -1, -1) for x in (key, value))
+    return _by_group(index, groups, query), *shared
 
 
-def _by_group(x: Tensor, groups: int) -> Tensor:
-    """A view of the heads of a packed sequence `(N, heads, size)` as `(groups, N, heads / groups, size)`."""
-    length, heads, size = x.shape
-    of_token, of_head, _ = x.stride()
-    return x.as_strided((groups, length, heads // groups, size), (of_head, of_token, groups * of_head, 1))
+def _by_group(index: int, groups: int, x: Tensor) -> Tensor:
+    """A view of the heads of `x[index]`, `(heads, N, size)`, as `(groups, N, heads / groups, size)`."""
+    _, heads, length, size = x.shape
+    of_sequence, of_head, of_token, _ = x.stride()
+    shape, strides = (groups, length, heads // groups, size), (of_head, of_token, groups * of_head, 1)
+    return x.as_strided(shape, strides, x.storage_offset() + index * of_sequence)
 
 
-def _mask(index: int, tensors: Sequence[Tensor], lists: Sequence[Tensor], kind: str) -> dict[str, Any]:
-    """The keyword arguments for the mask of a packed sequence. The tensors must live until the kernel has run."""
+def _prepared(mask: TreeBlockMask, query: Tensor, key: Tensor) -> tuple[_Masks, ...]:
+    """The masks of the forward and of the backward, for layers of these numbers of heads."""
+    heads = query.shape[1], key.shape[1]
+    if heads not in mask.prepared:
+        reads, lists, kind = _operands(mask)
+        mask.prepared[heads] = tuple(_masks(query, key, reads, x, kind) for x in (lists[:4], lists[4:]))
+    return mask.prepared[heads]
+
+
+def _masks(query: Tensor, key: Tensor, reads: Sequence[Tensor], lists: Sequence[Tensor], kind: str) -> _Masks:
+    """The tensors must live until the kernel has run."""
     from cutlass import Int64
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    assert all(x.is_contiguous() and x.dtype == torch.int32 for x in tensors)  # they are read by address
-    of_sequence = [x[index] if x.dim() == 2 else x for x in tensors]  # a limit is the same for all
-    size = tensors[0].shape[1] // max(x.shape[-1] for x in lists[:2])  # the blocks of keys, no fewer than of queries
-    return {
-        "mask_mod": _mask_mod(kind),
-        "aux_scalars": tuple(Int64(x.data_ptr()) for x in of_sequence),
-        "block_sparse_tensors": BlockSparseTensorsTorch(*(x[index, None] for x in lists), block_size=(size, size)),
-    }
+    assert all(x.is_contiguous() and x.dtype == torch.int32 for x in reads)  # they are read by address
+    size = reads[0].shape[1] // max(x.shape[-1] for x in lists[:2])  # the blocks of keys, no fewer than of queries
+    heads = query.shape[1] // key.shape[1], key.shape[1]
+    masks = []
+    for index in range(len(query)):
+        own = [x[index, None].expand(*heads, *x.shape[2:]) for x in lists]
+        blocks = BlockSparseTensorsTorch(*own, block_size=(size, size))
+        scalars = tuple(Int64((x[index] if x.dim() == 2 else x).data_ptr()) for x in reads)  # one limit for all
+        masks.append({"mask_mod": _mask_mod(kind), "aux_scalars": scalars, "block_sparse_tensors": blocks})
+    return masks
 
 
 @functools.cache
@@ -255,24 +275,23 @@ _compiling = threading.RLock()  # the backward runs in other threads
 @contextmanager
 def _kernels_of(device: torch.device) -> Iterator[None]:
     """What this thread compiles now is for this GPU, in our order of blocks, and compares no pair with an end."""
-    import flash_attn.cute.flash_bwd_sm90 as backward
-    import flash_attn.cute.flash_fwd_sm90 as forward
-    from flash_attn.cute.mask import AttentionMask
-    from flash_attn.cute.tile_scheduler import SingleTileScheduler
+    from flash_attn.cute import flash_bwd_sm90, flash_fwd_sm90, mask, tile_scheduler
 
-    thread = threading.get_ident()
+    modules, thread = (flash_fwd_sm90, flash_bwd_sm90), threading.get_ident()
 
     def mask_of(*args: Any, **kwargs: Any) -> Any:  # what other code compiles meanwhile has all its masks
-        return (_whole_blocks() if threading.get_ident() == thread else AttentionMask)(*args, **kwargs)
+        return (_whole_blocks() if threading.get_ident() == thread else mask.AttentionMask)(*args, **kwargs)
 
     with torch.accelerator.device_index(device.index), _compiling:
-        forward.SingleTileScheduler, backward.SingleTileScheduler = _scheduler(last_first=True), _scheduler()
-        forward.AttentionMask = backward.AttentionMask = mask_of
+        for module in modules:
+            module.AttentionMask = mask_of
+            module.SingleTileScheduler = _scheduler(last_first=module is flash_fwd_sm90)
         try:
             yield
         finally:
-            forward.SingleTileScheduler = backward.SingleTileScheduler = SingleTileScheduler
-            forward.AttentionMask = backward.AttentionMask = AttentionMask
+            for module in modules:
+                module.AttentionMask = mask.AttentionMask
+                module.SingleTileScheduler = tile_scheduler.SingleTileScheduler
 
 
 @functools.cache
