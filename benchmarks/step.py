@@ -158,13 +158,17 @@ class AllLayers(torch.nn.Module):
 
 
 def host_times(sides: Sequence[Side], device: torch.device, repeats: int) -> list[Row]:
-    """Milliseconds in which the host launches a forward, and a backward, of a micro-batch on an idle device."""
+    """
+    Milliseconds in which the host launches a forward, and a backward, of a micro-batch on an idle device; right after
+    another one of the same model, since caches hold none of its code after a collection or another model.
+    """
     times: list[list[tuple[float, float]]] = [[] for _ in sides]
     gc.disable()  # a collection takes tens of milliseconds, and would fall into some of the forwards
     try:
         for _ in range(repeats):
             gc.collect()
             for (model, step), of_side in zip(sides, times, strict=True):
+                step.losses[0](model).backward()
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                 start = time.perf_counter()

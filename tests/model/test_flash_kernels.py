@@ -233,6 +233,25 @@ def test_nothing_of_a_single_row_is_copied(monkeypatch):
 
 
 @pytest.mark.usefixtures("plain_kernels")
+def test_a_mask_is_prepared_once_for_all_layers(monkeypatch):
+    """Once for each pair of numbers of heads: layers may have different ones."""
+    made = []
+    prepare = flash._masks
+    monkeypatch.setattr(flash, "_masks", lambda *args: made.append(args) or prepare(*args))
+    mask, total, expected = None, 0.0, 0.0
+    layers = []
+    for heads in ((4, 2), (4, 1), (4, 2), (2, 2)):
+        tree, leaves = inputs(2, heads)
+        mask = TreeContext(tree).mask(flex=True) if mask is None else mask
+        layers += leaves
+        total += flash.attend_flash(*leaves, mask).square().sum()
+        expected += attend_dense(*leaves, dense_mask(tree)).square().sum()
+    for got, wanted in zip(torch.autograd.grad(total, layers), torch.autograd.grad(expected, layers), strict=True):
+        torch.testing.assert_close(got, wanted)
+    assert len(made) == 2 * 3  # forward and backward
+
+
+@pytest.mark.usefixtures("plain_kernels")
 def test_the_operator_is_what_pytorch_expects():
     tree, leaves = inputs(1, (4, 2))
     mask = TreeContext(tree).mask(window=300, flex=True)

@@ -281,19 +281,11 @@ def _block_bounds(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 def listed_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Per row of `[B, rows, nb]` blocks, how many are set, `[B, 1, rows]`, and which, those first; int32."""
-    batch_size, rows, num_blocks = blocks.shape
-    column = torch.arange(num_blocks, device=blocks.device, dtype=torch.int32)
-    counts = torch.empty((batch_size, 1, rows), dtype=torch.int32, device=blocks.device)
-    indices = torch.empty((batch_size, 1, rows, num_blocks), dtype=torch.int32, device=blocks.device)
+    batch_size, _, num_blocks = blocks.shape
+    blocks = blocks[:, None]
     at_once = max(1, _LISTED_AT_ONCE // (batch_size * num_blocks))
-    for start in range(0, rows, at_once):
-        listed = blocks[:, start : start + at_once]
-        rank = listed.cumsum(dim=-1, dtype=torch.int32)  # set blocks up to this one
-        count = rank[..., -1:]
-        place = torch.where(listed, rank - 1, count + column - rank).long()
-        indices[:, 0, start : start + at_once].scatter_(-1, place, column.expand_as(place))
-        counts[:, 0, start : start + at_once] = count[..., 0]
-    return counts, indices
+    listed = [x.argsort(dim=-1, descending=True, stable=True).int() for x in blocks.split(at_once, dim=2)]
+    return blocks.sum(dim=-1, dtype=torch.int32), torch.cat(listed, dim=2)
 
 
 def _on_device(number: int | None, like: Tensor) -> Tensor | None:
