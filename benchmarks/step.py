@@ -24,7 +24,7 @@ nothing is recorded.
 `--methods folded` measures trees only, without ratios to branches. `--profile` profiles another step of each row of
 trees and writes where its time goes to `..._profile.csv`: profiles.py explains the categories. `host_forward_ms` is
 the time in which the host launches a forward of a micro-batch, `host_backward_ms` its backward; if the device is
-slower, they include waiting for it. In eager layers, several `--backends` take turns, and forwards don't include it.
+slower, they include waiting for it (not with `--only 256+12x64`). In eager layers, several `--backends` take turns.
 
 `--model` is Qwen3-0.6B, the shape of Qwen3-8B (which fits short steps only), or the hybrid Qwen3.5-0.8B: three of four
 layers are a gated delta rule. On a GPU both sides need the kernels of
@@ -70,7 +70,7 @@ from benchmarks.microbatches import BranchStep, FoldedStep, convolution_gap, sca
 from benchmarks.packed import IMPLEMENTATION, packed_attention
 from benchmarks.profiles import COLUMNS as PROFILE_COLUMNS
 from benchmarks.profiles import Events, host_functions, profiled, summary, write_profiles
-from benchmarks.shapes import QUICK, SHAPES, build, conversation_trees
+from benchmarks.shapes import HOST_SHAPES, QUICK, SHAPES, build, conversation_trees
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.modeling.attention import backend as backends
 from hf_prefix_tree.modeling.attention.backend import ATTN_BACKENDS
@@ -157,45 +157,27 @@ class AllLayers(torch.nn.Module):
         return hidden
 
 
-def host_times(sides: Sequence[Side], device: torch.device, repeats: int, by_layer: bool = False) -> list[Row]:
+def host_times(sides: Sequence[Side], device: torch.device, repeats: int) -> list[Row]:
     """
-    Milliseconds in which the host launches a forward, and a backward, of a micro-batch on an idle device. Each run
-    follows another one of the same model: caches hold none of its code after a collection or another model.
-
-    With `by_layer` the host waits for the device before each layer of a forward as well, and these waits are not
-    counted. Without, a device that is slower than the host makes it wait as soon as too many kernels are queued.
+    Milliseconds in which the host launches a forward, and a backward, of a micro-batch on an idle device; right after
+    another one of the same model, since caches hold none of its code after a collection or another model.
     """
-    waited = 0.0
-
-    def wait(*_: Any) -> None:
-        nonlocal waited
-        start = time.perf_counter()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        waited += time.perf_counter() - start
-
-    def now() -> float:
-        return 1e3 * (time.perf_counter() - waited)
-
     times: list[list[tuple[float, float]]] = [[] for _ in sides]
-    layers: Any = [layer for model, _ in sides if by_layer for layer in model.get_submodule("model.layers")]
-    handles = [layer.register_forward_pre_hook(wait) for layer in layers]
     gc.disable()  # a collection takes tens of milliseconds, and would fall into some of the forwards
     try:
         for _ in range(repeats):
             gc.collect()
             for (model, step), of_side in zip(sides, times, strict=True):
                 step.losses[0](model).backward()
-                wait()
-                start = now()
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                start = time.perf_counter()
                 loss = step.losses[0](model)
-                middle = now()
+                middle = time.perf_counter()
                 loss.backward()
-                of_side.append((middle - start, now() - middle))
+                of_side.append((1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)))
     finally:
         gc.enable()
-        for handle in handles:
-            handle.remove()
     medians = [map(statistics.median, zip(*of_side, strict=True)) for of_side in times]
     return [dict(zip(("host_forward_ms", "host_backward_ms"), both, strict=True)) for both in medians]
 
@@ -274,7 +256,7 @@ def add_ratios(rows: list[Row]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
-    parser = make_parser(__doc__, [*SHAPES, FROM_FILE], DEFAULT_SHAPES)
+    parser = make_parser(__doc__, [*SHAPES, *HOST_SHAPES, FROM_FILE], DEFAULT_SHAPES)
     parser.add_argument("--model", choices=MODELS, default=MODELS[0])
     parser.add_argument(
         "--modes",
@@ -321,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         if name == FROM_FILE:
             shapes[name] = conversation_trees(args.conversations, args.tokenizer, args.tools, args.trees)
         else:
-            nodes = (QUICK if args.quick else SHAPES)[name]
+            nodes = (QUICK if args.quick else SHAPES | HOST_SHAPES)[name]
             copies = max(1, args.micro_batch_tokens // sum(length for _, length, _ in nodes)) if args.fill else 1
             shapes[name] = [build(nodes, seed, config.vocab_size) for seed in range(copies)]
     roof = matmul_roof(device, dtype)
@@ -417,9 +399,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
                 for backend in args.backends if "folded" in args.methods else ():
                     measured = measure_all(mode, "folded", backend)
                     sides += [side for side in measured if takes_turns and "host_forward_ms" in side[0]]
-                for (row, _), times in zip(
-                    sides, host_times([x for _, x in sides], device, 20, by_layer=True), strict=True
-                ):
+                for (row, _), times in zip(sides, host_times([x for _, x in sides], device, 40), strict=True):
                     row |= times
                 if "branches" in args.methods and mode != "graphs":
                     measure_all(mode, "branches", "auto")

@@ -1,7 +1,6 @@
 """The benchmarks run end to end on a CPU, and what they compute beside times is right."""
 
 import csv
-import functools
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -393,44 +392,14 @@ def test_kernels_have_categories(name, category):
 def test_backends_take_turns_in_the_host_times(monkeypatch):
     asked, measured = [], step.host_times
 
-    def recorded(sides, device, repeats, **kwargs):
+    def recorded(sides, device, repeats):
         asked.append(len(sides))
-        times = measured(sides, device, repeats=1, **kwargs)
-        return [own | {"host_forward_ms": 100.0 + len(asked)} for own in times]
+        return [times | {"host_forward_ms": 100.0 + len(asked)} for times in measured(sides, device, repeats=1)]
 
     monkeypatch.setattr(step, "host_times", recorded)
     options = "--quick --modes eager --methods folded --only search --seconds 0 --profile --backends auto sdpa"
     rows = step.main(options.split())
     assert asked == [1, 1, 2] and [row["host_forward_ms"] for row in rows] == [103.0, 103.0]
-
-
-@pytest.mark.parametrize("by_layer", [True, False])
-def test_host_times_count_no_waits_before_layers(monkeypatch, by_layer):
-    clock = [0.0]
-
-    class Layer(torch.nn.Module):
-        def forward(self, hidden):
-            clock[0] += 1  # second of the host
-            return hidden * 2
-
-    def synchronize():
-        clock[0] += 100
-
-    monkeypatch.setattr(step, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    model = torch.nn.Module()
-    model.model = torch.nn.Module()
-    model.model.layers = torch.nn.ModuleList([Layer(), Layer(), Layer()])
-    hidden = torch.ones((), requires_grad=True)
-    losses = [lambda model: functools.reduce(lambda x, layer: layer(x), model.model.layers, hidden)]
-    side, cuda = (model, SimpleNamespace(losses=losses)), SimpleNamespace(type="cuda")
-    start = clock[0]
-    times = step.host_times([side, side], cuda, 2, by_layer=by_layer)
-    assert times == [{"host_forward_ms": 3000.0, "host_backward_ms": 0.0}] * 2
-    runs, waits = 2 * 2 * 2, 2 * 2  # repeats, sides, and a run before each timed one; a wait before each timed one
-    # the model is there twice, and so are the hooks of its layers
-    assert clock[0] - start == runs * 3 + 100 * (waits + (runs * 3 * 2 if by_layer else 0))
-    assert not any(layer._forward_pre_hooks for layer in model.model.layers)
 
 
 def test_a_profiled_step(tmp_path):
