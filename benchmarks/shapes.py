@@ -58,10 +58,6 @@ QUICK: dict[str, Nodes] = {
     "4k+16x512": rollouts(prompt=32, completions=4, length=8),
     "1k+64x64": rollouts(prompt=16, completions=8, length=3),
     "search": search(prompt=16, branching=(2, 2), step=8),
-    "256+12x64": rollouts(prompt=8, completions=4, length=3),
-}
-HOST_SHAPES: dict[str, Nodes] = {  # so short that no device is slower than the host
-    "256+12x64": rollouts(prompt=256, completions=12, length=64),
 }
 FOLD_SHAPES: dict[str, Nodes] = {
     "caterpillar-400": caterpillar(turns=400, prompt=1113, context=84, reasoning=30, answer=30),

@@ -24,7 +24,7 @@ nothing is recorded.
 `--methods folded` measures trees only, without ratios to branches. `--profile` profiles another step of each row of
 trees and writes where its time goes to `..._profile.csv`: profiles.py explains the categories. `host_forward_ms` is
 the time in which the host launches a forward of a micro-batch, `host_backward_ms` its backward; if the device is
-slower, they include waiting for it (not with `--only 256+12x64`). In eager layers, several `--backends` take turns.
+slower, they include waiting for it. In eager layers, several `--backends` take turns; host.py times what differs.
 
 `--model` is Qwen3-0.6B, the shape of Qwen3-8B (which fits short steps only), or the hybrid Qwen3.5-0.8B: three of four
 layers are a gated delta rule. On a GPU both sides need the kernels of
@@ -70,7 +70,7 @@ from benchmarks.microbatches import BranchStep, FoldedStep, convolution_gap, sca
 from benchmarks.packed import IMPLEMENTATION, packed_attention
 from benchmarks.profiles import COLUMNS as PROFILE_COLUMNS
 from benchmarks.profiles import Events, host_functions, profiled, summary, write_profiles
-from benchmarks.shapes import HOST_SHAPES, QUICK, SHAPES, build, conversation_trees
+from benchmarks.shapes import QUICK, SHAPES, build, conversation_trees
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.modeling.attention import backend as backends
 from hf_prefix_tree.modeling.attention.backend import ATTN_BACKENDS
@@ -256,7 +256,7 @@ def add_ratios(rows: list[Row]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
-    parser = make_parser(__doc__, [*SHAPES, *HOST_SHAPES, FROM_FILE], DEFAULT_SHAPES)
+    parser = make_parser(__doc__, [*SHAPES, FROM_FILE], DEFAULT_SHAPES)
     parser.add_argument("--model", choices=MODELS, default=MODELS[0])
     parser.add_argument(
         "--modes",
@@ -303,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         if name == FROM_FILE:
             shapes[name] = conversation_trees(args.conversations, args.tokenizer, args.tools, args.trees)
         else:
-            nodes = (QUICK if args.quick else SHAPES | HOST_SHAPES)[name]
+            nodes = (QUICK if args.quick else SHAPES)[name]
             copies = max(1, args.micro_batch_tokens // sum(length for _, length, _ in nodes)) if args.fill else 1
             shapes[name] = [build(nodes, seed, config.vocab_size) for seed in range(copies)]
     roof = matmul_roof(device, dtype)
@@ -399,7 +399,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
                 for backend in args.backends if "folded" in args.methods else ():
                     measured = measure_all(mode, "folded", backend)
                     sides += [side for side in measured if takes_turns and "host_forward_ms" in side[0]]
-                for (row, _), times in zip(sides, host_times([x for _, x in sides], device, 40), strict=True):
+                for (row, _), times in zip(sides, host_times([x for _, x in sides], device, 20), strict=True):
                     row |= times
                 if "branches" in args.methods and mode != "graphs":
                     measure_all(mode, "branches", "auto")

@@ -12,7 +12,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from benchmarks import attention, call_overhead, common, fold, mask, packed, prepare, profiles, step, streaming
+from benchmarks import attention, call_overhead, common, fold, host, mask, packed, prepare, profiles, step, streaming
 from benchmarks.common import attempted, check_failures, write_csv
 from benchmarks.flops import MODELS, flop_counts, model_config
 from benchmarks.microbatches import BranchStep, pack, scan_starts_anew
@@ -400,6 +400,23 @@ def test_backends_take_turns_in_the_host_times(monkeypatch):
     options = "--quick --modes eager --methods folded --only search --seconds 0 --profile --backends auto sdpa"
     rows = step.main(options.split())
     assert asked == [1, 1, 2] and [row["host_forward_ms"] for row in rows] == [103.0, 103.0]
+
+
+def test_host_times_of_backends(tmp_path, monkeypatch):
+    """Means of the calls of a round, medians of rounds, sums over a forward and a step."""
+    clock = iter(range(10**6))
+    monkeypatch.setattr(host, "time", SimpleNamespace(perf_counter=lambda: next(clock) ** 2 / 1e6))
+    rows = host.main(["--quick", "--rounds", "3", "--output", str(tmp_path / "h.csv")])
+    (row,) = read(tmp_path / "h.csv")
+    assert rows[0]["backend"] == "sdpa" and row.keys() >= ENVIRONMENT
+    # eight readings in a round: of the middle one of three, after the two to warm up, 24 to 31
+    mask_us, first_us, forward_us, backward_us = (
+        (2 * start + 1) / calls for start, calls in zip((24, 26, 28, 30), (20, 1, 20, 20), strict=True)
+    )
+    expected = [mask_us, first_us, forward_us, backward_us, (mask_us + first_us + 27 * forward_us) / 1e3]
+    assert [float(row[name]) for name in host.TIMES] == pytest.approx(
+        [*expected, expected[-1] + 28 * backward_us / 1e3]
+    )
 
 
 def test_a_profiled_step(tmp_path):

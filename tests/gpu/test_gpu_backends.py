@@ -10,6 +10,7 @@ import torch
 import hf_prefix_tree.modeling.attention.backend as backend
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.modeling.attention.backend import AttentionCall, choose_backend
+from hf_prefix_tree.modeling.attention.flash import attend_flash
 from hf_prefix_tree.modeling.attention.interface import prefix_tree_attention
 from hf_prefix_tree.modeling.attention.masks.causal import tree_block_mask
 from hf_prefix_tree.modeling.context import TreeContext
@@ -100,6 +101,29 @@ def test_flash_on_full_blocks_under_windows_and_chunks_and_of_several_rows(limit
     assert error(run("flash", dtype), exact) < max(2 * dense, 1e-2)
     if limits:  # a limit that is lost would be seen
         assert error(run("flash", dtype, {}), exact) > 0.05
+
+
+@pytest.mark.parametrize("limits", [{}, {"window": 2000}])
+@pytest.mark.parametrize(("heads", "rows"), [((8, 1), 1), ((4, 4), 2), ((6, 2), 2)])
+def test_later_layers_of_flash_equal_a_first_one(limits, heads, rows, monkeypatch):
+    """Under a mask that a layer has used, another one launches the kernel without the function around it."""
+    needs_flash()
+    from flash_attn.cute import interface
+
+    tree = two_trees(rows)
+    generator = torch.Generator("cuda").manual_seed(0)
+    make = lambda n: torch.randn(rows, tree.shape[2], n, 128, device="cuda", generator=generator)  # noqa: E731
+    layers = [[make(n).bfloat16().transpose(1, 2) for n in (heads[0], heads[1], heads[1])] for _ in range(3)]
+    expected = [attend_flash(*layer, tree_block_mask(tree, **limits)) for layer in layers]
+    mask = tree_block_mask(tree, **limits)
+    found = [attend_flash(*layers[0], mask)]
+    monkeypatch.setattr(interface, "_flash_attn_fwd", None)
+    with torch.cuda.stream(stream := torch.cuda.Stream()):  # it is launched on the current stream
+        stream.wait_stream(torch.cuda.default_stream())
+        found += [attend_flash(*layer, mask) for layer in layers[1:]]
+    torch.cuda.default_stream().wait_stream(stream)
+    for got, wanted in zip(found, expected, strict=True):
+        assert torch.equal(got, wanted)
 
 
 def test_other_masks_of_flash_attn_4_are_left_alone():

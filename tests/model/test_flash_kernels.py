@@ -6,6 +6,7 @@ import sys
 import threading
 import types
 from itertools import product
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -70,12 +71,12 @@ def cute(monkeypatch):
     language, package = types.ModuleType("cutlass.cute"), types.ModuleType("cutlass")
     package.cute, package.Int32, package.Int64 = language, int, int
     language.jit = lambda function: function
-    language.AddressSpace = types.SimpleNamespace(gmem="gmem")
+    language.AddressSpace = SimpleNamespace(gmem="gmem")
     language.make_ptr = lambda kind, address, space, assumed_align: address
     language.make_layout = lambda size: size
     language.make_tensor = lambda address, layout: Memory(address)
     language.make_rmem_tensor = lambda size, kind: Register()
-    language.arch = types.SimpleNamespace()
+    language.arch = SimpleNamespace()
     for name, module in {"cutlass": package, "cutlass.cute": language}.items():
         monkeypatch.setitem(sys.modules, name, module)
     cached = flash._mask_mod, flash._scheduler, flash._whole_blocks
@@ -136,13 +137,19 @@ def plain_kernels(cute, monkeypatch):
     sparsity.BlockSparseTensorsTorch = Blocks
     scheduler.SingleTileScheduler = STOCK
 
-    def run_forward(q, k, v, *, softmax_scale, return_lse, out, lse, mask_mod, aux_scalars, block_sparse_tensors):
-        assert forward.SingleTileScheduler is LAST and type(forward.AttentionMask()) is flash._whole_blocks()
-        assert return_lse
+    def kernel(q, k, v, out, lse, softmax_scale, mask_mod, aux_scalars, block_sparse_tensors):
         lengths = q.shape[1], k.shape[1]
         mask = visible_pairs(block_sparse_tensors, len(q), lengths, mask_mod, aux_scalars, transposed=False)
         for made, wanted in zip((out, lse), attend(q, k, v, mask, softmax_scale), strict=True):
             made.copy_(wanted)
+
+    def run_forward(q, k, v, *, softmax_scale, return_lse, out, lse, mask_mod, aux_scalars, block_sparse_tensors):
+        assert forward.SingleTileScheduler is LAST and type(forward.AttentionMask()) is flash._whole_blocks()
+        assert return_lse
+        cache, key = interface._flash_attn_fwd.compile_cache, (q.dtype, q.shape, k.shape)
+        if key not in cache:
+            cache[key] = kernel
+        cache[key](q, k, v, out, lse, softmax_scale, mask_mod, aux_scalars, block_sparse_tensors)
 
     def run_backward(
         q, k, v, out, dout, lse, *, softmax_scale, dq, dk, dv, mask_mod, aux_scalars, block_sparse_tensors
@@ -165,6 +172,7 @@ def plain_kernels(cute, monkeypatch):
         for made, wanted in zip((dq, dk, dv), grads, strict=True):
             made.copy_(wanted)
 
+    run_forward.compile_cache, run_backward.compile_cache = caches = {}, {}
     interface._flash_attn_fwd, interface._flash_attn_bwd = run_forward, run_backward
     package = types.ModuleType("flash_attn.cute")
     for name, module in zip(names, modules.values(), strict=True):
@@ -176,6 +184,21 @@ def plain_kernels(cute, monkeypatch):
     yield
     assert forward.SingleTileScheduler is backward.SingleTileScheduler is STOCK
     assert forward.AttentionMask is backward.AttentionMask is StockMask
+    assert run_forward.compile_cache is caches[0] and run_backward.compile_cache is caches[1]
+
+
+def watched(monkeypatch, change=lambda *tensors: tensors):
+    """The calls of the function around the forward kernel, which gets its tensors changed."""
+    interface, seen = sys.modules["flash_attn.cute.interface"], []
+    run = interface._flash_attn_fwd
+
+    def watch(*args, **kwargs):
+        seen.append(args)
+        return run(*change(*args), **kwargs)
+
+    watch.compile_cache = run.compile_cache
+    monkeypatch.setattr(interface, "_flash_attn_fwd", watch)
+    return seen
 
 
 def caterpillars(seed):
@@ -220,12 +243,7 @@ def test_output_and_gradients(rows, heads, limits):
 @pytest.mark.usefixtures("plain_kernels")
 def test_nothing_of_a_single_row_is_copied(monkeypatch):
     tree, leaves = inputs(1, (6, 3))
-    interface = sys.modules["flash_attn.cute.interface"]
-    seen = []
-    run = interface._flash_attn_fwd
-    monkeypatch.setattr(
-        interface, "_flash_attn_fwd", lambda *args, **kwargs: seen.append(args) or run(*args, **kwargs)
-    )
+    seen = watched(monkeypatch)
     found = flash.attend_flash(*leaves, TreeContext(tree).mask(flex=True))
     assert [x.data_ptr() for x in seen[0]] == [x.data_ptr() for x in leaves]
     assert seen[0][0].shape == (2, tree.shape[2], 3, 8) and seen[0][1].stride(0) == 0
@@ -249,6 +267,56 @@ def test_a_mask_is_prepared_once_for_all_layers(monkeypatch):
     for got, wanted in zip(torch.autograd.grad(total, layers), torch.autograd.grad(expected, layers), strict=True):
         torch.testing.assert_close(got, wanted)
     assert len(made) == 2 * 3  # forward and backward
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.parametrize("rows", [1, 2])
+def test_later_layers_launch_the_kernel_alone(monkeypatch, rows):
+    """Only where it would be the same kernel: others are chosen anew."""
+    tree, leaves = inputs(rows, (4, 2))
+    mask, seen = TreeContext(tree).mask(flex=True), watched(monkeypatch)
+    others = [
+        x.detach().transpose(1, 2).flip(2).transpose(1, 2).requires_grad_() for x in leaves
+    ]  # in the same layout
+    single = [x.detach().float().requires_grad_() for x in leaves]
+    calls = []
+    for own, scale in ((leaves, 0.3), (others, 0.3), (leaves, 0.3), (leaves, 0.5), (single, 0.5), (others, 0.5)):
+        found = flash.attend_flash(*own, mask, scale=scale)
+        expected = attend_dense(*own, dense_mask(tree), scale=scale)
+        torch.testing.assert_close(found, expected)
+        for got, wanted in zip(
+            torch.autograd.grad(found.square().sum(), own),
+            torch.autograd.grad(expected.square().sum(), own),
+            strict=True,
+        ):
+            torch.testing.assert_close(got, wanted)
+        calls.append(len(seen) // rows)
+    assert calls == [1, 1, 1, 2, 3, 3]
+    heads_first = [x.detach().contiguous() for x in leaves]  # in memory
+    found = flash.attend_flash(*heads_first, mask, scale=0.5)
+    torch.testing.assert_close(found, attend_dense(*heads_first, dense_mask(tree), scale=0.5))
+    assert len(seen) == 4 * rows
+
+
+@pytest.mark.usefixtures("plain_kernels")
+def test_a_kernel_that_read_a_copy_is_not_launched_on_what_was_copied(monkeypatch):
+    tree, leaves = inputs(1, (4, 2))
+    mask, seen = TreeContext(tree).mask(flex=True), watched(monkeypatch, lambda q, k, v: (q.clone(), k, v))
+    for _ in range(2):
+        torch.testing.assert_close(flash.attend_flash(*leaves, mask), attend_dense(*leaves, dense_mask(tree)))
+    assert len(seen) == 2
+
+
+@pytest.mark.usefixtures("plain_kernels")
+def test_what_other_threads_launch_meanwhile_is_not_taken_for_ours():
+    function = SimpleNamespace(compile_cache={"kernel": lambda *args: made.append(args)})
+    made = []
+    with flash._kernels_of(torch.device("cpu"), function) as recorded:
+        other = threading.Thread(target=lambda: function.compile_cache["kernel"]("theirs"))
+        other.start()
+        other.join(10)
+        function.compile_cache["kernel"]("ours")
+    assert made == [("theirs",), ("ours",)] and [args for _, args in recorded.launches] == [("ours",)]
 
 
 @pytest.mark.usefixtures("plain_kernels")
@@ -318,7 +386,7 @@ def test_only_partial_blocks_are_masked_and_never_by_the_ends_of_sequences(monke
 @pytest.mark.usefixtures("plain_kernels")
 def test_kernels_that_other_threads_compile_meanwhile_have_all_their_masks():
     forward, made = sys.modules["flash_attn.cute.flash_fwd_sm90"], []
-    with flash._kernels_of(torch.device("cpu")):
+    with flash._kernels_of(torch.device("cpu"), SimpleNamespace(compile_cache={})):
         other = threading.Thread(target=lambda: made.append(forward.AttentionMask()))
         other.start()
         other.join(10)
@@ -333,12 +401,12 @@ def test_threads_take_turns():
     inside, leave, seen = threading.Event(), threading.Event(), []
 
     def first():
-        with flash._kernels_of(torch.device("cpu")):
+        with flash._kernels_of(torch.device("cpu"), SimpleNamespace(compile_cache={})):
             inside.set()
             leave.wait(10)
 
     def second():
-        with flash._kernels_of(torch.device("cpu")):
+        with flash._kernels_of(torch.device("cpu"), SimpleNamespace(compile_cache={})):
             seen.append(forward.SingleTileScheduler)
 
     threads = [threading.Thread(target=first), threading.Thread(target=second)]
@@ -358,10 +426,13 @@ def test_the_order_of_blocks_is_given_back_after_an_error(monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("no kernel")
 
+    fail.compile_cache = cache = {}
+
     monkeypatch.setattr(sys.modules["flash_attn.cute.interface"], "_flash_attn_fwd", fail)
     tree, leaves = inputs(1, (2, 2))
     with pytest.raises(RuntimeError, match="no kernel"):
         flash.attend_flash(*leaves, TreeContext(tree).mask(flex=True))
+    assert fail.compile_cache is cache
 
 
 @pytest.mark.usefixtures("plain_kernels")
@@ -428,7 +499,7 @@ def test_every_block_is_run_once(cute, monkeypatch, last_first):
 
     stock.SingleTileScheduler = SingleTileScheduler
     monkeypatch.setitem(sys.modules, "flash_attn.cute.tile_scheduler", stock)
-    params = types.SimpleNamespace(num_head=3, num_splits=1, num_batch=2, num_block=5)
+    params = SimpleNamespace(num_head=3, num_splits=1, num_batch=2, num_block=5)
     order = flash._scheduler(last_first)
     across, down, deep = order.get_grid_shape(params)
     found = []

@@ -13,7 +13,9 @@ FlexAttention's FLASH backend runs the same kernels. Called directly they expose
   the first blocks of every block of queries, and in the backward in all blocks.
 
 Custom operators keep compiled layers one graph. Eager layers call what is in them: the dispatch of operators that take
-lists takes the host longer than the launch of the kernels. Everything private of `flash-attn-4` is touched here.
+lists takes the host longer than the launch of the kernels. So do the checks and the search for the compiled kernel in
+the functions of `flash-attn-4`: only the first eager layer under a mask, or of another shape or layout, calls that of
+the forward. Everything private of `flash-attn-4` is touched here.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
+from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +35,8 @@ from torch import Tensor
 from hf_prefix_tree.modeling.attention.masks.causal import TreeBlockMask
 
 FLASH_KINDS = ("causal", "window", "chunk", "path")  # of masks that are written in the language of the kernels
-_Masks = list[dict[str, Any]]  # keyword arguments of the kernels, for each packed sequence
+# For each packed sequence the keyword arguments of the kernels, and what `_forward` launched for them.
+_Masks = list[tuple[dict[str, Any], dict[Any, Any]]]
 
 
 def attend_flash(
@@ -66,18 +70,20 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, masks: _Masks, scale: fl
     from flash_attn.cute.interface import _flash_attn_fwd
 
     output, lse = _empty_results(query, key, value)
-    groups = lse.shape[1]
-    query, key, value = map(_dense, (query, key, value))
-    with _kernels_of(query.device):
-        for index, mask in enumerate(masks):
-            _flash_attn_fwd(
-                *_views(index, groups, query, key, value),
-                softmax_scale=scale,
-                return_lse=True,
-                out=_by_group(index, groups, output),
-                lse=lse[index],
-                **mask,
-            )
+    inputs = list(map(_dense, (query, key, value)))
+    like = scale, *((x.dtype, x.shape, x.stride(), x.data_ptr() % 16, x.device) for x in inputs)
+    for index, (arguments, launched) in enumerate(masks):
+        views = [*(_by_group(index, lse, x) for x in (*inputs, output)), lse[index]]
+        if like in launched:
+            kernel, rest = launched[like]
+            with torch.accelerator.device_index(query.device.index):
+                kernel(*views, *rest)
+            continue
+        with _kernels_of(query.device, _flash_attn_fwd) as recorded:
+            _flash_attn_fwd(*views[:3], softmax_scale=scale, return_lse=True, out=views[3], lse=views[4], **arguments)
+        for kernel, own in recorded.launches:
+            if all(x.data_ptr() == view.data_ptr() for x, view in zip(own, views, strict=False)):  # no copy
+                launched[like] = kernel, own[len(views) :]
     return output, lse
 
 
@@ -86,19 +92,16 @@ def _backward(*tensors: Tensor, masks: _Masks, scale: float) -> tuple[Tensor, Te
 
     grad, query, key, value, output, lse = map(_dense, tensors)
     query_grad, key_grad, value_grad = _empty_gradients(grad, query, key, value)
-    groups = lse.shape[1]
-    with _kernels_of(query.device):
-        for index, mask in enumerate(masks):
+    with _kernels_of(query.device, _flash_attn_bwd):
+        for index, (arguments, _) in enumerate(masks):
             _flash_attn_bwd(
-                *_views(index, groups, query, key, value),
-                _by_group(index, groups, output),
-                _by_group(index, groups, grad),
+                *(_by_group(index, lse, x) for x in (query, key, value, output, grad)),
                 lse[index],
                 softmax_scale=scale,
-                dq=_by_group(index, groups, query_grad),
+                dq=_by_group(index, lse, query_grad),
                 dk=key_grad[index].transpose(1, 2),
                 dv=value_grad[index].transpose(1, 2),
-                **mask,
+                **arguments,
             )
     return query_grad, key_grad, value_grad
 
@@ -184,17 +187,13 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _views(index: int, groups: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """Of a packed sequence each group of queries, and for each the same keys and values: `(groups, N, ...)`."""
-    shared = (x[index].transpose(0, 1).expand(groups, -1, -1, -1) for x in (key, value))
-    return _by_group(index, groups, query), *shared
-
-
-def _by_group(index: int, groups: int, x: Tensor) -> Tensor:
-    """A view of the heads of `x[index]`, `(heads, N, size)`, as `(groups, N, heads / groups, size)`."""
+def _by_group(index: int, lse: Tensor, x: Tensor) -> Tensor:
+    """A view of `x[index]`, `(heads, N, size)`, as `(groups, N, kv_heads, size)`; groups have the same keys."""
+    _, groups, kv_heads, _ = lse.shape
     _, heads, length, size = x.shape
     of_sequence, of_head, of_token, _ = x.stride()
-    shape, strides = (groups, length, heads // groups, size), (of_head, of_token, groups * of_head, 1)
+    of_group, of_next = (of_head, groups * of_head) if heads == groups * kv_heads else (0, of_head)
+    shape, strides = (groups, length, kv_heads, size), (of_group, of_token, of_next, 1)
     return x.as_strided(shape, strides, x.storage_offset() + index * of_sequence)
 
 
@@ -214,13 +213,12 @@ def _masks(query: Tensor, key: Tensor, reads: Sequence[Tensor], lists: Sequence[
 
     assert all(x.is_contiguous() and x.dtype == torch.int32 for x in reads)  # they are read by address
     size = reads[0].shape[1] // max(x.shape[-1] for x in lists[:2])  # the blocks of keys, no fewer than of queries
-    heads = query.shape[1] // key.shape[1], key.shape[1]
-    masks = []
+    masks: _Masks = []
     for index in range(len(query)):
-        own = [x[index, None].expand(*heads, *x.shape[2:]) for x in lists]
+        own = [x[index, None].expand(query.shape[1] // key.shape[1], key.shape[1], *x.shape[2:]) for x in lists]
         blocks = BlockSparseTensorsTorch(*own, block_size=(size, size))
         scalars = tuple(Int64((x[index] if x.dim() == 2 else x).data_ptr()) for x in reads)  # one limit for all
-        masks.append({"mask_mod": _mask_mod(kind), "aux_scalars": scalars, "block_sparse_tensors": blocks})
+        masks.append(({"mask_mod": _mask_mod(kind), "aux_scalars": scalars, "block_sparse_tensors": blocks}, {}))
     return masks
 
 
@@ -273,8 +271,11 @@ _compiling = threading.RLock()  # the backward runs in other threads
 
 
 @contextmanager
-def _kernels_of(device: torch.device) -> Iterator[None]:
-    """What this thread compiles now is for this GPU, in our order of blocks, and compares no pair with an end."""
+def _kernels_of(device: torch.device, function: Any) -> Iterator[_Recorded]:
+    """
+    What this thread compiles now is for this GPU, in our order of blocks, and compares no pair with an end. Gives what
+    it launches by a function of `flash-attn-4`.
+    """
     from flash_attn.cute import flash_bwd_sm90, flash_fwd_sm90, mask, tile_scheduler
 
     modules, thread = (flash_fwd_sm90, flash_bwd_sm90), threading.get_ident()
@@ -283,15 +284,32 @@ def _kernels_of(device: torch.device) -> Iterator[None]:
         return (_whole_blocks() if threading.get_ident() == thread else mask.AttentionMask)(*args, **kwargs)
 
     with torch.accelerator.device_index(device.index), _compiling:
+        function.compile_cache = recorded = _Recorded(function.compile_cache)
         for module in modules:
             module.AttentionMask = mask_of
             module.SingleTileScheduler = _scheduler(last_first=module is flash_fwd_sm90)
         try:
-            yield
+            yield recorded
         finally:
+            function.compile_cache = recorded.data
             for module in modules:
                 module.AttentionMask = mask.AttentionMask
                 module.SingleTileScheduler = tile_scheduler.SingleTileScheduler
+
+
+class _Recorded(UserDict):
+    """Compiled kernels by their keys, and those that this thread launches, with their arguments."""
+
+    def __init__(self, compiled: Any) -> None:
+        self.data, self.thread = compiled, threading.get_ident()
+        self.launches: list[tuple[Callable, tuple]] = []
+
+    def __getitem__(self, key: Any) -> Callable:
+        def launch(*arguments: Any) -> None:
+            self.launches.append((self.data[key], arguments))
+            self.data[key](*arguments)
+
+        return launch if threading.get_ident() == self.thread else self.data[key]
 
 
 @functools.cache
