@@ -159,8 +159,8 @@ class AllLayers(torch.nn.Module):
 
 def host_times(sides: Sequence[Side], device: torch.device, repeats: int) -> list[Row]:
     """
-    Milliseconds in which the host launches a forward, and a backward, of a micro-batch on an idle device; right after
-    another one of the same model, since caches hold none of its code after a collection or another model.
+    Milliseconds in which the host launches a forward, and a backward, of a micro-batch on an idle device. An untimed
+    one of the same model precedes it, so that the caches of the processor are warm.
     """
     times: list[list[tuple[float, float]]] = [[] for _ in sides]
     gc.disable()  # a collection takes tens of milliseconds, and would fall into some of the forwards

@@ -258,9 +258,9 @@ def _problems_of(folder: Path, config: dict[str, Any]) -> Iterator[str]:
             value = _value_at(part, place)
             if value not in allowed if allowed else not value:
                 yield f"`{place}` is {'missing' if value is None else repr(value)}: {consequence}."
-    numbers = {name: layer.get(name) for name in (*_NUMBERS, "rope_theta")}
+    numbers: dict[str, Any] = {name: layer.get(name) for name in (*_NUMBERS, "rope_theta")}
     numbers["draft_vocab_size"] = config.get("draft_vocab_size")
-    wrong = [name for name, value in numbers.items() if not _is_number(value)]
+    wrong = [name for name, x in numbers.items() if type(x) not in (int, float) or not math.isfinite(x)]  # nor bools
     yield from (f"`{name}` is missing or no number: engines would take another." for name in wrong)
     if wrong:
         return
@@ -325,7 +325,3 @@ def _checksum_problems(folder: Path) -> Iterator[str]:
         yield f"`{WEIGHTS}` is damaged: its content doesn't match its checksum."
     elif metadata["config"] != Hasher.hash_bytes((folder / CONFIG).read_bytes()):
         yield f"`{CONFIG}` is not the one that was written with `{WEIGHTS}`: export again instead of editing it."
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

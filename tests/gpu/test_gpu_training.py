@@ -53,7 +53,10 @@ def waits(folder, trees):
 
 
 def test_the_host_rarely_waits_for_the_device(tmp_path):
-    """After each wait the device is idle until the host has launched the next kernel."""
+    """
+    After each wait the device is idle until the host has launched the next kernel. These trees are short, and their
+    mask is dense; block masks wait for nothing (test_gpu_backends.py).
+    """
     trees = forest(4, 24)
     waits(tmp_path, trees)  # choices that are made once
     of_few, of_many = waits(tmp_path, trees[:8]), waits(tmp_path, trees)

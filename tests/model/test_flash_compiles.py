@@ -46,7 +46,7 @@ with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
 for own, like in zip((output, grads[0]), (query, query), strict=True):
     assert own.shape == like.shape and own.stride() == like.stride()
 for own, like in zip(grads[1:], (key, value), strict=True):
-    assert own.shape == (rows, heads // kv_heads, *like.shape[1:]) and own.transpose(2, 3).is_contiguous()
+    assert own.shape == (rows, heads // kv_heads, *like.transpose(1, 2).shape[1:]) and own.is_contiguous()
 print("compiled")
 """
 

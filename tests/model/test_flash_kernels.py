@@ -5,6 +5,7 @@ import operator
 import sys
 import threading
 import types
+from contextlib import nullcontext
 from itertools import product
 from types import SimpleNamespace
 from typing import ClassVar
@@ -138,6 +139,7 @@ def plain_kernels(cute, monkeypatch):
     scheduler.SingleTileScheduler = STOCK
 
     def kernel(q, k, v, out, lse, softmax_scale, mask_mod, aux_scalars, block_sparse_tensors):
+        assert all(x.stride(-1) == 1 for x in (q, k, v, out, lse))
         lengths = q.shape[1], k.shape[1]
         mask = visible_pairs(block_sparse_tensors, len(q), lengths, mask_mod, aux_scalars, transposed=False)
         for made, wanted in zip((out, lse), attend(q, k, v, mask, softmax_scale), strict=True):
@@ -150,6 +152,7 @@ def plain_kernels(cute, monkeypatch):
         if key not in cache:
             cache[key] = kernel
         cache[key](q, k, v, out, lse, softmax_scale, mask_mod, aux_scalars, block_sparse_tensors)
+        return {"out": out, "lse": lse}
 
     def run_backward(
         q, k, v, out, dout, lse, *, softmax_scale, dq, dk, dv, mask_mod, aux_scalars, block_sparse_tensors
@@ -187,14 +190,17 @@ def plain_kernels(cute, monkeypatch):
     assert run_forward.compile_cache is caches[0] and run_backward.compile_cache is caches[1]
 
 
-def watched(monkeypatch, change=lambda *tensors: tensors):
-    """The calls of the function around the forward kernel, which gets its tensors changed."""
+def watched(monkeypatch, copied=None):
+    """The calls of the function around the forward kernel, which gives it a copy of one of its tensors."""
     interface, seen = sys.modules["flash_attn.cute.interface"], []
     run = interface._flash_attn_fwd
 
-    def watch(*args, **kwargs):
-        seen.append(args)
-        return run(*change(*args), **kwargs)
+    def watch(q, k, v, **kwargs):
+        seen.append((q, k, v))
+        tensors = {"q": q, "k": k, "v": v, **kwargs}
+        results = run(**tensors | {name: tensors[name].clone() for name in [copied] if name})
+        if copied in ("out", "lse"):
+            tensors[copied].copy_(results[copied])
 
     watch.compile_cache = run.compile_cache
     monkeypatch.setattr(interface, "_flash_attn_fwd", watch)
@@ -237,7 +243,8 @@ def test_output_and_gradients(rows, heads, limits):
         torch.autograd.grad(found, leaves, grad), torch.autograd.grad(expected, leaves, grad), strict=True
     ):
         torch.testing.assert_close(got, wanted)
-    assert found.transpose(1, 2).is_contiguous()  # the output projection reads it without a copy
+        assert got.transpose(1, 2).is_contiguous()  # the projections read them without a copy
+    assert found.transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.usefixtures("plain_kernels")
@@ -272,36 +279,62 @@ def test_a_mask_is_prepared_once_for_all_layers(monkeypatch):
 @pytest.mark.usefixtures("plain_kernels")
 @pytest.mark.parametrize("rows", [1, 2])
 def test_later_layers_launch_the_kernel_alone(monkeypatch, rows):
-    """Only where it would be the same kernel: others are chosen anew."""
     tree, leaves = inputs(rows, (4, 2))
-    mask, seen = TreeContext(tree).mask(flex=True), watched(monkeypatch)
-    others = [
-        x.detach().transpose(1, 2).flip(2).transpose(1, 2).requires_grad_() for x in leaves
-    ]  # in the same layout
-    single = [x.detach().float().requires_grad_() for x in leaves]
-    calls = []
-    for own, scale in ((leaves, 0.3), (others, 0.3), (leaves, 0.3), (leaves, 0.5), (single, 0.5), (others, 0.5)):
-        found = flash.attend_flash(*own, mask, scale=scale)
-        expected = attend_dense(*own, dense_mask(tree), scale=scale)
+    mask, seen, devices = TreeContext(tree).mask(flex=True), watched(monkeypatch), []
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext(devices.append(index)))
+    for number in range(3):
+        layer = [(x.detach() + number).requires_grad_() for x in leaves]
+        del devices[:]
+        found = flash.attend_flash(*layer, mask, scale=0.3)
+        assert len(seen) == len(devices) == rows  # on the device of the tensors
+        expected = attend_dense(*layer, dense_mask(tree), scale=0.3)
         torch.testing.assert_close(found, expected)
         for got, wanted in zip(
-            torch.autograd.grad(found.square().sum(), own),
-            torch.autograd.grad(expected.square().sum(), own),
+            torch.autograd.grad(found.square().sum(), layer),
+            torch.autograd.grad(expected.square().sum(), layer),
             strict=True,
         ):
             torch.testing.assert_close(got, wanted)
-        calls.append(len(seen) // rows)
-    assert calls == [1, 1, 1, 2, 3, 3]
-    heads_first = [x.detach().contiguous() for x in leaves]  # in memory
-    found = flash.attend_flash(*heads_first, mask, scale=0.5)
-    torch.testing.assert_close(found, attend_dense(*heads_first, dense_mask(tree), scale=0.5))
-    assert len(seen) == 4 * rows
+
+
+def offset(x):
+    """The same numbers in the same layout, one element further in memory."""
+    moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].as_strided(x.shape, x.stride(), 1)
+    return moved.copy_(x)
+
+
+def changed(position, function):
+    return lambda tensors: [function(x) if position in (None, i) else x for i, x in enumerate(tensors)]
+
+
+OTHER_KINDS = {
+    **{f"layout of {i}": changed(i, lambda x: x.contiguous()) for i in range(3)},
+    **{f"alignment of {i}": changed(i, offset) for i in range(3)},
+    "head size": changed(None, lambda x: x[..., :4]),  # in the same layout
+    "dtype": changed(None, lambda x: x.float()),
+    "elements apart": changed(None, lambda x: x.repeat_interleave(2, dim=3)[..., ::2]),  # copied: heads first
+}
 
 
 @pytest.mark.usefixtures("plain_kernels")
-def test_a_kernel_that_read_a_copy_is_not_launched_on_what_was_copied(monkeypatch):
+@pytest.mark.parametrize("name", OTHER_KINDS)
+def test_a_kernel_is_launched_again_on_the_same_kind_of_tensors_only(name, monkeypatch):
     tree, leaves = inputs(1, (4, 2))
-    mask, seen = TreeContext(tree).mask(flex=True), watched(monkeypatch, lambda q, k, v: (q.clone(), k, v))
+    mask, seen = TreeContext(tree).mask(flex=True), watched(monkeypatch)
+    base = [x.detach() for x in leaves]
+    for tensors, calls in ((base, 1), (OTHER_KINDS[name](base), 2), (base, 2), (OTHER_KINDS[name](base), 2)):
+        found = flash.attend_flash(*tensors, mask, scale=0.3)
+        torch.testing.assert_close(found, attend_dense(*tensors, dense_mask(tree), scale=0.3))
+        assert len(seen) == calls
+    flash.attend_flash(*base, mask, scale=0.5)
+    assert len(seen) == 3  # for another scale
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.parametrize("copied", ["q", "k", "v", "out", "lse"])
+def test_a_kernel_that_got_a_copy_is_not_launched_on_what_was_copied(copied, monkeypatch):
+    tree, leaves = inputs(1, (4, 2))
+    mask, seen = TreeContext(tree).mask(flex=True), watched(monkeypatch, copied)
     for _ in range(2):
         torch.testing.assert_close(flash.attend_flash(*leaves, mask), attend_dense(*leaves, dense_mask(tree)))
     assert len(seen) == 2
@@ -311,12 +344,12 @@ def test_a_kernel_that_read_a_copy_is_not_launched_on_what_was_copied(monkeypatc
 def test_what_other_threads_launch_meanwhile_is_not_taken_for_ours():
     function = SimpleNamespace(compile_cache={"kernel": lambda *args: made.append(args)})
     made = []
-    with flash._kernels_of(torch.device("cpu"), function) as recorded:
+    with flash._Recorder(function) as launches:
         other = threading.Thread(target=lambda: function.compile_cache["kernel"]("theirs"))
         other.start()
         other.join(10)
         function.compile_cache["kernel"]("ours")
-    assert made == [("theirs",), ("ours",)] and [args for _, args in recorded.launches] == [("ours",)]
+    assert made == [("theirs",), ("ours",)] and [args for _, args in launches] == [("ours",)]
 
 
 @pytest.mark.usefixtures("plain_kernels")
@@ -386,7 +419,7 @@ def test_only_partial_blocks_are_masked_and_never_by_the_ends_of_sequences(monke
 @pytest.mark.usefixtures("plain_kernels")
 def test_kernels_that_other_threads_compile_meanwhile_have_all_their_masks():
     forward, made = sys.modules["flash_attn.cute.flash_fwd_sm90"], []
-    with flash._kernels_of(torch.device("cpu"), SimpleNamespace(compile_cache={})):
+    with flash._kernels_of(torch.device("cpu")):
         other = threading.Thread(target=lambda: made.append(forward.AttentionMask()))
         other.start()
         other.join(10)
@@ -401,12 +434,12 @@ def test_threads_take_turns():
     inside, leave, seen = threading.Event(), threading.Event(), []
 
     def first():
-        with flash._kernels_of(torch.device("cpu"), SimpleNamespace(compile_cache={})):
+        with flash._kernels_of(torch.device("cpu")):
             inside.set()
             leave.wait(10)
 
     def second():
-        with flash._kernels_of(torch.device("cpu"), SimpleNamespace(compile_cache={})):
+        with flash._kernels_of(torch.device("cpu")):
             seen.append(forward.SingleTileScheduler)
 
     threads = [threading.Thread(target=first), threading.Thread(target=second)]

@@ -13,9 +13,9 @@ FlexAttention's FLASH backend runs the same kernels. Called directly they expose
   the first blocks of every block of queries, and in the backward in all blocks.
 
 Custom operators keep compiled layers one graph. Eager layers call what is in them: the dispatch of operators that take
-lists takes the host longer than the launch of the kernels. So do the checks and the search for the compiled kernel in
-the functions of `flash-attn-4`: only the first eager layer under a mask, or of another shape or layout, calls that of
-the forward. Everything private of `flash-attn-4` is touched here.
+lists takes the host longer than the launch of the kernels. So do the functions of `flash-attn-4`, which check their
+arguments and look up the compiled kernel: in a forward, the first eager layer under a mask calls them, and later ones
+with tensors of the same kind launch the kernel that was found. Everything private of `flash-attn-4` is touched here.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from torch import Tensor
 from hf_prefix_tree.modeling.attention.masks.causal import TreeBlockMask
 
 FLASH_KINDS = ("causal", "window", "chunk", "path")  # of masks that are written in the language of the kernels
-# For each packed sequence the keyword arguments of the kernels, and what `_forward` launched for them.
-_Masks = list[tuple[dict[str, Any], dict[Any, Any]]]
+# For each packed sequence the keyword arguments of the kernels, and the launches that `_forward` may repeat.
+_KernelMasks = list[tuple[dict[str, Any], dict[Any, Any]]]
 
 
 def attend_flash(
@@ -53,54 +53,53 @@ def attend_flash(
 
 
 def _operands(mask: TreeBlockMask) -> tuple[list[Tensor], list[Tensor], str]:
-    """What a mask reads, its lists of blocks (four for the forward, four for the backward) and its kind."""
-    limit = [] if mask.limit is None else [mask.depth, mask.limit]
-    kind, reads = mask.kind, [mask.subtree_end, *limit]
+    """The tensors that a mask reads, its lists of blocks (four for the forward, four for the backward), its kind."""
+    kind, tensors = mask.kind, [mask.subtree_end, *([] if mask.limit is None else [mask.depth, mask.limit])]
     if mask.skipped is not None:
         assert kind == "causal"  # `choose_backend` takes no other
-        kind, reads = "path", [mask.subtree_end, mask.skipped]
+        kind, tensors = "path", [mask.subtree_end, mask.skipped]
     lists: list[Any] = [
         *(mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices),
         *(mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices),
     ]
-    return reads, lists, kind
+    return tensors, lists, kind
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, masks: _Masks, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(query: Tensor, key: Tensor, value: Tensor, masks: _KernelMasks, scale: float) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
     output, lse = _empty_results(query, key, value)
     inputs = list(map(_dense, (query, key, value)))
-    like = scale, *((x.dtype, x.shape, x.stride(), x.data_ptr() % 16, x.device) for x in inputs)
+    launch_key = scale, *((x.dtype, x.shape, x.stride(), x.data_ptr() % 16, x.device) for x in inputs)
     for index, (arguments, launched) in enumerate(masks):
         views = [*(_by_group(index, lse, x) for x in (*inputs, output)), lse[index]]
-        if like in launched:
-            kernel, rest = launched[like]
+        if launch_key in launched:
+            kernel, rest = launched[launch_key]
             with torch.accelerator.device_index(query.device.index):
                 kernel(*views, *rest)
             continue
-        with _kernels_of(query.device, _flash_attn_fwd) as recorded:
+        with _kernels_of(query.device), _Recorder(_flash_attn_fwd) as launches:
             _flash_attn_fwd(*views[:3], softmax_scale=scale, return_lse=True, out=views[3], lse=views[4], **arguments)
-        for kernel, own in recorded.launches:
-            if all(x.data_ptr() == view.data_ptr() for x, view in zip(own, views, strict=False)):  # no copy
-                launched[like] = kernel, own[len(views) :]
+        for kernel, passed in launches:
+            if all(x.data_ptr() == view.data_ptr() for x, view in zip(passed, views, strict=False)):  # no copies
+                launched[launch_key] = kernel, passed[len(views) :]
     return output, lse
 
 
-def _backward(*tensors: Tensor, masks: _Masks, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(*tensors: Tensor, masks: _KernelMasks, scale: float) -> tuple[Tensor, ...]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
     grad, query, key, value, output, lse = map(_dense, tensors)
     query_grad, key_grad, value_grad = _empty_gradients(grad, query, key, value)
-    with _kernels_of(query.device, _flash_attn_bwd):
+    with _kernels_of(query.device):
         for index, (arguments, _) in enumerate(masks):
             _flash_attn_bwd(
                 *(_by_group(index, lse, x) for x in (query, key, value, output, grad)),
                 lse[index],
                 softmax_scale=scale,
                 dq=_by_group(index, lse, query_grad),
-                dk=key_grad[index].transpose(1, 2),
-                dv=value_grad[index].transpose(1, 2),
+                dk=key_grad[index],
+                dv=value_grad[index],
                 **arguments,
             )
     return query_grad, key_grad, value_grad
@@ -108,17 +107,17 @@ def _backward(*tensors: Tensor, masks: _Masks, scale: float) -> tuple[Tensor, Te
 
 _flash = torch.library.custom_op(
     "hf_prefix_tree::flash",
-    lambda q, k, v, reads, lists, kind, scale: _forward(q, k, v, _masks(q, k, reads, lists[:4], kind), scale),
+    lambda q, k, v, tensors, lists, kind, scale: _forward(q, k, v, _masks(q, k, tensors, lists[:4], kind), scale),
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor[] reads, Tensor[] lists, str kind, float scale) -> (Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor[] lists, str kind, float scale) -> (Tensor, Tensor)",
 )
 _flash_backward = torch.library.custom_op(
     "hf_prefix_tree::flash_backward",
-    lambda grad, q, k, v, output, lse, reads, lists, kind, scale: _backward(
-        grad, q, k, v, output, lse, masks=_masks(q, k, reads, lists[4:], kind), scale=scale
+    lambda grad, q, k, v, output, lse, tensors, lists, kind, scale: _backward(
+        grad, q, k, v, output, lse, masks=_masks(q, k, tensors, lists[4:], kind), scale=scale
     ),
     mutates_args=(),
-    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor output, Tensor lse, Tensor[] reads, Tensor[] lists, "
+    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor output, Tensor lse, Tensor[] mask, Tensor[] lists, "
     "str kind, float scale) -> (Tensor, Tensor, Tensor)",
 )
 
@@ -136,40 +135,37 @@ def _empty_results(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tup
 
 @_flash_backward.register_fake
 def _empty_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """
-    The gradient of the queries, and for each group of heads those of keys and values, `(B, groups, kv_heads, N, ...)`;
-    in memory tokens lie before heads.
-    """
+    """The gradient of the queries, and for each group those of keys and values, `(B, groups, N, kv_heads, ...)`."""
     batch_size, heads, length, size = query.shape
     _, kv_heads, keys, _ = key.shape
     query_grad = query.new_empty(batch_size, length, heads, size).transpose(1, 2)
     shape = batch_size, heads // kv_heads, keys, kv_heads
-    return query_grad, *(x.new_empty(*shape, x.shape[3]).transpose(2, 3) for x in (key, value))
+    return query_grad, *(x.new_empty(*shape, x.shape[3]) for x in (key, value))
 
 
 def _keep(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, reads, lists, *ctx.rest = inputs
-    ctx.save_for_backward(query, key, value, *output, *reads, *lists)
+    query, key, value, tensors, lists, *ctx.rest = inputs
+    ctx.save_for_backward(query, key, value, *output, *tensors, *lists)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
     saved = ctx.saved_tensors  # once: checkpointing recomputes it, and then lets go
-    reads, lists = list(saved[5:-8]), list(saved[-8:])
-    query_grad, *grads = _flash_backward(grad, *saved[:5], reads, lists, *ctx.rest)
+    tensors, lists = list(saved[5:-8]), list(saved[-8:])
+    query_grad, *grads = _flash_backward(grad, *saved[:5], tensors, lists, *ctx.rest)
     # Not in the operator: compiled layers add the groups up where they read them.
-    return query_grad, *(x.sum(dim=1) for x in grads), [None] * len(reads), [None] * len(lists), None, None
+    return query_grad, *(x.sum(dim=1).transpose(1, 2) for x in grads), [None] * len(tensors), [None] * 8, None, None
 
 
 _flash.register_autograd(_differentiate, setup_context=_keep)
 
 
 class _Eager(torch.autograd.Function):
-    """Without a dispatch, and with a mask that is prepared once for all layers."""
+    """Skips the dispatch of the operators, and prepares a mask once for all layers."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:  # with a `setup_context` it takes the host longer
-        query, key, value, ctx.mask, ctx.scale = inputs
-        output, lse = _forward(query, key, value, _prepared(ctx.mask, query, key)[0], ctx.scale)
+        query, key, value, ctx.mask, ctx.scale = inputs  # the mask lives as long as the graph
+        output, lse = _forward(query, key, value, _masks_of(ctx.mask, query, key)[0], ctx.scale)
         ctx.save_for_backward(query, key, value, output, lse)
         return output
 
@@ -177,10 +173,10 @@ class _Eager(torch.autograd.Function):
     @torch.autograd.function.once_differentiable  # what the kernels write has no graph of its own
     def backward(ctx: Any, grad: Tensor) -> tuple:
         saved = ctx.saved_tensors
-        query_grad, *grads = _backward(grad, *saved, masks=_prepared(ctx.mask, *saved[:2])[1], scale=ctx.scale)
+        query_grad, *grads = _backward(grad, *saved, masks=_masks_of(ctx.mask, *saved[:2])[1], scale=ctx.scale)
         # two groups are added faster than reduced
         sums = (x.sum(dim=1) if x.shape[1] > 2 else functools.reduce(torch.add, x.unbind(1)) for x in grads)
-        return query_grad, *sums, None, None
+        return query_grad, *(x.transpose(1, 2) for x in sums), None, None
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -197,27 +193,27 @@ def _by_group(index: int, lse: Tensor, x: Tensor) -> Tensor:
     return x.as_strided(shape, strides, x.storage_offset() + index * of_sequence)
 
 
-def _prepared(mask: TreeBlockMask, query: Tensor, key: Tensor) -> tuple[_Masks, ...]:
+def _masks_of(mask: TreeBlockMask, query: Tensor, key: Tensor) -> tuple[_KernelMasks, ...]:
     """The masks of the forward and of the backward, for layers of these numbers of heads."""
     heads = query.shape[1], key.shape[1]
-    if heads not in mask.prepared:
-        reads, lists, kind = _operands(mask)
-        mask.prepared[heads] = tuple(_masks(query, key, reads, x, kind) for x in (lists[:4], lists[4:]))
-    return mask.prepared[heads]
+    if heads not in mask.kernel_masks:
+        tensors, lists, kind = _operands(mask)
+        mask.kernel_masks[heads] = tuple(_masks(query, key, tensors, x, kind) for x in (lists[:4], lists[4:]))
+    return mask.kernel_masks[heads]
 
 
-def _masks(query: Tensor, key: Tensor, reads: Sequence[Tensor], lists: Sequence[Tensor], kind: str) -> _Masks:
-    """The tensors must live until the kernel has run."""
+def _masks(query: Tensor, key: Tensor, tensors: Sequence[Tensor], lists: Sequence[Tensor], kind: str) -> _KernelMasks:
+    """Holds the addresses of the tensors that the mask reads: they must outlive the result."""
     from cutlass import Int64
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    assert all(x.is_contiguous() and x.dtype == torch.int32 for x in reads)  # they are read by address
-    size = reads[0].shape[1] // max(x.shape[-1] for x in lists[:2])  # the blocks of keys, no fewer than of queries
-    masks: _Masks = []
+    assert all(x.is_contiguous() and x.dtype == torch.int32 for x in tensors)  # they are read by address
+    size = tensors[0].shape[1] // max(x.shape[-1] for x in lists[:2])  # the blocks of keys, no fewer than of queries
+    masks: _KernelMasks = []
     for index in range(len(query)):
-        own = [x[index, None].expand(query.shape[1] // key.shape[1], key.shape[1], *x.shape[2:]) for x in lists]
-        blocks = BlockSparseTensorsTorch(*own, block_size=(size, size))
-        scalars = tuple(Int64((x[index] if x.dim() == 2 else x).data_ptr()) for x in reads)  # one limit for all
+        expanded = [x[index, None].expand(query.shape[1] // key.shape[1], key.shape[1], *x.shape[2:]) for x in lists]
+        blocks = BlockSparseTensorsTorch(*expanded, block_size=(size, size))
+        scalars = tuple(Int64((x[index] if x.dim() == 2 else x).data_ptr()) for x in tensors)  # one limit for all
         masks.append(({"mask_mod": _mask_mod(kind), "aux_scalars": scalars, "block_sparse_tensors": blocks}, {}))
     return masks
 
@@ -271,11 +267,8 @@ _compiling = threading.RLock()  # the backward runs in other threads
 
 
 @contextmanager
-def _kernels_of(device: torch.device, function: Any) -> Iterator[_Recorded]:
-    """
-    What this thread compiles now is for this GPU, in our order of blocks, and compares no pair with an end. Gives what
-    it launches by a function of `flash-attn-4`.
-    """
+def _kernels_of(device: torch.device) -> Iterator[None]:
+    """This thread compiles kernels for this GPU, in our order of blocks, which compare no pair with an end."""
     from flash_attn.cute import flash_bwd_sm90, flash_fwd_sm90, mask, tile_scheduler
 
     modules, thread = (flash_fwd_sm90, flash_bwd_sm90), threading.get_ident()
@@ -284,32 +277,38 @@ def _kernels_of(device: torch.device, function: Any) -> Iterator[_Recorded]:
         return (_whole_blocks() if threading.get_ident() == thread else mask.AttentionMask)(*args, **kwargs)
 
     with torch.accelerator.device_index(device.index), _compiling:
-        function.compile_cache = recorded = _Recorded(function.compile_cache)
-        for module in modules:
-            module.AttentionMask = mask_of
-            module.SingleTileScheduler = _scheduler(last_first=module is flash_fwd_sm90)
         try:
-            yield recorded
+            for module in modules:
+                module.AttentionMask = mask_of
+                module.SingleTileScheduler = _scheduler(last_first=module is flash_fwd_sm90)
+            yield
         finally:
-            function.compile_cache = recorded.data
             for module in modules:
                 module.AttentionMask = mask.AttentionMask
                 module.SingleTileScheduler = tile_scheduler.SingleTileScheduler
 
 
-class _Recorded(UserDict):
-    """Compiled kernels by their keys, and those that this thread launches, with their arguments."""
+class _Recorder(UserDict):
+    """Takes the place of the compiled kernels of a function of `flash-attn-4`; gives what this thread launches."""
 
-    def __init__(self, compiled: Any) -> None:
-        self.data, self.thread = compiled, threading.get_ident()
-        self.launches: list[tuple[Callable, tuple]] = []
+    def __init__(self, function: Any) -> None:
+        self.function, self.data, self.thread = function, function.compile_cache, threading.get_ident()
+
+    def __enter__(self) -> list[tuple[Callable, tuple]]:
+        self.function.compile_cache, self.launches = self, list[tuple[Callable, tuple]]()
+        return self.launches
+
+    def __exit__(self, *error: object) -> None:
+        self.function.compile_cache = self.data
 
     def __getitem__(self, key: Any) -> Callable:
-        def launch(*arguments: Any) -> None:
-            self.launches.append((self.data[key], arguments))
-            self.data[key](*arguments)
+        kernel = self.data[key]
 
-        return launch if threading.get_ident() == self.thread else self.data[key]
+        def launch(*arguments: Any) -> None:
+            self.launches.append((kernel, arguments))
+            kernel(*arguments)
+
+        return launch if threading.get_ident() == self.thread else kernel
 
 
 @functools.cache

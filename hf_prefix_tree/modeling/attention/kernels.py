@@ -23,9 +23,7 @@ def attention_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """The dtype that attention runs in: autocast's where it is on, otherwise that of the values."""
     # Norms and rotary embeddings leave query and key in float32 under autocast, and FlexAttention, unlike SDPA, is not
     # on autocast's list.
-    if torch.is_autocast_enabled(device.type):
-        return torch.get_autocast_dtype(device.type)
-    return dtype
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
 
 
 def attend_dense(

@@ -138,7 +138,7 @@ class TreeBlockMask(BlockMask):
     kind: str  # "causal" or one of `KINDS`
     limit: Tensor | None  # [1] int32: the window, or the size of chunks
     skipped: Tensor | None = None  # [1] int32: P, where it is above 0
-    prepared: dict[tuple[int, int], Any]  # what `"flash"` made of it, by the numbers of heads
+    kernel_masks: dict[tuple[int, int], Any]  # those of `flash.py`, by the numbers of heads
 
 
 def tree_block_mask(prefix_tree: Tensor, path: Tensor | None = None, **limit: int | None) -> TreeBlockMask:
@@ -187,7 +187,7 @@ def tree_block_mask(prefix_tree: Tensor, path: Tensor | None = None, **limit: in
         _mask_mod(subtree_end, depth, kind, number_on_device, skipped_on_device),
     )
     mask.subtree_end, mask.depth, mask.skipped = subtree_end, depth, skipped_on_device
-    mask.kind, mask.limit, mask.prepared = kind, number_on_device, {}
+    mask.kind, mask.limit, mask.kernel_masks = kind, number_on_device, {}
     return mask
 
 
@@ -281,11 +281,12 @@ def _block_bounds(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 def listed_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Per row of `[B, rows, nb]` blocks, how many are set, `[B, 1, rows]`, and which, those first; int32."""
-    batch_size, _, num_blocks = blocks.shape
-    blocks = blocks[:, None]
+    batch_size, rows, num_blocks = blocks.shape
+    listed = torch.empty((batch_size, 1, rows, num_blocks), dtype=torch.int32, device=blocks.device)
     at_once = max(1, _LISTED_AT_ONCE // (batch_size * num_blocks))
-    listed = [x.argsort(dim=-1, descending=True, stable=True).int() for x in blocks.split(at_once, dim=2)]
-    return blocks.sum(dim=-1, dtype=torch.int32), torch.cat(listed, dim=2)
+    for part, some in zip(listed[:, 0].split(at_once, dim=1), blocks.split(at_once, dim=1), strict=True):
+        part.copy_(some.argsort(dim=-1, descending=True, stable=True))
+    return blocks[:, None].sum(dim=-1, dtype=torch.int32), listed
 
 
 def _on_device(number: int | None, like: Tensor) -> Tensor | None:
