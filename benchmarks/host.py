@@ -6,17 +6,18 @@
 One tree of 1k + 64 completions of 64 tokens, the heads of Qwen3-0.6B, bf16. The rest of a forward is the same for all
 backends, and varies more than they differ. A round of a few calls starts on an idle device and ends before its queue
 is full, so that the host never waits; times are medians of rounds. `first_us` is the time of the first layer under a
-mask, where FLASH prepares launches that later layers repeat, `forward_us` that of any other layer. A forward includes
-the making of a module, and a backward a start of the autograd engine, for all backends alike. `forward_ms` is the time
-of mask and attention in a forward of all layers, `step_ms` includes the backward.
+mask, where FLASH prepares launches that later layers repeat, `forward_us` that of any other layer. `forward_ms` is the
+time of mask and attention in a forward of all layers, `step_ms` includes the backward.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -41,16 +42,16 @@ class Layer(torch.nn.Module):
     is_causal = True
 
 
-def host_us(run: Callable[[], Any], device: torch.device, calls: int = CALLS) -> tuple[float, list[Any]]:
-    """Microseconds of a call, and what the calls gave."""
+def host_us(run: Callable[[], Any], device: torch.device, calls: int = CALLS) -> tuple[float, Any]:
+    """Microseconds of each of the calls that `run` makes, and what it returns."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
-    results = [run() for _ in range(calls)]
-    return 1e6 * (time.perf_counter() - start) / calls, results
+    result = run()
+    return 1e6 * (time.perf_counter() - start) / calls, result
 
 
-def time_backend(backend: str, tree: Tensor, tensors: Sequence[Tensor], device: torch.device) -> Row:
+def time_backend(backend: str, tree: Tensor, layers: Sequence[Sequence[Tensor]], device: torch.device) -> Row:
     """The times of one round."""
 
     def make() -> TreeContext:
@@ -60,18 +61,17 @@ def time_backend(backend: str, tree: Tensor, tensors: Sequence[Tensor], device: 
             mask.backend = backend
         return context
 
-    mask_us, contexts = host_us(make, device)
+    mask_us, contexts = host_us(lambda: [make() for _ in range(CALLS)], device)
     (mask,) = contexts[0].masks.values()
-    query, key, value = tensors
-    options: Any = {"prefix_tree": contexts[0], "scaling": query.shape[-1] ** -0.5}
+    module, options = Layer(), {"prefix_tree": contexts[0], "scaling": layers[0][0].shape[-1] ** -0.5}
 
-    def attend() -> Tensor:
-        return prefix_tree_attention(Layer(), query, key, value, mask, **options)[0]
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return prefix_tree_attention(module, query, key, value, mask, **options)[0]
 
-    first_us, _ = host_us(attend, device, calls=1)
-    forward_us, outputs = host_us(attend, device)
-    grad = torch.ones_like(outputs[0])
-    backward_us, _ = host_us(lambda: torch.autograd.grad(outputs.pop(), tensors, grad), device)
+    first_us, _ = host_us(lambda: attend(*layers[0]), device, calls=1)
+    forward_us, outputs = host_us(lambda: [attend(*tensors) for tensors in layers], device)
+    leaves, grads = [x for tensors in layers for x in tensors], [torch.ones_like(x) for x in outputs]
+    backward_us, _ = host_us(lambda: torch.autograd.grad(outputs, leaves, grads), device)
     forward_ms = (mask_us + first_us + (LAYERS - 1) * forward_us) / 1e3
     step_ms = forward_ms + LAYERS * backward_us / 1e3
     return dict(zip(TIMES, (mask_us, first_us, forward_us, backward_us, forward_ms, step_ms), strict=True))
@@ -91,12 +91,17 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     dtype = torch.float32 if args.quick else torch.bfloat16
     # in memory tokens before heads, as in a model
     shapes = [(1, tokens, number, config.head_dim) for number in heads]
-    tensors = [torch.randn(x, dtype=dtype, device=device, requires_grad=True).transpose(1, 2) for x in shapes]
+    make: Any = partial(torch.randn, dtype=dtype, device=device, requires_grad=True)
+    layers = [[make(shape).transpose(1, 2) for shape in shapes] for _ in range(CALLS)]
     rounds: dict[str, list[Row]] = {name: [] for name in backends}
-    for number, name in product(range(args.rounds + WARMUP), backends):  # in turn
-        times = time_backend(name, tree, tensors, device)
-        if number >= WARMUP:
-            rounds[name].append(times)
+    gc.disable()
+    try:
+        for number, name in product(range(args.rounds + WARMUP), backends):  # in turn
+            times = time_backend(name, tree, layers, device)
+            if number >= WARMUP:
+                rounds[name].append(times)
+    finally:
+        gc.enable()
     rows: list[Row] = []
     for name, of_backend in rounds.items():
         medians = {key: statistics.median(times[key] for times in of_backend) for key in of_backend[0]}
