@@ -406,7 +406,8 @@ def test_host_times_of_backends(tmp_path, monkeypatch):
     """Means of the calls of a round, medians of rounds, sums over a forward and a step."""
     clock = iter(range(10**6))
     monkeypatch.setattr(host, "time", SimpleNamespace(perf_counter=lambda: next(clock) ** 2 / 1e6))
-    rows = host.main(["--quick", "--rounds", "3", "--output", str(tmp_path / "h.csv")])
+    monkeypatch.setattr(host, "ROUNDS", 3)
+    rows = host.main(["--quick", "--output", str(tmp_path / "h.csv")])
     (row,) = read(tmp_path / "h.csv")
     assert rows[0]["backend"] == "sdpa" and row.keys() >= ENVIRONMENT
     # eight readings in a round: of the middle one of three, after the two to warm up, 24 to 31

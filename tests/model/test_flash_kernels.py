@@ -190,6 +190,14 @@ def plain_kernels(cute, monkeypatch):
     assert run_forward.compile_cache is caches[0] and run_backward.compile_cache is caches[1]
 
 
+def assert_same(found, expected, leaves):
+    """Two outputs, and the gradients of their squares."""
+    torch.testing.assert_close(found, expected)
+    grads = (torch.autograd.grad(output.square().sum(), leaves) for output in (found, expected))
+    for got, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
 def watched(monkeypatch, copied=None):
     """The calls of the function around the forward kernel, which gives it a copy of one of its tensors."""
     interface, seen = sys.modules["flash_attn.cute.interface"], []
@@ -229,7 +237,7 @@ def inputs(rows, heads, lengths=768, seed=0):
 
 @pytest.mark.usefixtures("plain_kernels")
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("heads", [(4, 1), (6, 3), (2, 2)])
+@pytest.mark.parametrize("heads", [(4, 1), (8, 2), (6, 3), (2, 2)])
 @pytest.mark.parametrize("limits", [{}, {"window": 300}, {"chunk": 256}])
 def test_output_and_gradients(rows, heads, limits):
     tree, leaves = inputs(rows, heads)
@@ -263,16 +271,11 @@ def test_a_mask_is_prepared_once_for_all_layers(monkeypatch):
     made = []
     prepare = flash._masks
     monkeypatch.setattr(flash, "_masks", lambda *args: made.append(args) or prepare(*args))
-    mask, total, expected = None, 0.0, 0.0
-    layers = []
+    tree, _ = inputs(2, (4, 2))
+    mask = TreeContext(tree).mask(flex=True)
     for heads in ((4, 2), (4, 1), (4, 2), (2, 2)):
-        tree, leaves = inputs(2, heads)
-        mask = TreeContext(tree).mask(flex=True) if mask is None else mask
-        layers += leaves
-        total += flash.attend_flash(*leaves, mask).square().sum()
-        expected += attend_dense(*leaves, dense_mask(tree)).square().sum()
-    for got, wanted in zip(torch.autograd.grad(total, layers), torch.autograd.grad(expected, layers), strict=True):
-        torch.testing.assert_close(got, wanted)
+        _, leaves = inputs(2, heads)
+        assert_same(flash.attend_flash(*leaves, mask), attend_dense(*leaves, dense_mask(tree)), leaves)
     assert len(made) == 2 * 3  # forward and backward
 
 
@@ -287,14 +290,7 @@ def test_later_layers_launch_the_kernel_alone(monkeypatch, rows):
         del devices[:]
         found = flash.attend_flash(*layer, mask, scale=0.3)
         assert len(seen) == len(devices) == rows  # on the device of the tensors
-        expected = attend_dense(*layer, dense_mask(tree), scale=0.3)
-        torch.testing.assert_close(found, expected)
-        for got, wanted in zip(
-            torch.autograd.grad(found.square().sum(), layer),
-            torch.autograd.grad(expected.square().sum(), layer),
-            strict=True,
-        ):
-            torch.testing.assert_close(got, wanted)
+        assert_same(found, attend_dense(*layer, dense_mask(tree), scale=0.3), layer)
 
 
 def offset(x):
@@ -484,14 +480,7 @@ def test_queries_after_a_path():
             for heads, tokens in ((4, section.length), (2, keys), (2, keys))
         ]
         found = flash.attend_flash(*leaves, mask, scale=0.3)
-        expected = attend_dense(*leaves, dense_mask(tree, section.path), scale=0.3)
-        torch.testing.assert_close(found, expected)
-        for got, wanted in zip(
-            torch.autograd.grad(found.square().sum(), leaves),
-            torch.autograd.grad(expected.square().sum(), leaves),
-            strict=True,
-        ):
-            torch.testing.assert_close(got, wanted)
+        assert_same(found, attend_dense(*leaves, dense_mask(tree, section.path), scale=0.3), leaves)
 
 
 LIMITS = {"causal": {}, "window": {"window": 300}, "chunk": {"chunk": 256}}

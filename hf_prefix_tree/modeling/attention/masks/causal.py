@@ -284,8 +284,8 @@ def listed_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
     batch_size, rows, num_blocks = blocks.shape
     listed = torch.empty((batch_size, 1, rows, num_blocks), dtype=torch.int32, device=blocks.device)
     at_once = max(1, _LISTED_AT_ONCE // (batch_size * num_blocks))
-    for part, some in zip(listed[:, 0].split(at_once, dim=1), blocks.split(at_once, dim=1), strict=True):
-        part.copy_(some.argsort(dim=-1, descending=True, stable=True))
+    for part, of_part in zip(listed[:, 0].split(at_once, dim=1), blocks.split(at_once, dim=1), strict=True):
+        part.copy_(of_part.argsort(dim=-1, descending=True, stable=True))
     return blocks[:, None].sum(dim=-1, dtype=torch.int32), listed
 
 
