@@ -33,7 +33,7 @@ from hf_prefix_tree.modeling.batch import concatenate_trees
 from hf_prefix_tree.modeling.context import TreeContext
 
 SHAPE, LAYERS = "1k+64x64", 28
-CALLS, WARMUP = 20, 2  # calls of a round, rounds
+CALLS, WARMUP, ROUNDS = 20, 2, 40  # calls of a round, rounds
 BACKENDS = ("flash", "sdpa", "flex")
 TIMES = ["mask_us", "first_us", "forward_us", "backward_us", "forward_ms", "step_ms"]
 
@@ -78,9 +78,7 @@ def time_backend(backend: str, tree: Tensor, layers: Sequence[Sequence[Tensor]],
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
-    parser = make_parser(__doc__, BACKENDS)
-    parser.add_argument("--rounds", type=int, default=40, help="rounds to take the median of")
-    args = parser.parse_args(argv)
+    args = make_parser(__doc__, BACKENDS).parse_args(argv)
     device = default_device(args.quick)
     backends = ["sdpa"] if args.quick else args.only  # the only one that trains on a CPU
     config = shape_config("quick" if args.quick else "0.6b")
@@ -96,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     rounds: dict[str, list[Row]] = {name: [] for name in backends}
     gc.disable()
     try:
-        for number, name in product(range(args.rounds + WARMUP), backends):  # in turn
+        for number, name in product(range(WARMUP + ROUNDS), backends):  # in turn
             times = time_backend(name, tree, layers, device)
             if number >= WARMUP:
                 rounds[name].append(times)
