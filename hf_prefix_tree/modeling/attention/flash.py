@@ -165,7 +165,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:  # with a `setup_context` it takes the host longer
         query, key, value, ctx.mask, ctx.scale = inputs  # the mask lives as long as the graph
-        output, lse = _forward(query, key, value, _masks_of(ctx.mask, query, key)[0], ctx.scale)
+        output, lse = _forward(query, key, value, _masks_of(ctx.mask, query, key), ctx.scale)
         ctx.save_for_backward(query, key, value, output, lse)
         return output
 
@@ -173,7 +173,8 @@ class _Eager(torch.autograd.Function):
     @torch.autograd.function.once_differentiable  # what the kernels write has no graph of its own
     def backward(ctx: Any, grad: Tensor) -> tuple:
         saved = ctx.saved_tensors
-        query_grad, *grads = _backward(grad, *saved, masks=_masks_of(ctx.mask, *saved[:2])[1], scale=ctx.scale)
+        masks = _masks_of(ctx.mask, saved[0], saved[1], backward=True)
+        query_grad, *grads = _backward(grad, *saved, masks=masks, scale=ctx.scale)
         # two groups are added faster than reduced
         sums = (x.sum(dim=1) if x.shape[1] > 2 else functools.reduce(torch.add, x.unbind(1)) for x in grads)
         return query_grad, *(x.transpose(1, 2) for x in sums), None, None
@@ -193,13 +194,13 @@ def _by_group(index: int, lse: Tensor, x: Tensor) -> Tensor:
     return x.as_strided(shape, strides, x.storage_offset() + index * of_sequence)
 
 
-def _masks_of(mask: TreeBlockMask, query: Tensor, key: Tensor) -> tuple[_KernelMasks, ...]:
-    """The masks of the forward and of the backward, for layers of these numbers of heads."""
-    heads = query.shape[1], key.shape[1]
-    if heads not in mask.kernel_masks:
+def _masks_of(mask: TreeBlockMask, query: Tensor, key: Tensor, backward: bool = False) -> _KernelMasks:
+    """The masks of the forward or of the backward, for layers of these numbers of heads."""
+    which = query.shape[1], key.shape[1], backward
+    if which not in mask.kernel_masks:
         tensors, lists, kind = _operands(mask)
-        mask.kernel_masks[heads] = tuple(_masks(query, key, tensors, x, kind) for x in (lists[:4], lists[4:]))
-    return mask.kernel_masks[heads]
+        mask.kernel_masks[which] = _masks(query, key, tensors, lists[4:] if backward else lists[:4], kind)
+    return mask.kernel_masks[which]
 
 
 def _masks(query: Tensor, key: Tensor, tensors: Sequence[Tensor], lists: Sequence[Tensor], kind: str) -> _KernelMasks:

@@ -138,7 +138,7 @@ class TreeBlockMask(BlockMask):
     kind: str  # "causal" or one of `KINDS`
     limit: Tensor | None  # [1] int32: the window, or the size of chunks
     skipped: Tensor | None = None  # [1] int32: P, where it is above 0
-    kernel_masks: dict[tuple[int, int], Any]  # those of `flash.py`, by the numbers of heads
+    kernel_masks: dict[tuple[int, int, bool], Any]  # those of `flash.py`, by the numbers of heads and the direction
 
 
 def tree_block_mask(prefix_tree: Tensor, path: Tensor | None = None, **limit: int | None) -> TreeBlockMask:
@@ -162,27 +162,23 @@ def tree_block_mask(prefix_tree: Tensor, path: Tensor | None = None, **limit: in
     assert length % BLOCK_SIZE == skipped % BLOCK_SIZE == 0
     size = block_size(length) if path is None else BLOCK_SIZE
     end_low, end_high = _block_bounds(subtree_end, size)
-    key_block = torch.arange(end_low.shape[1], device=subtree_end.device, dtype=subtree_end.dtype) - skipped // size
-    block = key_block[skipped // size :]
-    first_query = (block * size)[:, None]
-    last_query = (block * size + size - 1).clamp(max=length - 1)[:, None]
-    before = key_block[None, :] < block[:, None]
-    visible = before & (end_high[:, None, :] > first_query)  # [B, query blocks, key blocks]
-    full = before & (end_low[:, None, :] > last_query)
+    key_block = torch.arange(-skipped // size, -(-length // size), device=subtree_end.device, dtype=subtree_end.dtype)
+    block = key_block[skipped // size :, None]
+    first_query, last_query = block * size, (block * size + size - 1).clamp(max=length - 1)
+    visible = (key_block <= block) & (end_high[:, None] > first_query)  # [B, query blocks, key blocks]
+    full = (key_block < block) & (end_low[:, None] > last_query)
     if number is not None:
         low, high = _block_bounds(depth, size)
         of_queries = (x[:, skipped // size :, None] for x in (low, high))
         some, every = KINDS[kind].block_bounds(*of_queries, low[:, None], high[:, None], number)
         visible &= some
         full &= every
-    partial = visible.logical_and_(~full).logical_or_(key_block[None, :] == block[:, None])
+    partial = visible ^ full  # all full blocks are visible
     number_on_device, skipped_on_device = _on_device(number, depth), _on_device(skipped or None, depth)
     mask = TreeBlockMask(
         (length, skipped + length),
-        *listed_blocks(partial),
-        *listed_blocks(full),
-        *listed_blocks(partial.transpose(1, 2)),  # the queries of a block of keys, for the backward
-        *listed_blocks(full.transpose(1, 2)),
+        *listed_blocks(partial, full),
+        *listed_blocks(partial.mT, full.mT),  # the queries of a block of keys, for the backward
         (size, size),
         _mask_mod(subtree_end, depth, kind, number_on_device, skipped_on_device),
     )
@@ -279,14 +275,18 @@ def _block_bounds(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return values.unflatten(1, (-1, size)).aminmax(dim=-1)
 
 
-def listed_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row of `[B, rows, nb]` blocks, how many are set, `[B, 1, rows]`, and which, those first; int32."""
-    batch_size, rows, num_blocks = blocks.shape
-    listed = torch.empty((batch_size, 1, rows, num_blocks), dtype=torch.int32, device=blocks.device)
-    at_once = max(1, _LISTED_AT_ONCE // (batch_size * num_blocks))
-    for part, of_part in zip(listed[:, 0].split(at_once, dim=1), blocks.split(at_once, dim=1), strict=True):
+def listed_blocks(partial: Tensor, full: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """
+    Per row of `[B, rows, nb]` partial blocks, how many are set, `[B, 1, rows]`, and which, those first; the same of
+    full blocks; int32.
+    """
+    both = torch.stack((partial, full))[:, :, None]
+    listed = torch.empty(both.shape, dtype=torch.int32, device=both.device)
+    at_once = max(1, _LISTED_AT_ONCE // (2 * partial.shape[0] * partial.shape[2]))
+    for part, of_part in zip(listed.split(at_once, dim=3), both.split(at_once, dim=3), strict=True):
         part.copy_(of_part.argsort(dim=-1, descending=True, stable=True))
-    return blocks[:, None].sum(dim=-1, dtype=torch.int32), listed
+    counts = both.sum(dim=-1, dtype=torch.int32)
+    return counts[0], listed[0], counts[1], listed[1]
 
 
 def _on_device(number: int | None, like: Tensor) -> Tensor | None:

@@ -154,8 +154,7 @@ def block_mask(spans: Tensor) -> BlockMask:
     # Clones, not views: the compiler would also specialise on the tensor that they are views of.
     entries = tuple(spans[:, entry].clone() for entry in range(6))
     return BlockMask.from_kv_blocks(
-        *listed_blocks(partial),
-        *listed_blocks(full),
+        *listed_blocks(partial, full),
         BLOCK_SIZE=BLOCK_SIZE,
         mask_mod=_mask_mod(*entries),
         seq_lengths=(length, length),
