@@ -43,7 +43,8 @@ class TreeLossMixin(StepMixin):
     `tree/padding` (share of padding tokens) and `tree/imbalance` (by how much the most loaded rank of a micro-batch
     exceeds the mean, in FLOPs), all of them over the logging window, every rank and accumulation step. `loss/sum` over
     `loss/token_count` is the loss of the window's tokens; `loss` is the mean of its steps' losses, the same where
-    `logging_steps=1`. They come with `loss`, so every rank must log that one; anything else may be logged by any rank.
+    `logging_steps=1`. They come with `loss`, and at the end of training with `train_loss`, for the steps since then:
+    every rank must log these two; anything else may be logged by any rank.
     `SFTTrainer`'s `entropy` and `mean_token_accuracy` are means over the tokens of the window, whereas TRL averages
     over micro-batches; `aux_loss` is the mean over the micro-batches that have tokens.
 

@@ -125,8 +125,9 @@ class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer wh
     Put it before a Trainer and implement `count_items` and `loss_terms`; metrics are optional.
 
     Sums are gathered over all ranks (several ranks may hold copies of one batch), cleared when training starts, and
-    batches that evaluation counts stay out of the logging window. Metrics are logged with `loss`, so every rank must
-    log that one; anything else may be logged by any rank. Uneven last steps are filled with empty rows.
+    batches that evaluation counts stay out of the logging window. Metrics are logged with `loss`, and those of a last
+    window that was too short with `train_loss`, so every rank must log these; anything else may be logged by any rank.
+    Uneven last steps are filled with empty rows.
     """
 
     data_collator: Any
@@ -223,9 +224,7 @@ class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer wh
     # ---- one optimizer step ----
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        # The last window of an earlier training may have been too short to be logged, and that of an attempt that ran
-        # out of memory was not (`auto_find_batch_size`).
-        self._sums.clear()
+        self._sums.clear()  # of an attempt that ran out of memory (`auto_find_batch_size`), or was interrupted
         if not is_stream(self.train_dataset):
             self._check_ranks_agree("rows in `train_dataset`", len(self.train_dataset))
         return super()._inner_training_loop(*args, **kwargs)
@@ -295,8 +294,8 @@ class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer wh
         return output
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        # only a window's end logs "loss", on every rank; evaluations and users log too, the latter on one rank perhaps
-        sums = self._gathered("train") if "loss" in logs else None
+        # every rank logs these, at the end of a window and of the training; users may log on one rank
+        sums = self._gathered("train") if {"loss", "train_loss"} & logs.keys() else None
         if sums is not None:
             logs |= self.window_metrics(sums, self._sums.pop("counts"), self._sums.pop("peaks"))
         super().log(logs, *args, **kwargs)

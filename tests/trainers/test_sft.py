@@ -392,9 +392,21 @@ def test_what_a_user_logs_leaves_the_sums_of_the_window_alone(tmp_path):
     logs = made.state.log_history
     own = [entry for entry in logs if "x" in entry]
     assert len(own) == 3 and not any(name.startswith(("tree/", "loss")) for entry in own for name in entry)
-    assert [entry["tree/tokens"] for entry in logs if "tree/tokens" in entry] == [sum(map(len, trees[:2]))]
-    made.train()  # the third step's sums are not logged, and not carried over
-    assert [e["tree/tokens"] for e in made.state.log_history if "tree/tokens" in e] == [sum(map(len, trees[:2]))]
+    assert [entry["tree/tokens"] for entry in logs if "tree/tokens" in entry] == [
+        sum(map(len, trees[:2])),
+        len(trees[2]),
+    ]
+
+
+def test_the_summary_has_the_metrics_of_a_last_window_that_was_too_short(tmp_path):
+    """As TRL's has."""
+    trees = make_trees(3)
+    short = train(tmp_path, trees, max_steps=3, logging_steps=2, learning_rate=0.0).state.log_history[-1]
+    each = train(tmp_path, trees, max_steps=3, logging_steps=1, learning_rate=0.0).state.log_history
+    assert not any(name.startswith("tree/") for name in each[-1])  # nothing is left
+    logged = {name: value for name, value in each[2].items() if name not in ("loss", "grad_norm", "learning_rate")}
+    assert {name: short[name] for name in logged} == pytest.approx(logged, rel=1e-12)
+    assert {"tree/tokens", "entropy", "mean_token_accuracy", "num_tokens"} <= logged.keys()
 
 
 # ---- what is prepared, and how ----
