@@ -186,7 +186,7 @@ def run(
     """
     spec, is_evaluated = METHODS[method], args.eval_strategy != "no"
     splits = [arguments.dataset_train_split, *([arguments.dataset_test_split] if is_evaluated else [])]
-    tokenizer = tokenizer or _load_tokenizer(arguments, model_args)
+    tokenizer = tokenizer or _load_tokenizer(arguments, args, model_args)
     is_precomputed = method == "eagle3" and Path(str(model_args.model_name_or_path), TARGET_FILE).is_file()
     if datasets is None and is_precomputed:
         datasets = [load_from_disk(str(Path(model_args.model_name_or_path, "rows", split))) for split in splits]
@@ -364,13 +364,17 @@ def _model_settings(args: Any, model_args: ModelConfig, attention: str | None) -
     return settings | {name: value for name, value in further.items() if value is not None}
 
 
-def _load_tokenizer(arguments: TrainArguments, model_args: ModelConfig) -> Any:
+def _load_tokenizer(arguments: TrainArguments, args: Any, model_args: ModelConfig) -> Any:
     name = arguments.tokenizer_name_or_path or model_args.model_name_or_path
     if name is None:
         raise ValueError(_NO_MODEL)
-    is_of_model = arguments.tokenizer_name_or_path is None and isinstance(arguments, WeightsArguments)
+    of_target = getattr(args, "target_model_init_kwargs", None) or {}
+    settings = {"trust_remote_code": getattr(args, "trust_remote_code", of_target.get("trust_remote_code"))}
+    if arguments.tokenizer_name_or_path is None:
+        settings["revision"] = of_target.get("revision", model_args.model_revision)
+        settings["gguf_file"] = getattr(arguments, "gguf_file", None)
     try:
-        return AutoTokenizer.from_pretrained(name, gguf_file=arguments.gguf_file if is_of_model else None)
+        return AutoTokenizer.from_pretrained(name, **settings)
     except Exception as error:  # whatever a broken file makes a loader do
         raise ValueError(f"{name!r} has no tokenizer that can be loaded: {error}") from error
 

@@ -227,8 +227,7 @@ class Conversation:
 
     def _leads(self, output: str, header: str, turn: int) -> bool:
         """Whether the output has a part of the header, other than a think block, before anything of the message."""
-        message = self.messages[turn]
-        calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
+        calls = [call["function"]["name"] for call in self.messages[turn].get("tool_calls", ())]
         first = next(filter(None, (self.reasoning(turn), str(self.visible[turn]["content"]), *calls)), "")
         lead = output.partition(first.strip() or output)[0]
         return any(atom in lead for atom in _ATOM.findall(header) if atom.strip() and not _BLOCK.search(atom))

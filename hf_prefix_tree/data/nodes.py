@@ -14,6 +14,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from hf_prefix_tree.data.messages import check_text
+from hf_prefix_tree.data.template import encode_alone, encode_first
 from hf_prefix_tree.tree import folding
 from hf_prefix_tree.tree.prefix_tree import Branch
 
@@ -107,11 +108,8 @@ def text_tree_branches(
     folding.check_length(parents, "parents", len(texts), "`texts`")
     folding.check_length(of_node, "weights", len(texts), "`texts`")
     folding.check_not_empty(parents, "parents")
-    ids = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-    before = _ids_before_a_text(tokenizer)
-    for index, parent in enumerate(parents):
-        if parent == -1:
-            ids[index] = before + ids[index]
+    after = encode_alone(tokenizer, texts)
+    ids = [x if y != -1 else encode_first(tokenizer, [z])[0] for x, y, z in zip(after, parents, texts, strict=True)]
     per_token = [np.full(len(x), weight) for x, weight in zip(ids, of_node, strict=True)]
     return folding.branches_of_nodes(parents, ids, per_token)
 
@@ -187,11 +185,3 @@ def _extended(number: int, texts: Mapping[str, bool], before: Mapping[str, bool]
             )
         extended[text] = number - 1, max(starts, key=before.__getitem__)
     return extended
-
-
-def _ids_before_a_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The special tokens before a text, e.g. a begin token."""
-    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    full = tokenizer("a")["input_ids"]
-    at = next(i for i in range(len(full)) if full[i : i + len(plain)] == plain)
-    return full[:at]

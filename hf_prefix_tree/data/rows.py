@@ -23,7 +23,7 @@ from hf_prefix_tree.data.counts import code_state
 from hf_prefix_tree.data.messages import normalize_messages, normalize_tools, plain_data
 from hf_prefix_tree.data.nodes import as_branch, rollout_branches, search_tree_branches, text_tree_branches
 from hf_prefix_tree.data.supervision import read_sample
-from hf_prefix_tree.data.template import chat_template_of
+from hf_prefix_tree.data.template import chat_template_of, encode_alone, encode_first
 from hf_prefix_tree.data.turns import conversation_branches
 from hf_prefix_tree.tree import folding
 from hf_prefix_tree.tree.prefix_tree import Branch, PrefixTree
@@ -345,14 +345,13 @@ def _texts(prompt: str, completions: Sequence[str], options: RowOptions, counts:
     Where a token would reach over their seam, the completion is tokenized by itself: the prompt is the context as it
     is. A prompt that begins with the text of the start token gets no second one.
     """
-    end, begin = options.tokenizer.eos_token or "", options.tokenizer.bos_token_id
+    end = options.tokenizer.eos_token or ""
     texts = [prompt + (text if text.endswith(end) else text + end) for text in completions]
-    encoded = options.tokenizer([prompt, *texts], return_attention_mask=False, verbose=False)["input_ids"]
-    prompt_ids, *ids = (np.array(x[x[:2] == [begin, begin] :], dtype=np.int64) for x in encoded)
+    prompt_ids, *ids = (np.array(x, dtype=np.int64) for x in encode_first(options.tokenizer, [prompt, *texts]))
     branches = []
     for text, completed in zip(texts, ids, strict=True):
         if folding.common_prefix(prompt_ids, completed) < len(prompt_ids):
-            alone = options.tokenizer(text.removeprefix(prompt), add_special_tokens=False)["input_ids"]
+            (alone,) = encode_alone(options.tokenizer, [text.removeprefix(prompt)])
             completed = np.concatenate([prompt_ids, np.array(alone, dtype=np.int64)])
         branches.append(Branch(completed, np.arange(len(completed)) >= len(prompt_ids)))
     return branches

@@ -176,6 +176,35 @@ def _chat_template(tokenizer: PreTrainedTokenizerBase, source: str, *_changes: A
     return ChatTemplate(tokenizer, source)
 
 
+def encode_first(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """
+    Token ids of texts with the special tokens that a tokenizer puts in front, but not with its end token: what follows
+    a text is told elsewhere. A text that begins with the start token gets no second one.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The model's tokenizer.
+        texts (sequence of `str`): The texts.
+    """
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    empty, *ids = tokenizer(["", *texts], return_attention_mask=False, verbose=False)["input_ids"]
+    added = begin != end and empty[-1:] == [end]
+    return [x[x[:2] == [begin, begin] : len(x) - added] for x in ids]
+
+
+def encode_alone(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """
+    Token ids of texts as they follow other tokens: without the space that some tokenizers put in front of a text.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The model's tokenizer.
+        texts (sequence of `str`): The texts.
+    """
+    encode: Any = partial(tokenizer, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    start, *ids = encode(["\n", *("\n" + text for text in texts)])["input_ids"]
+    size = len(start)  # a token may reach over the line break; tokenizers with such tokens add no space
+    return [x[size:] if x[:size] == start else encode(y)["input_ids"] for x, y in zip(ids, texts, strict=True)]
+
+
 class SegmentTokenizer:
     """
     Tokenizes texts without adding special tokens, with the same ids as `tokenizer(text, add_special_tokens=False)`.

@@ -216,5 +216,4 @@ def _new_tokens(
     new = tokens.gather(1, where)
     is_end = torch.isin(new, end_ids).int()
     after_end = is_end.cumsum(dim=1) - is_end > 0
-    longest = int((~after_end).sum(dim=1).max())
-    return new.masked_fill(after_end, pad_token_id)[:, :longest]
+    return new.masked_fill(after_end, pad_token_id)[:, : int((~after_end).sum(dim=1).max())]

@@ -75,8 +75,7 @@ class _Sizes:
             mlp = config.num_experts_per_tok * expert + (getattr(config, "shared_expert_intermediate_size", None) or 0)
         self.mlp = mlp  # inner width that a token passes through
         self.hidden, self.vocab, self.layers = config.hidden_size, config.vocab_size, config.num_hidden_layers
-        is_hybrid = getattr(config, "model_type", None) in _GATED_DELTA_RULE
-        self.delta_rule = _DeltaRule(config) if is_hybrid else None
+        self.delta_rule = _DeltaRule(config) if getattr(config, "model_type", None) in _GATED_DELTA_RULE else None
         self.attention_layers = self.layers - (self.delta_rule.layers if self.delta_rule else 0)
         self.queries = self.heads * head_dim  # width of all query heads, and of all key heads:
         self.keys = (getattr(config, "num_key_value_heads", None) or self.heads) * head_dim

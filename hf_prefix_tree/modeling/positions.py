@@ -178,8 +178,7 @@ def image_model(model: PreTrainedModel) -> Any | None:
 
 def image_tokens(model: PreTrainedModel, image_grid_thw: torch.Tensor) -> list[int]:
     """The number of tokens of each image of a model of [`image_model`]."""
-    merge = getattr(model.config.vision_config, "spatial_merge_size", 1)
-    return (image_grid_thw.prod(dim=1) // merge**2).tolist()
+    return (image_grid_thw.prod(dim=1) // getattr(model.config.vision_config, "spatial_merge_size", 1) ** 2).tolist()
 
 
 def _see_once(see: Callable, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor, **kwargs: Any) -> Any:

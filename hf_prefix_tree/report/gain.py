@@ -248,8 +248,7 @@ def _prepare(
 ) -> tuple[dict[int, PrefixTree], dict[str, Any]]:
     """The trees by the dataset row or group that they are made of, and the counts."""
     counts: dict[str, Any] = {}
-    prepared = prepare_trees(dataset, tokenizer, **options, counts=counts)
-    trees = map(PrefixTree.from_dict, prepared)
+    trees = map(PrefixTree.from_dict, prepare_trees(dataset, tokenizer, **options, counts=counts))
     return dict(zip(counts["sources"].tolist(), trees, strict=True)), counts
 
 

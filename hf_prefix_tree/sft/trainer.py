@@ -70,7 +70,8 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
             As for `SFTTrainer`: makes a text of each dataset row, all of which is trained on.
         compute_metrics, preprocess_logits_for_metrics (`Callable`, *optional*):
             As for `SFTTrainer` on the branches: `predictions` and `label_ids` have one entry for each branch that
-            supervises anything, in the order of the dataset. `predict` returns the same.
+            supervises anything, in the order of the dataset unless trees are packed or split. `predict` returns the
+            same.
 
     Raises:
         `ValueError`: where the architecture or an argument cannot be exact on trees, and under context, sequence or
@@ -99,7 +100,6 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
         *("trees", "tree_ids"),
     )
     data_collator: Any
-    current_gradient_accumulation_steps: int
     _tag_names = ["trl", "sft", "prefix-tree"]  # noqa: RUF012 - as in TRL
     _name = "Tree SFT"
 
@@ -202,8 +202,6 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
             return super().training_step(model, inputs, *args, **kwargs)
         number = torch.tensor([inputs["branch_lengths"].numel()], device=self.args.device)
         branches = branch_batches(inputs, number=self.accelerator.gather(number).max().item())
-        steps = self.current_gradient_accumulation_steps
-        self.current_gradient_accumulation_steps = steps * len(branches)  # the router's loss is a mean
         losses = []
         for index, branch in enumerate(branches):
             # Gradients are reduced once, with the last branch (unless the caller holds them back further). Not under
@@ -211,7 +209,6 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
             waits = index < len(branches) - 1 and not self.accelerator.is_fsdp2
             with self.accelerator.no_sync(model) if waits else nullcontext():
                 losses.append(super().training_step(model, branch, *args, **kwargs))
-        self.current_gradient_accumulation_steps = steps
         return torch.stack(losses).sum()
 
     def compute_loss(
@@ -278,8 +275,9 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
             options = {"num_proc": args.dataset_num_proc} if isinstance(dataset, Dataset) else {}
             removed = [name for name in columns if name not in ("text", args.group_by)]
             return dataset.map(lambda row: {"text": make(row)}, remove_columns=removed, **options), "text"
-        if args.column_names:
-            dataset, columns = renamed(dataset, columns, args.column_names)  # type: ignore[arg-type]
+        names: Any = {"text": args.dataset_text_field} if args.dataset_text_field in {*columns} - {"text"} else {}
+        if names := names | (args.column_names or {}):
+            dataset, columns = renamed(dataset, columns, names)
         return dataset, row_kind(columns)
 
     def _log_differences(self, dataset: Any) -> None:

@@ -21,6 +21,7 @@ import torch
 from accelerate.utils import gather_object
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import Trainer, TrainingArguments
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, has_length, rotate_checkpoints
 from trl import SFTTrainer
 from trl.trainer.utils import global_then_local_main_first
@@ -47,7 +48,7 @@ class LossTerms(NamedTuple):
     loss: torch.Tensor  # scalar, divided by the items of the step
     sums: torch.Tensor  # float64, detached: added up for the metrics of a window or an evaluation
     outputs: Any
-    auxiliary: torch.Tensor | None = None  # the router's loss, of which a step takes the mean over micro-batches
+    auxiliary: torch.Tensor | None = None  # the router's loss, of which a step takes the mean over its forwards
 
 
 CHECKSUMS = "checksums.json"
@@ -114,6 +115,7 @@ class CheckpointMixin(Trainer):
             raise
         self.accelerator.wait_for_everyone()  # all ranks write
         if self.args.should_save:
+            torch.save(self.args, folder / TRAINING_ARGS_NAME)  # with its `save_total_limit`
             files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != PARTIAL]
             values = checksums(folder, (path for path in files if path.name not in (CHECKSUMS, _SENTINEL)))
             write_files({folder / CHECKSUMS: json.dumps(values, indent=1).encode()})
@@ -138,6 +140,7 @@ class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer wh
         self._counted: dict[str, torch.Tensor] = {}  # of the step whose batches were fetched last
         self._is_training = False  # inside `training_step`; a model's `training` flag may say otherwise
         self._step_items: torch.Tensor | None = None
+        self._step_passes: torch.Tensor | int = 1  # forwards of the step that have tokens, the mean over ranks
         for value in (*args, *kwargs.values()):
             if isinstance(value, TrainingArguments):
                 refuse_options(value)  # before a trainer reads them
@@ -236,17 +239,21 @@ class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer wh
             return None
         counts = []
         for batch in batch_samples:
+            branches = batch["branch_lengths"].numel() if "branch_lengths" in batch else 1  # of `mode="grouped"`
+            passes = branches * ~without_empty_mask(batch)[1]
             details, items = self.count_details(batch), self.count_items(batch)
-            counts.append(torch.cat([part.reshape(-1).double().to(device) for part in (items, details)]))
+            counts.append(torch.cat([part.reshape(-1).double().to(device) for part in (items, details, passes)]))
         by_rank = self.accelerator.gather(torch.stack(counts)[None])  # [rank, micro-batch, count]
+        passes, by_rank = by_rank[..., -1], by_rank[..., :-1]
         total = by_rank.sum(dim=1).sum(dim=0) / self._copies()
-        self._counted = {"counts": total, "peaks": by_rank.amax(dim=0).sum(dim=0)}
+        self._counted = {"counts": total, "peaks": by_rank.amax(dim=0).sum(dim=0), "passes": passes.sum(dim=1).mean()}
         return total[: items.numel()].reshape(items.shape)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         # Added here and not where they are counted, since Trainer's `prediction_step` counts evaluation batches, too.
         self._counted = {}
         result = super().get_batch_samples(*args, **kwargs)
+        self._step_passes = self._counted.pop("passes", 1)
         for name, value in self._counted.items():
             self._add(name, value)
         return result
@@ -272,7 +279,7 @@ class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer wh
         if is_training:
             loss = loss * (self.accelerator.num_processes // self.get_tp_size())  # DDP and FSDP average over them
         if terms.auxiliary is not None:
-            loss = loss + terms.auxiliary / (self.current_gradient_accumulation_steps if is_training else 1)
+            loss = loss + terms.auxiliary / (self._step_passes if is_training else 1)
         return (loss, terms.outputs) if return_outputs else loss
 
     def trainer_loss(self, *args: Any, **kwargs: Any) -> Any:

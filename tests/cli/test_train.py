@@ -7,7 +7,7 @@ import logging
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 import hf_prefix_tree
 from hf_prefix_tree.cli.train import METHODS, parse, run
@@ -70,6 +70,23 @@ def test_every_method_trains_on_the_columns_that_trl_takes(method, model_path, t
         assert (trainer.max_row_tokens, trainer.min_reuse) == (4096, 1.0)
     if method == "dpo":
         assert (trainer.max_row_tokens, trainer.overflow) == (4, "stream")
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("sft", ["--trust_remote_code", "true", "--model_revision", "v2"]),
+        ("eagle3", ["--target_model_init_kwargs", '{"trust_remote_code": true, "revision": "v2"}']),
+    ],
+)
+def test_the_tokenizer_is_loaded_as_the_model_is(method, options, model_path, tmp_path, monkeypatch):
+    seen, load = [], AutoTokenizer.from_pretrained
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name, **kw: seen.append(kw) or load(name, **kw))
+    options = [*words(method, model_path, tmp_path), *options, "--dry_run"]
+    run(method, *parse(method, options))
+    run(method, *parse(method, [*options, "--tokenizer_name_or_path", str(model_path)]))
+    assert seen[0] | {"gguf_file": None} == {"trust_remote_code": True, "revision": "v2", "gguf_file": None}
+    assert seen[1] == {"trust_remote_code": True}  # another tokenizer has other revisions
 
 
 def turns(*texts):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, IterableDataset
 from datasets.fingerprint import generate_random_fingerprint
+from transformers import LlamaTokenizer
 
 from hf_prefix_tree.data import nodes
 from hf_prefix_tree.data.prepare import prepare_trees
@@ -49,6 +50,33 @@ def test_a_tree_of_texts(tiny_tokenizer):
     del row["weights"]
     (tree,) = trees(prepare_trees(Dataset.from_list([row]), tiny_tokenizer))
     assert {weight for branch in tree.branches() for weight in branch.weights[1:].tolist()} == {1.0}
+
+
+def llama_tokenizer(**options):
+    """Puts a space in front of every text, as those of Llama 2 do; "bc" is one token."""
+    letters = {letter: index for index, letter in enumerate("\u2581abcdef", 3)}
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **letters, "bc": 10, "<0x0A>": 11}
+    return LlamaTokenizer(vocab=vocab, merges=[("b", "c")], add_bos_token=True, **options)
+
+
+@pytest.mark.parametrize("add_eos", [False, True])
+def test_no_space_and_no_end_token_comes_between_two_texts(add_eos):
+    tokenizer = llama_tokenizer(add_eos_token=add_eos)
+    assert tokenizer("ab")["input_ids"] == [1, 3, 4, 5, *[2] * add_eos]
+    options = RowOptions("completion", tokenizer)
+    (branch,) = row_branches(
+        {"prompt": "ab", "completion": "cd"}, options, Counter()
+    )  # a token would reach over the seam
+    assert tokenizer.convert_ids_to_tokens(branch.input_ids) == ["<s>", "\u2581", "a", "b", "c", "d", "</s>"]
+    assert branch.weights.tolist() == [0, 0, 0, 0, 1, 1, 1]
+    (branch,) = row_branches({"prompt": "ab", "completion": " cd"}, options, Counter())
+    assert tokenizer.convert_ids_to_tokens(branch.input_ids) == ["<s>", "\u2581", "a", "b", "\u2581", "c", "d", "</s>"]
+    (branch,) = row_branches({"text": "de</s>"}, RowOptions("text", tokenizer), Counter())
+    assert tokenizer.convert_ids_to_tokens(branch.input_ids) == ["<s>", "\u2581", "d", "e", "</s>"]
+    row = {"parents": [-1, 0, 0], "texts": ["ab", "cd", " ef"]}
+    first, second = row_branches(row, RowOptions("texts", tokenizer), Counter())
+    assert tokenizer.convert_ids_to_tokens(first.input_ids) == ["<s>", "\u2581", "a", "b", "c", "d"]
+    assert tokenizer.convert_ids_to_tokens(second.input_ids) == ["<s>", "\u2581", "a", "b", "\u2581", "e", "f"]
 
 
 def test_a_root_gets_the_begin_token_and_nothing_gets_an_end_token(tiny_tokenizer):

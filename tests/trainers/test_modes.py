@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
 
 from conformance.double import keep_double
 from hf_prefix_tree import DataCollatorForPrefixTree, TreeSFTConfig, TreeSFTTrainer, prepare_model
 from hf_prefix_tree.data.baselines import branch_shares, per_branch
+from hf_prefix_tree.data.supervision import IGNORE_INDEX
 from hf_prefix_tree.modeling.batch import gather_supervised, summed_weights
 from hf_prefix_tree.sft.collator import BranchCollator, branch_batches
 from hf_prefix_tree.training.step import without_empty_mask
@@ -208,6 +210,35 @@ def test_a_routers_auxiliary_loss_is_a_mean_over_branches(tmp_path):
         logs[batch_size] = log["loss"] - log["loss/sum"] / log["loss/token_count"]
         assert logs[batch_size] == pytest.approx(0.5 * log["aux_loss"], rel=1e-4) and logs[batch_size] > 0.1
     assert logs[1] == pytest.approx(logs[2], rel=1e-4)
+
+
+@pytest.mark.parametrize(("mode", "num_branches"), [("tree", [1, 1, 1]), ("grouped", [2, 5])])
+def test_a_routers_auxiliary_loss_in_a_step_that_is_filled_up(tmp_path, mode, num_branches):
+    """As in TRL, whose last step has as many micro-batches as there are sequences; here it gets empty ones."""
+    trees = [make_trees(1, seed, "branch", False, number)[0] for seed, number in enumerate(num_branches)]
+    branches = [branch for tree in trees for branch in tree.branches()]
+    rows = [
+        {"input_ids": branch.input_ids, "labels": np.where(branch.weights > 0, branch.input_ids, IGNORE_INDEX)}
+        for branch in branches
+    ]
+    options = {"num_train_epochs": 1, "max_steps": -1, "gradient_accumulation_steps": 8, "router_aux_loss_coef": 1.0}
+    of_trees = {"mode": mode, "weighting": "branch", "train_sampling_strategy": "random"}
+    runs = []
+    for trainer_class, config_class, dataset, further in (
+        (SFTTrainer, SFTConfig, Dataset.from_list(rows), {}),
+        (TreeSFTTrainer, TreeSFTConfig, tree_dataset(trees), of_trees),
+    ):
+        trainer = trainer_class(
+            make_model("qwen3_moe", torch.float64, attn_implementation=None),
+            config(tmp_path, config_class, **options, **further),
+            train_dataset=dataset,
+            processing_class=tokenizer(),
+        )
+        trainer.train()
+        runs.append((trainer.state.log_history[0], weights(trainer.model)))
+    (stock_log, stock), (log, tree) = runs
+    assert log["loss"] == pytest.approx(stock_log["loss"], rel=1e-6) and stock_log["aux_loss"] > 1
+    assert distance(tree, stock, weights(make_model("qwen3_moe", torch.float64, attn_implementation=None))) < 1e-6
 
 
 def test_two_processes(tmp_path):

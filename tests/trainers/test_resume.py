@@ -132,6 +132,8 @@ def test_an_older_checkpoint_is_deleted_only_when_the_new_one_is_whole(tmp_path)
     trainer.train()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-10"]
     assert trainer.args.save_total_limit == 1
+    saved = torch.load(tmp_path / "checkpoint-10" / "training_args.bin", weights_only=False)
+    assert saved.save_total_limit == 1  # as in a stock checkpoint
 
 
 def test_a_save_on_sigterm_is_whole(tmp_path):

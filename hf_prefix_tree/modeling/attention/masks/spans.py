@@ -149,8 +149,7 @@ def block_mask(spans: Tensor) -> BlockMask:
     # the same with queries and keys exchanged
     visible &= (low[:, FIRST, None] <= block_last.mT) & (high[:, UNTIL, None] > block_first.mT)
     full &= (high[:, FIRST, None] <= block_first.mT) & (low[:, UNTIL, None] > block_last.mT)
-    diagonal = torch.eye(num_blocks, dtype=torch.bool, device=spans.device)
-    partial = (visible | diagonal) & ~full
+    partial = (visible | torch.eye(num_blocks, dtype=torch.bool, device=spans.device)) & ~full
     # Clones, not views: the compiler would also specialise on the tensor that they are views of.
     entries = tuple(spans[:, entry].clone() for entry in range(6))
     return BlockMask.from_kv_blocks(
