@@ -195,12 +195,15 @@ def run(
     baseline = arguments.baseline if isinstance(arguments, SFTArguments) else None
     for rows in datasets if spec.columns else ():
         _check_columns(method, rows)
+    late = [f"`{name}={x!r}`" for name in ("chat_template_path", "eos_token") if (x := getattr(args, name, None))]
+    if late and (arguments.dry_run or baseline is not None):
+        raise ValueError(f"{late[0]}: `dry_run` and `baseline` don't read it; pass a saved tokenizer that has it.")
     if arguments.dry_run:
         for split, rows in zip(splits, datasets, strict=True):
             _print_preparation(method, split, rows, tokenizer, args, baseline)
         return None
     if baseline is not None:
-        datasets = [stock_samples(rows, tokenizer, args, baseline, {})[0] for rows in datasets]
+        datasets = [stock_samples(rows, tokenizer, args, baseline, {}, rows is datasets[0])[0] for rows in datasets]
     is_stock = baseline is not None or (isinstance(arguments, PreferenceArguments) and arguments.stock)
     attention = "prefix_tree" if method == "sft" and not is_stock else model_args.attn_implementation
     name = model_args.model_name_or_path

@@ -86,8 +86,7 @@ def read_samples(
     columns = columns_of(rows)
     if group_by is None and ("input_ids" in columns or not columns):
         return rows if on_error == "raise" else _readable(rows)
-    kinds = (*SAMPLE_KINDS, "tokens")
-    folded = read_branches(rows, tokenizer, kinds, on_error, num_proc, group_by, **options)
+    folded = read_branches(rows, tokenizer, (*SAMPLE_KINDS, "tokens"), on_error, num_proc, group_by, **options)
     if isinstance(folded, list):
         return [sample for tree in folded for sample in _samples(tree)]
     schema = _SAMPLE_FEATURES if group_by is None else _GROUP_FEATURES
@@ -200,7 +199,7 @@ def per_branch(trees: Iterable[PrefixTree]) -> list[Row]:
 
 
 def stock_samples(
-    rows: Dataset, tokenizer: Any, args: Any, baseline: str | None, counts: dict[str, Any]
+    rows: Dataset, tokenizer: Any, args: Any, baseline: str | None, counts: dict[str, Any], is_training: bool = True
 ) -> tuple[Dataset | None, list[PrefixTree]]:
     """
     The trees that `TreeSFTTrainer` makes of dataset rows, and the samples of a baseline for `SFTTrainer` from them.
@@ -211,7 +210,9 @@ def stock_samples(
         args ([`TreeSFTConfig`]): Its options have the names of those of `prepare_trees`.
         baseline (`str`, *optional*): `"per_branch"` or `"flat_steps"`; `None` makes no samples.
         counts (`dict`): As for `prepare_trees`.
+        is_training (`bool`, *optional*): Whether they are selected from.
     """
+    refuse_preferences(rows, args.column_names)
     is_flat = baseline == "flat_steps"
     if is_flat and (args.reasoning != "per_turn" or args.group_by is not None):
         raise ValueError(
@@ -219,6 +220,8 @@ def stock_samples(
         )
     options = {name: getattr(args, name) for name in signature(prepare_trees).parameters if hasattr(args, name)}
     options["num_proc"] = args.dataset_num_proc
+    if not is_training:
+        options |= dict.fromkeys(("selection_metric", "selection_num_proc", "max_examples"))
     if is_flat or (baseline is not None and args.overflow == "split"):
         options["max_packed_tokens"] = None
     prepared = prepare_trees(rows, tokenizer, counts=counts, **options)
@@ -227,6 +230,15 @@ def stock_samples(
         return None, trees
     samples = [row for tree in trees for row in flat_steps(tree.branches())] if is_flat else per_branch(trees)
     return Dataset.from_list(samples), trees
+
+
+def refuse_preferences(dataset: Any, column_names: Any) -> None:
+    """Raises `ValueError` for pairs of answers, which SFT would both imitate."""
+    if {"chosen", "rejected"} <= {*columns_of(dataset), *(column_names or ())}:
+        raise ValueError(
+            "the dataset has `chosen` and `rejected`, and SFT would imitate both; train with `TreeDPOTrainer`, or "
+            "rename `chosen` to `completion` and remove `rejected`."
+        )
 
 
 def branch_shares(tree: PrefixTree) -> list[npt.NDArray[np.float64]]:

@@ -265,8 +265,7 @@ class Conversation:
                 return thinking.replace(THOUGHT, "", 1)
         if not _BLOCK.search(extra) or self._leads(rest, extra, turn):
             raise self.error("refused_starts", turn, "its header is not that of its generation prompt")
-        twice = next(n for n in range(min(len(extra), len(rest)), -1, -1) if extra.endswith(rest[:n]))
-        return rest[twice:]
+        return rest[next(n for n in range(min(len(extra), len(rest)), -1, -1) if extra.endswith(rest[:n])) :]
 
 
 def _after_header(asked: str, answered: str) -> tuple[str, str]:

@@ -216,8 +216,7 @@ class Dialect:
 
     def _appended(self, last: str, followed: str) -> Ids:
         """What a message that follows closes a turn with: up to its first special token, if only blanks are before."""
-        rest = followed.removeprefix(last)
-        (ids,) = self._segments.encode([rest if followed.startswith(last) else ""])
+        (ids,) = self._segments.encode([followed.removeprefix(last) if followed.startswith(last) else ""])
         at = next((i for i, token_id in enumerate(ids.tolist()) if token_id in self._segments.special_ids), None)
         blank = at is not None and all(self._segments.is_blank(token_id) for token_id in ids[:at].tolist())
         return ids[: at + 1] if at is not None and blank else ids[:0]

@@ -155,14 +155,16 @@ def training_switches(message: Mapping[str, Any], row: Mapping[str, Any]) -> tup
     in the message, as in OpenAI's format, turns both off.
 
     Raises:
-        `ValueError`: If a weight is neither 0 nor 1.
+        `ValueError`: If a weight is neither 0 nor 1, or a switch neither true nor false.
     """
     given = {key: value for source in (row, message) for key, value in source.items() if value is not None}
     weight = message.get("weight")
     if weight not in (None, 0, 1):
         raise ValueError(f"`weight` of a message is {weight!r}; pass 0 or 1.")
-    reasoning, response = (bool(given.get(name, True)) for name in ("train_reasoning", "train_response"))
-    return (reasoning, response) if weight != 0 else (False, False)
+    reasoning, response = (given.get(name, True) for name in ("train_reasoning", "train_response"))
+    if reasoning not in (True, False) or response not in (True, False):
+        raise ValueError(f"`train_reasoning` is {reasoning!r}, `train_response` {response!r}; pass true or false.")
+    return (bool(reasoning), bool(response)) if weight != 0 else (False, False)
 
 
 def switched_off(
@@ -339,7 +341,7 @@ def _of_blocks(message: Mapping[str, Any], where: str) -> Iterator[Message]:
         yield {
             **message,
             "content": _text_of(answers),
-            "reasoning_content": "\n\n".join(str(block.get("thinking")) for block in thoughts) or None,
+            "reasoning_content": "\n\n".join(str(x) for block in thoughts if (x := block.get("thinking"))) or None,
             "tool_calls": [_call(call, where, "the Anthropic format") for call in calls],
         }
         return

@@ -221,6 +221,8 @@ def _of_conversations(row: Mapping[str, Any], options: RowOptions, counts: Count
 def _of_completions(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
     prompt, completions = _prompt_and_completions(row)
     if isinstance(prompt, str):
+        if left := [name for name in ("system", *formats.TOOL_COLUMNS) if row.get(name)]:
+            raise ValueError(f"`{left[0]}` has no place beside a `prompt` that is plain text; pass lists of messages.")
         return _texts(prompt, completions, options, counts)
     return _of_conversations(row, options, counts)
 

@@ -146,8 +146,7 @@ def conversation_branches(
     if reasoning == "think_split" and [t for t, m in enumerate(plain) if m["role"] == "assistant"] != turns[-1:]:
         raise ValueError("`reasoning='think_split'` takes one assistant message; pass 'side_leaf' for several.")
     template.forget()
-    stop_ids = frozenset(map(int, stop_token_ids or ()))
-    conversation = Conversation(template, plain, schemas, variables, turns, stop_ids)
+    conversation = Conversation(template, plain, schemas, variables, turns, frozenset(map(int, stop_token_ids or ())))
     if reasoning == "per_turn":
         branches = _per_turn(conversation, empty_thinking_in_prompt)
     else:

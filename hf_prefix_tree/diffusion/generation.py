@@ -173,8 +173,7 @@ def _left_aligned(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) 
     edges = torch.diff(attended.int(), dim=1, prepend=torch.zeros_like(input_ids[:, :1]).int())
     if bool(((edges == 1).sum(dim=1) > 1).any()):
         raise ValueError("`attention_mask` has zeros inside a prompt: pad on the left or on the right.")
-    order = (~attended).int().argsort(dim=1, stable=True)
-    return input_ids.gather(1, order), attended.sum(dim=1)
+    return input_ids.gather(1, (~attended).int().argsort(dim=1, stable=True)), attended.sum(dim=1)
 
 
 def _block_logits(
@@ -212,8 +211,7 @@ def _new_tokens(
     tokens: torch.Tensor, lengths: torch.Tensor, max_new_tokens: int, end_ids: torch.Tensor, pad_token_id: int
 ) -> torch.Tensor:
     """The generated tokens, padded after the first end token: `(B, new)`."""
-    where = lengths[:, None] + torch.arange(max_new_tokens, device=tokens.device)
-    new = tokens.gather(1, where)
+    new = tokens.gather(1, lengths[:, None] + torch.arange(max_new_tokens, device=tokens.device))
     is_end = torch.isin(new, end_ids).int()
     after_end = is_end.cumsum(dim=1) - is_end > 0
     return new.masked_fill(after_end, pad_token_id)[:, : int((~after_end).sum(dim=1).max())]

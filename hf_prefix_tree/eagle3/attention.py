@@ -47,8 +47,7 @@ def document_tree(seq_lens: torch.Tensor, length: int) -> torch.Tensor:
     document = torch.searchsorted(ends, index, right=True).clamp(max=ends.shape[1] - 1)
     end = ends.gather(1, document)
     depth = index - (end - seq_lens.gather(1, document))
-    predecessor = torch.where(depth > 0, index - 1, -1)
-    return torch.stack([end, depth, predecessor], dim=1).to(torch.int32)
+    return torch.stack([end, depth, torch.where(depth > 0, index - 1, -1)], dim=1).to(torch.int32)
 
 
 DRAFT_KEYS = ("draft_tree", "draft_sources", "draft_weights")

@@ -190,8 +190,7 @@ class Eagle3Trainer(StepMixin, Trainer):
         self._add_states(batch)
         draft = self.accelerator.unwrap_model(self.model)
         in_vocabulary = t2d_from_ids(draft.draft_ids.to(batch["input_ids"].device), draft.config.vocab_size)
-        wanted = batch["target_ids"][batch[_TARGETS]]
-        return (batch["draft_weights"] * in_vocabulary[wanted]).sum(dim=(0, 2))
+        return (batch["draft_weights"] * in_vocabulary[batch["target_ids"][batch[_TARGETS]]]).sum(dim=(0, 2))
 
     def _add_states(self, batch: dict[str, Any]) -> None:
         """Adds the slots of the draft, and the target's states: of all tokens, and where the loss needs its head."""

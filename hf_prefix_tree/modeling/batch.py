@@ -237,8 +237,7 @@ def gather_supervised(
         index = torch.zeros(1, dtype=torch.int64, device=labels.device)
         ignored = torch.full((1, 1), IGNORE_INDEX, dtype=labels.dtype, device=labels.device)
         return Supervised(index, ignored, torch.zeros((1, 1), dtype=torch.float64, device=labels.device))
-    starts = torch.arange(batch_size, device=labels.device)[:, None] * length
-    index = (predecessor + starts).view(-1)[where]
+    index = (predecessor + torch.arange(batch_size, device=labels.device)[:, None] * length).view(-1)[where]
     labels, weights = (x.reshape(-1)[where][None] for x in (labels, _weights(labels, loss_weights)))
     return Supervised(index, labels, weights)
 

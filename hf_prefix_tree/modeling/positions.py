@@ -80,8 +80,7 @@ def with_names(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> 
     """The arguments of a call of a module, all by name."""
     if not args:
         return kwargs
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    return {**dict(zip(list(inspect.signature(type(module).forward).parameters)[1:], args, strict=False)), **kwargs}
 
 
 def _count_from_padding(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:

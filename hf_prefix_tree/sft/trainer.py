@@ -23,7 +23,7 @@ from trl import SFTTrainer
 from trl.chat_template_utils import get_training_chat_template
 
 from hf_prefix_tree import __version__
-from hf_prefix_tree.data.baselines import difference
+from hf_prefix_tree.data.baselines import difference, refuse_preferences
 from hf_prefix_tree.data.packed import check_weightings
 from hf_prefix_tree.data.prepare import prepare_trees, renamed
 from hf_prefix_tree.data.rows import MESSAGE_KINDS, RowOptions, columns_of, row_kind
@@ -137,11 +137,7 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
 
     def prepared_rows(self, dataset: Any, args: TreeSFTConfig) -> Any:
         is_selected_from = dataset is self._to_select_from
-        if {"chosen", "rejected"} <= {*columns_of(dataset), *(args.column_names or ())}:
-            raise ValueError(
-                "the dataset has `chosen` and `rejected`, and SFT would imitate both; train with `TreeDPOTrainer`, or "
-                "rename `chosen` to `completion` and remove `rejected`."
-            )
+        refuse_preferences(dataset, args.column_names)
         dataset, kind = self._texts(dataset, args)
         meaning = {"completion": True, "completions": True, "rollouts": True, "text": False}.get(kind)
         if args.completion_only_loss not in (None, meaning) or (self._asked and kind not in MESSAGE_KINDS):

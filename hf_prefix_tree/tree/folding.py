@@ -98,7 +98,7 @@ def check_mapping(value: Any, name: str, columns: Sequence[str] = ()) -> None:
     """A `ValueError` that names `name` unless `value` is a mapping that has something in each of the columns."""
     check_type(value, name, Mapping, "a dict of columns")
     if missing := [column for column in columns if value.get(column) is None]:
-        raise ValueError(f"`{missing[0]}` is missing beside {list(value)}; add it.")
+        raise ValueError(f"`{missing[0]}` is missing or null in {list(value)}; add it.")
 
 
 def check_not_empty(items: Any, name: str) -> None:

@@ -89,6 +89,26 @@ def test_the_tokenizer_is_loaded_as_the_model_is(method, options, model_path, tm
     assert seen[1] == {"trust_remote_code": True}  # another tokenizer has other revisions
 
 
+@pytest.mark.parametrize(
+    ("rows", "options", "expected"),
+    [
+        ("dpo", ["--dry_run"], "SFT would imitate both"),
+        ("dpo", ["--baseline", "per_branch"], "SFT would imitate both"),
+        ("sft", ["--dry_run", "--chat_template_path", "chat.jinja"], r"`chat_template_path='chat.jinja'`"),
+        ("sft", ["--baseline", "per_branch", "--eos_token", "<|im_end|>"], r"`eos_token='<\|im_end\|>'`"),
+    ],
+)
+def test_what_trees_refuse_or_read_is_not_passed_over(rows, options, expected, model_path, tmp_path):
+    with pytest.raises(ValueError, match=expected):
+        run("sft", *parse("sft", [*words("sft", model_path, tmp_path, ROWS[rows]), *options]))
+
+
+def test_a_baseline_is_evaluated_on_all_rows(model_path, tmp_path):
+    options = ["--baseline", "per_branch", "--eval_strategy", "steps", "--eval_steps", "1", "--max_examples", "1"]
+    trainer = run("sft", *parse("sft", [*words("sft", model_path, tmp_path), *options]))
+    assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (2, 8)
+
+
 def turns(*texts):
     return [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=False)]
 

@@ -130,6 +130,7 @@ ROWS = {
                     "role": "assistant",
                     "content": [
                         {"type": "thinking", "thinking": "Two cities.", "signature": "x"},
+                        {"type": "thinking", "thinking": None, "signature": "y"},
                         {"type": "text", "text": "I look."},
                         {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Rome"}},
                         {"type": "tool_use", "id": "b", "name": "weather", "input": {"city": "Oslo"}},
@@ -526,6 +527,9 @@ USE = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
         ({"instruction": "a", "output": "x", "history": [["a"]]}, r"`history`.*Alpaca"),
         ({"messages": [system("a"), user("b"), says("c")], "system": "d"}, "`system`"),
         ({"chosen": "a", "rejected": [says("b")]}, "strings and messages"),
+        ({"prompt": "a", "completion": "b", "system": "c"}, "`system`.*`prompt`.*messages"),
+        ({"prompt": "a", "completion": "b", "tools": [{"name": "look"}]}, "`tools`.*`prompt`.*messages"),
+        ({"messages": [user("A?"), says("B")], "train_response": "false"}, "`train_response` 'false'.*true or false"),
         ({"messages": [user("A?"), says("B")], "tools": "[{"}, "`tools`.*JSON"),
     ],
 )

@@ -187,8 +187,7 @@ def scan_on_tree(segments: Segments, recurrence: Recurrence) -> Tensor:
 def forking_is_cheaper(segments: Segments) -> bool:
     """Whether the calls that linking saves cost less than what it scans again. Two levels are two calls either way."""
     call_tokens = CALL_TOKENS_CPU if segments.device.type == "cpu" else CALL_TOKENS
-    scanned_again = 2 * int(segments.length[segments.is_parent].sum())
-    return (segments.num_levels - 2) * call_tokens <= scanned_again
+    return (segments.num_levels - 2) * call_tokens <= 2 * int(segments.length[segments.is_parent].sum())
 
 
 def fork(segments: Segments, recurrence: Recurrence) -> Tensor:
