@@ -244,9 +244,10 @@ class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer wh
             details, items = self.count_details(batch), self.count_items(batch)
             counts.append(torch.cat([part.reshape(-1).double().to(device) for part in (items, details, passes)]))
         by_rank = self.accelerator.gather(torch.stack(counts)[None])  # [rank, micro-batch, count]
-        passes, by_rank = by_rank[..., -1], by_rank[..., :-1]
+        # where none has tokens, their router loss is 0
+        passes, by_rank = by_rank[..., -1].sum(dim=1).mean().clamp(min=1e-9), by_rank[..., :-1]
         total = by_rank.sum(dim=1).sum(dim=0) / self._copies()
-        self._counted = {"counts": total, "peaks": by_rank.amax(dim=0).sum(dim=0), "passes": passes.sum(dim=1).mean()}
+        self._counted = {"counts": total, "peaks": by_rank.amax(dim=0).sum(dim=0), "passes": passes}
         return total[: items.numel()].reshape(items.shape)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:

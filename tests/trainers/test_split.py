@@ -120,14 +120,15 @@ def test_an_empty_row_has_no_auxiliary_loss(tmp_path):
     """A router's auxiliary loss of no tokens is 0 / 0 in Transformers; an empty row must not make the step NaN."""
     trees = make_trees(2)
     runs = []
-    for features in ([*trees], [trees[0], trees[1], None, None]):
+    for features, steps in (([*trees], 1), ([*trees, None, None], 1), ([*trees, None, None], 2)):
         rows = [{"trees": [] if tree is None else [tree.to_dict()]} for tree in features]
         model = make_model("qwen3_moe", attn_implementation=None)
         trainer = TreeSFTTrainer(
             model=model,
             args=config(
                 tmp_path,
-                gradient_accumulation_steps=len(rows),
+                gradient_accumulation_steps=len(rows) // steps,
+                max_steps=steps,
                 router_aux_loss_coef=0.5,
                 dataset_kwargs={"skip_prepare_dataset": True},
             ),
@@ -136,8 +137,9 @@ def test_an_empty_row_has_no_auxiliary_loss(tmp_path):
         )
         trainer.train()
         runs.append((trainer.state.log_history[0], weights(trainer.model)))
-    (log, _), (padded, padded_weights) = runs
+    (log, trained), (padded, padded_weights), (_, after_an_empty_step) = runs
     assert all(value.isfinite().all() for value in padded_weights.values())
+    assert all(torch.equal(value, trained[name]) for name, value in after_an_empty_step.items())
     assert padded["loss/sum"] == pytest.approx(log["loss/sum"], rel=1e-6)
     for name in ("entropy", "aux_loss"):  # an empty row has none
         assert padded[name] == pytest.approx(log[name], rel=1e-6) and log[name] > 0
