@@ -199,11 +199,11 @@ def run(
     if late and (arguments.dry_run or baseline is not None):
         raise ValueError(f"{late[0]}: `dry_run` and `baseline` don't read it; pass a saved tokenizer that has it.")
     if arguments.dry_run:
-        for split, rows in zip(splits, datasets, strict=True):
-            _print_preparation(method, split, rows, tokenizer, args, baseline)
+        for index, (split, rows) in enumerate(zip(splits, datasets, strict=True)):
+            _print_preparation(method, split, rows, tokenizer, args, baseline, index == 0)
         return None
     if baseline is not None:
-        datasets = [stock_samples(rows, tokenizer, args, baseline, {}, rows is datasets[0])[0] for rows in datasets]
+        datasets = [stock_samples(rows, tokenizer, args, baseline, {}, not i)[0] for i, rows in enumerate(datasets)]
     is_stock = baseline is not None or (isinstance(arguments, PreferenceArguments) and arguments.stock)
     attention = "prefix_tree" if method == "sft" and not is_stock else model_args.attn_implementation
     name = model_args.model_name_or_path
@@ -313,13 +313,13 @@ def load_split(arguments: TrainArguments, split: str, args: Any) -> Dataset:
 
 
 def _print_preparation(
-    method: str, split: str, rows: Dataset, tokenizer: Any, args: Any, baseline: str | None
+    method: str, split: str, rows: Dataset, tokenizer: Any, args: Any, baseline: str | None, is_training: bool
 ) -> None:
     """Prints the counts of the preparation of a split, and the samples of a baseline."""
     counts: dict[str, Any] = {}
     line = f"{split}: {len(rows):,} rows with the columns {', '.join(rows.column_names)}."
     if method == "sft":
-        samples, trees = stock_samples(rows, tokenizer, args, baseline, counts)
+        samples, trees = stock_samples(rows, tokenizer, args, baseline, counts, is_training)
         for table in preparation_tables(split, counts, trees):
             console().print(table)
         if samples is None:

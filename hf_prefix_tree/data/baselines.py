@@ -210,7 +210,7 @@ def stock_samples(
         args ([`TreeSFTConfig`]): Its options have the names of those of `prepare_trees`.
         baseline (`str`, *optional*): `"per_branch"` or `"flat_steps"`; `None` makes no samples.
         counts (`dict`): As for `prepare_trees`.
-        is_training (`bool`, *optional*): Whether they are selected from.
+        is_training (`bool`, *optional*): Whether it is training data, to which `max_examples` applies.
     """
     refuse_preferences(rows, args.column_names)
     is_flat = baseline == "flat_steps"

@@ -221,8 +221,9 @@ def _of_conversations(row: Mapping[str, Any], options: RowOptions, counts: Count
 def _of_completions(row: Mapping[str, Any], options: RowOptions, counts: Counter[str]) -> list[Branch]:
     prompt, completions = _prompt_and_completions(row)
     if isinstance(prompt, str):
-        if left := [name for name in ("system", *formats.TOOL_COLUMNS) if row.get(name)]:
-            raise ValueError(f"`{left[0]}` has no place beside a `prompt` that is plain text; pass lists of messages.")
+        tools = next((row[name] for name in formats.TOOL_COLUMNS if row.get(name)), None)
+        if row.get("system") or normalize_tools(formats.openai_tools(tools, Counter())):
+            raise ValueError("`system` and tools have no place beside a `prompt` that is plain text; pass messages.")
         return _texts(prompt, completions, options, counts)
     return _of_conversations(row, options, counts)
 

@@ -178,22 +178,23 @@ def _chat_template(tokenizer: PreTrainedTokenizerBase, source: str, *_changes: A
 
 def encode_first(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """
-    Token ids of texts with the special tokens that a tokenizer puts in front, but not with its end token: what follows
-    a text is told elsewhere. A text that begins with the start token gets no second one.
+    Token ids of texts with the special tokens that a tokenizer puts in front, but without those that it puts behind. A
+    text that begins with the start token gets no second one.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The model's tokenizer.
         texts (sequence of `str`): The texts.
     """
-    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-    empty, *ids = tokenizer(["", *texts], return_attention_mask=False, verbose=False)["input_ids"]
-    added = begin != end and empty[-1:] == [end]
-    return [x[x[:2] == [begin, begin] : len(x) - added] for x in ids]
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full, *ids = tokenizer(["a", *texts], return_attention_mask=False, verbose=False)["input_ids"]
+    behind = next(i for i in range(len(full)) if full[len(full) - i - len(plain) : len(full) - i] == plain)
+    return [x[x[:2] == [tokenizer.bos_token_id] * 2 : len(x) - behind] for x in ids]
 
 
 def encode_alone(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """
-    Token ids of texts as they follow other tokens: without the space that some tokenizers put in front of a text.
+    Token ids of texts as they follow other tokens: without the space that some tokenizers put in front of a text. A
+    text that shares a token with a line break before it, or whose tokenizer knows none, is tokenized as it is.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The model's tokenizer.
@@ -201,7 +202,7 @@ def encode_alone(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
     """
     encode: Any = partial(tokenizer, add_special_tokens=False, return_attention_mask=False, verbose=False)
     start, *ids = encode(["\n", *("\n" + text for text in texts)])["input_ids"]
-    size = len(start)  # a token may reach over the line break; tokenizers with such tokens add no space
+    size = 0 if tokenizer.unk_token_id in start else len(start)
     return [x[size:] if x[:size] == start else encode(y)["input_ids"] for x, y in zip(ids, texts, strict=True)]
 
 

@@ -317,8 +317,7 @@ def _are_close(errors: Errors, rounding: float, own: float = 0.0) -> bool:
 
 
 def _random_state(device: torch.device) -> torch.Tensor:
-    of_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return torch.cat([torch.get_rng_state(), *of_gpu])
+    return torch.cat([torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])])
 
 
 def _names(model: Any, layers: list[Any]) -> str:

@@ -170,6 +170,8 @@ class TreeSFTConfig(SFTConfig):
                 logger.warning("`packing=True` packs trees: it is `max_packed_tokens=%d`.", self.max_packed_tokens)
         check_config(self, at_least={"stop_token_ids": 0})
         check_streaming_config(self)
+        if self.dataset_text_field != "text":
+            self.column_names = {"text": self.dataset_text_field, **(self.column_names or {})}  # type: ignore[dict-item]
         check_tree_config(self, PREPARATION)
         options = {name: getattr(self, name) for name in CHECKED_OPTIONS if hasattr(self, name)}
         if self.overflow == "auto":  # chosen when the trees are known

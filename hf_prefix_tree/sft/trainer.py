@@ -271,9 +271,8 @@ class TreeSFTTrainer(TreeLossMixin, PreparationMixin, SFTTrainer):
             options = {"num_proc": args.dataset_num_proc} if isinstance(dataset, Dataset) else {}
             removed = [name for name in columns if name not in ("text", args.group_by)]
             return dataset.map(lambda row: {"text": make(row)}, remove_columns=removed, **options), "text"
-        names: Any = {"text": args.dataset_text_field} if args.dataset_text_field in {*columns} - {"text"} else {}
-        if names := names | (args.column_names or {}):
-            dataset, columns = renamed(dataset, columns, names)
+        if args.column_names:
+            dataset, columns = renamed(dataset, columns, args.column_names)  # type: ignore[arg-type]
         return dataset, row_kind(columns)
 
     def _log_differences(self, dataset: Any) -> None:

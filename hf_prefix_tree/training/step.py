@@ -129,7 +129,7 @@ class StepMixin(CheckpointMixin, Trainer):  # so that it comes before Trainer wh
     Sums are gathered over all ranks (several ranks may hold copies of one batch), cleared when training starts, and
     batches that evaluation counts stay out of the logging window. Metrics are logged with `loss`, and those of a last
     window that was too short with `train_loss`, so every rank must log these; anything else may be logged by any rank.
-    Uneven last steps are filled with empty rows.
+    Uneven last steps are filled with empty rows. Batches have `input_ids`.
     """
 
     data_collator: Any

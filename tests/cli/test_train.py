@@ -103,10 +103,14 @@ def test_what_trees_refuse_or_read_is_not_passed_over(rows, options, expected, m
         run("sft", *parse("sft", [*words("sft", model_path, tmp_path, ROWS[rows]), *options]))
 
 
-def test_a_baseline_is_evaluated_on_all_rows(model_path, tmp_path):
+def test_a_baseline_is_evaluated_on_all_rows(model_path, tmp_path, capsys):
     options = ["--baseline", "per_branch", "--eval_strategy", "steps", "--eval_steps", "1", "--max_examples", "1"]
     trainer = run("sft", *parse("sft", [*words("sft", model_path, tmp_path), *options]))
     assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (2, 8)
+    capsys.readouterr()
+    run("sft", *parse("sft", [*words("sft", model_path, tmp_path), *options, "--dry_run"]))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("Without trees:")]
+    assert [line[2] for line in lines] == ["2", "8"]
 
 
 def turns(*texts):

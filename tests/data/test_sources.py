@@ -71,6 +71,9 @@ def test_no_space_and_no_end_token_comes_between_two_texts(add_eos):
     assert branch.weights.tolist() == [0, 0, 0, 0, 1, 1, 1]
     (branch,) = row_branches({"prompt": "ab", "completion": " cd"}, options, Counter())
     assert tokenizer.convert_ids_to_tokens(branch.input_ids) == ["<s>", "\u2581", "a", "b", "\u2581", "c", "d", "</s>"]
+    for empty in ("[]", "null", None, []):  # no tools
+        row = {"prompt": "ab", "completion": " cd", "tools": empty, "system": None}
+        assert row_branches(row, options, Counter()) == [branch]
     (branch,) = row_branches({"text": "de</s>"}, RowOptions("text", tokenizer), Counter())
     assert tokenizer.convert_ids_to_tokens(branch.input_ids) == ["<s>", "\u2581", "d", "e", "</s>"]
     row = {"parents": [-1, 0, 0], "texts": ["ab", "cd", " ef"]}
@@ -88,6 +91,9 @@ def test_a_root_gets_the_begin_token_and_nothing_gets_an_end_token(tiny_tokenize
         single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", begin), ("<|im_end|>", end)]
     )
     assert tokenizer("a")["input_ids"][0] == begin and tokenizer("a")["input_ids"][-1] == end
+    (tree,) = trees(prepare_trees(Dataset.from_list([{"parents": [-1, 0], "texts": ["a", "b"]}]), tokenizer))
+    assert tokenizer.decode(tree.input_ids) == "<|im_start|>ab"
+    tokenizer.eos_token = "<|endoftext|>"  # not the token that is put behind
     (tree,) = trees(prepare_trees(Dataset.from_list([{"parents": [-1, 0], "texts": ["a", "b"]}]), tokenizer))
     assert tokenizer.decode(tree.input_ids) == "<|im_start|>ab"
 

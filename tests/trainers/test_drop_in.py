@@ -149,10 +149,6 @@ def test_texts(tmp_path, tokenizer, rows, options, arguments):
     assert_same_step(tmp_path, rows, tokenizer, options, arguments)
 
 
-def test_a_text_field_says_nothing_about_rows_without_it(tmp_path, tokenizer):
-    assert_same_step(tmp_path, COMPLETIONS, tokenizer, {"dataset_text_field": "body"})
-
-
 def test_texts_of_a_group_are_one_tree(tmp_path, tokenizer):
     rows = [{"question": "Is it sunny?", "answer": f" {i}", "task": i // 2} for i in range(4)]
     options = {"group_by": "task", "max_steps": 1, "weighting": "branch", "per_device_train_batch_size": 2}

@@ -243,7 +243,6 @@ def mamba2(
 
     def affine(batch: Batch) -> tuple[Tensor, Tensor]:
         _, end = forward(batch, None)
-        decay = (A.float() * batch.take(inputs[1]).sum(dim=1)).exp()
-        return end, decay[..., None, None]
+        return end, (A.float() * batch.take(inputs[1]).sum(dim=1)).exp()[..., None, None]
 
     return Recurrence(forward, affine, torch.mul, padded=True)
