@@ -392,10 +392,21 @@ def test_what_a_user_logs_leaves_the_sums_of_the_window_alone(tmp_path):
     logs = made.state.log_history
     own = [entry for entry in logs if "x" in entry]
     assert len(own) == 3 and not any(name.startswith(("tree/", "loss")) for entry in own for name in entry)
-    assert [entry["tree/tokens"] for entry in logs if "tree/tokens" in entry] == [
-        sum(map(len, trees[:2])),
-        len(trees[2]),
-    ]
+    expected = [sum(map(len, trees[:2])), len(trees[2])]
+    assert [entry["tree/tokens"] for entry in logs if "tree/tokens" in entry] == expected
+    made.train()
+    assert [e["tree/tokens"] for e in made.state.log_history if "tree/tokens" in e] == expected
+
+
+def test_sums_of_an_interrupted_training_are_not_carried_over(tmp_path):
+    trees = make_trees(3)
+    made = trainer(tmp_path, trees, max_steps=3, logging_steps=2)
+    interrupted = mock.patch.object(made, "_maybe_log_save_evaluate", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        made.train()
+    made.train()
+    log = next(entry for entry in made.state.log_history if "loss" in entry)
+    assert log["tree/tokens"] == sum(map(len, trees[:2]))
 
 
 def test_the_summary_has_the_metrics_of_a_last_window_that_was_too_short(tmp_path):
