@@ -217,7 +217,7 @@ def measure_step(
         if seconds is None:
             run()
         else:
-            row.update(measure_in_a_row(run, device, seconds=seconds)._asdict())
+            row.update(measure_in_a_row(run, device, seconds=seconds, max_runs=100)._asdict())
 
     try:
         losses: list[torch.Tensor] = []
