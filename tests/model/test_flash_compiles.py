@@ -40,7 +40,8 @@ with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
     make = lambda *shape, dtype=torch.bfloat16: torch.empty(rows, *shape, dtype=dtype, device="cuda")
     query, key, value, grad = (make(512, n, head_dim).transpose(1, 2) for n in (heads, kv_heads, kv_heads, heads))
     lists = [make(1, 4, *shape, dtype=torch.int32) for _ in range(4) for shape in ((), (4,))]
-    forward, backward = (flash._masks(query, key, tree, own, kind) for own in (lists[:4], lists[4:]))
+    shape = heads // kv_heads, kv_heads
+    forward, backward = (flash._prepare(shape, tree, own, kind) for own in (lists[:4], lists[4:]))
     output, lse = flash._forward(query, key, value, forward, 0.1)
     grads = flash._backward(grad, query, key, value, output, lse, masks=backward, scale=0.1)
 for own, like in zip((output, grads[0]), (query, query), strict=True):

@@ -14,8 +14,8 @@ FlexAttention's FLASH backend runs the same kernels. Called directly they expose
 
 Custom operators keep compiled layers one graph. Eager layers call what is in them: the dispatch of operators that take
 lists takes the host longer than the launch of the kernels. So do the functions of `flash-attn-4`, which check their
-arguments and look up the compiled kernel: in a forward, the first eager layer under a mask calls them, and later ones
-with tensors of the same kind launch the kernel that was found. Everything private of `flash-attn-4` is touched here.
+arguments and look up the compiled kernel: in a forward, the first layer under a mask calls them, and later ones with
+tensors of the same kind launch the kernel that was found. Everything private of `flash-attn-4` is touched here.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_prefix_tree.modeling.attention.masks.causal import TreeBlockMask
 
 FLASH_KINDS = ("causal", "window", "chunk", "path")  # of masks that are written in the language of the kernels
 # For each packed sequence the keyword arguments of the kernels, and the launches that `_forward` may repeat.
 _KernelMasks = list[tuple[dict[str, Any], dict[Any, Any]]]
+_prepared = WeakTensorKeyDictionary()  # for each `subtree_end` of a mask, its [`_KernelMasks`]
 
 
 def attend_flash(
@@ -107,14 +109,14 @@ def _backward(*tensors: Tensor, masks: _KernelMasks, scale: float) -> tuple[Tens
 
 _flash = torch.library.custom_op(
     "hf_prefix_tree::flash",
-    lambda q, k, v, tensors, lists, kind, scale: _forward(q, k, v, _masks(q, k, tensors, lists[:4], kind), scale),
+    lambda q, k, v, tensors, lists, kind, scale: _forward(q, k, v, _masks(q, k, tensors, lists, kind), scale),
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor[] lists, str kind, float scale) -> (Tensor, Tensor)",
 )
 _flash_backward = torch.library.custom_op(
     "hf_prefix_tree::flash_backward",
     lambda grad, q, k, v, output, lse, tensors, lists, kind, scale: _backward(
-        grad, q, k, v, output, lse, masks=_masks(q, k, tensors, lists[4:], kind), scale=scale
+        grad, q, k, v, output, lse, masks=_masks(q, k, tensors, lists, kind, backward=True), scale=scale
     ),
     mutates_args=(),
     schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor output, Tensor lse, Tensor[] mask, Tensor[] lists, "
@@ -160,12 +162,12 @@ _flash.register_autograd(_differentiate, setup_context=_keep)
 
 
 class _Eager(torch.autograd.Function):
-    """Skips the dispatch of the operators, and prepares a mask once for all layers."""
+    """Skips the dispatch of the operators."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:  # with a `setup_context` it takes the host longer
         query, key, value, ctx.mask, ctx.scale = inputs  # the mask lives as long as the graph
-        output, lse = _forward(query, key, value, _masks_of(ctx.mask, query, key), ctx.scale)
+        output, lse = _forward(query, key, value, _masks(query, key, *_operands(ctx.mask)), ctx.scale)
         ctx.save_for_backward(query, key, value, output, lse)
         return output
 
@@ -173,7 +175,7 @@ class _Eager(torch.autograd.Function):
     @torch.autograd.function.once_differentiable  # what the kernels write has no graph of its own
     def backward(ctx: Any, grad: Tensor) -> tuple:
         saved = ctx.saved_tensors
-        masks = _masks_of(ctx.mask, saved[0], saved[1], backward=True)
+        masks = _masks(saved[0], saved[1], *_operands(ctx.mask), backward=True)
         query_grad, *grads = _backward(grad, *saved, masks=masks, scale=ctx.scale)
         # two groups are added faster than reduced
         sums = (x.sum(dim=1) if x.shape[1] > 2 else functools.reduce(torch.add, x.unbind(1)) for x in grads)
@@ -194,25 +196,27 @@ def _by_group(index: int, lse: Tensor, x: Tensor) -> Tensor:
     return x.as_strided(shape, strides, x.storage_offset() + index * of_sequence)
 
 
-def _masks_of(mask: TreeBlockMask, query: Tensor, key: Tensor, backward: bool = False) -> _KernelMasks:
-    """The masks of the forward or of the backward, for layers of these numbers of heads."""
-    which = query.shape[1], key.shape[1], backward
-    if which not in mask.kernel_masks:
-        tensors, lists, kind = _operands(mask)
-        mask.kernel_masks[which] = _masks(query, key, tensors, lists[4:] if backward else lists[:4], kind)
-    return mask.kernel_masks[which]
+def _masks(query: Tensor, key: Tensor, tensors: Any, lists: Any, kind: str, backward: bool = False) -> _KernelMasks:
+    """
+    Prepared once for all layers, of the forward or of the backward. Holds the addresses of the tensors that the mask
+    reads: they must outlive the result.
+    """
+    heads, lists = (query.shape[1] // key.shape[1], key.shape[1]), lists[4:] if backward else lists[:4]
+    masks, which = _prepared.setdefault(tensors[0], {}), (kind, heads, *(x.data_ptr() for x in (*tensors, *lists)))
+    if which not in masks:
+        masks[which] = _prepare(heads, tensors, lists, kind)
+    return masks[which]
 
 
-def _masks(query: Tensor, key: Tensor, tensors: Sequence[Tensor], lists: Sequence[Tensor], kind: str) -> _KernelMasks:
-    """Holds the addresses of the tensors that the mask reads: they must outlive the result."""
+def _prepare(heads: tuple[int, int], tensors: Sequence[Tensor], lists: Sequence[Tensor], kind: str) -> _KernelMasks:
     from cutlass import Int64
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     assert all(x.is_contiguous() and x.dtype == torch.int32 for x in tensors)  # they are read by address
     size = tensors[0].shape[1] // max(x.shape[-1] for x in lists[:2])  # the blocks of keys, no fewer than of queries
     masks: _KernelMasks = []
-    for index in range(len(query)):
-        expanded = [x[index, None].expand(query.shape[1] // key.shape[1], key.shape[1], *x.shape[2:]) for x in lists]
+    for index in range(len(lists[0])):
+        expanded = [x[index, None].expand(*heads, *x.shape[2:]) for x in lists]
         blocks = BlockSparseTensorsTorch(*expanded, block_size=(size, size))
         scalars = tuple(Int64((x[index] if x.dim() == 2 else x).data_ptr()) for x in tensors)  # one limit for all
         masks.append(({"mask_mod": _mask_mod(kind), "aux_scalars": scalars, "block_sparse_tensors": blocks}, {}))
@@ -254,14 +258,9 @@ def _mask_mod(kind: str) -> Callable:
         return (k <= q + lookup(scalars[1], 0)) & (q < lookup(scalars[0], k[0]))
 
     chosen = {"causal": causal, "window": window, "chunk": chunk, "path": path}[kind]
-    # compiled kernels are kept under it, on disk as well
-    chosen.__cute_hash__ = f"hf_prefix_tree {_digest()}: {kind}"
+    digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+    chosen.__cute_hash__ = f"hf_prefix_tree {digest}: {kind}"  # compiled kernels are kept under it, on disk as well
     return chosen
-
-
-@functools.cache
-def _digest() -> str:
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 
 
 _compiling = threading.RLock()  # the backward runs in other threads

@@ -138,7 +138,6 @@ class TreeBlockMask(BlockMask):
     kind: str  # "causal" or one of `KINDS`
     limit: Tensor | None  # [1] int32: the window, or the size of chunks
     skipped: Tensor | None = None  # [1] int32: P, where it is above 0
-    kernel_masks: dict[tuple[int, int, bool], Any]  # those of `flash.py`, by the numbers of heads and the direction
 
 
 def tree_block_mask(prefix_tree: Tensor, path: Tensor | None = None, **limit: int | None) -> TreeBlockMask:
@@ -183,7 +182,7 @@ def tree_block_mask(prefix_tree: Tensor, path: Tensor | None = None, **limit: in
         _mask_mod(subtree_end, depth, kind, number_on_device, skipped_on_device),
     )
     mask.subtree_end, mask.depth, mask.skipped = subtree_end, depth, skipped_on_device
-    mask.kind, mask.limit, mask.kernel_masks = kind, number_on_device, {}
+    mask.kind, mask.limit = kind, number_on_device
     return mask
 
 
