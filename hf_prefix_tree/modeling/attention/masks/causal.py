@@ -280,12 +280,14 @@ def listed_blocks(partial: Tensor, full: Tensor) -> tuple[Tensor, Tensor, Tensor
     full blocks; int32.
     """
     both = torch.stack((partial, full))[:, :, None]
-    listed = torch.empty(both.shape, dtype=torch.int32, device=both.device)
+    # every list starts at a multiple of 16 bytes: compiled layers copy others, each layer again
+    strides = both.stride(0) + -both.stride(0) % 4, *both.stride()[1:]
+    listed = torch.empty_strided(both.shape, strides, dtype=torch.int32, device=both.device)
     at_once = max(1, _LISTED_AT_ONCE // (2 * partial.shape[0] * partial.shape[2]))
     for part, of_part in zip(listed.split(at_once, dim=3), both.split(at_once, dim=3), strict=True):
         part.copy_(of_part.argsort(dim=-1, descending=True, stable=True))
     counts = both.sum(dim=-1, dtype=torch.int32)
-    return counts[0], listed[0], counts[1], listed[1]
+    return counts[0], listed[0], counts[1].clone(), listed[1]
 
 
 def _on_device(number: int | None, like: Tensor) -> Tensor | None:
