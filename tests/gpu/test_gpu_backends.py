@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hf_prefix_tree.modeling.attention.backend as backend
+import hf_prefix_tree.modeling.attention.flash as flash
 from hf_prefix_tree import prepare_model
 from hf_prefix_tree.modeling.attention.backend import AttentionCall, choose_backend
 from hf_prefix_tree.modeling.attention.flash import attend_flash
@@ -190,9 +191,11 @@ def test_rows_with_blocks_of_256(monkeypatch):
 
 @pytest.mark.parametrize("attn_backend", ["flex", "flash"])
 @pytest.mark.parametrize("checkpointing", [None, True, False])
-def test_compiled_layers(attn_backend, checkpointing):
+def test_compiled_layers(attn_backend, checkpointing, monkeypatch):
     from torch._dynamo.utils import counters
 
+    prepared, prepare = [], flash._prepare
+    monkeypatch.setattr(flash, "_prepare", lambda *args: prepared.append(args) or prepare(*args))
     if attn_backend == "flash":
         needs_flash(64)
     rng = np.random.default_rng(0)
@@ -213,8 +216,11 @@ def test_compiled_layers(attn_backend, checkpointing):
             model.enable_input_require_grads()
         counters.clear()
         for row in rows:
+            prepared.clear()
             loss = model(**row).loss
             loss.backward()
+        # once for all layers, forward and backward
+        assert len(prepared) == (2 if attn_backend == "flash" else 0)
         graphs = counters["stats"]["unique_graphs"]
         found.append({"loss": loss.detach(), **gradients(model)})
         del model
