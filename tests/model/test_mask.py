@@ -107,6 +107,15 @@ def test_the_backwards_lists_are_those_of_flexattention(kind):
     assert all(x.dtype == torch.int32 for x in (*own, mask.q_indices, mask.full_q_indices, mask.q_num_blocks))
 
 
+@pytest.mark.parametrize(("sequences", "blocks"), [(1, 7), (2, 9), (3, 8)])
+def test_compiled_layers_need_no_copies_of_lists(sequences, blocks):
+    """They copy inputs that do not start at a multiple of 16 bytes, in every layer."""
+    mask = tree_block_mask(rows(0, sequences, 128 * blocks, num_branches=9, max_length=300))
+    for name in ("kv", "full_kv", "q", "full_q"):
+        for x in (getattr(mask, f"{name}_num_blocks"), getattr(mask, f"{name}_indices")):
+            assert x.data_ptr() % 16 == 0 and x.is_contiguous()
+
+
 @pytest.mark.parametrize("kind", [{}, {"window": 700}, {"chunk": 1024}])
 @pytest.mark.parametrize("length", [2048, 2176])  # whole blocks of 256, and half of one at the end
 def test_long_rows_have_larger_blocks(length, kind, monkeypatch):

@@ -280,9 +280,9 @@ def listed_blocks(partial: Tensor, full: Tensor) -> tuple[Tensor, Tensor, Tensor
     full blocks; int32.
     """
     both = torch.stack((partial, full))[:, :, None]
+    size = both.stride(0)
     # every list starts at a multiple of 16 bytes: compiled layers copy others, each layer again
-    strides = both.stride(0) + -both.stride(0) % 4, *both.stride()[1:]
-    listed = torch.empty_strided(both.shape, strides, dtype=torch.int32, device=both.device)
+    listed = torch.empty(2, size + -size % 4, dtype=torch.int32, device=both.device)[:, :size].view(both.shape)
     at_once = max(1, _LISTED_AT_ONCE // (2 * partial.shape[0] * partial.shape[2]))
     for part, of_part in zip(listed.split(at_once, dim=3), both.split(at_once, dim=3), strict=True):
         part.copy_(of_part.argsort(dim=-1, descending=True, stable=True))
