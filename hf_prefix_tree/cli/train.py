@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +50,9 @@ class TrainArguments(ScriptArguments):
     tools_file: str | None = option_field(None, "JSON file of tools: a list, or an object of lists by group.")
     tokenizer_name_or_path: str | None = option_field(None, "Tokenizer, if not the model's.")
     dry_run: bool = option_field(False, "Prepare the data, print the counts, and stop.")
+    # Options of TRL's that nothing here reads are unknown ones.
+    dataset_streaming: bool = field(default=False, init=False)
+    ignore_bias_buffers: bool = field(default=False, init=False)
 
 
 @dataclass
@@ -235,9 +238,8 @@ def run(
     if isinstance(arguments, PolicyArguments) and "reward_funcs" not in options:
         options["reward_funcs"] = _reward_functions(arguments)
     module, trainer_name = ("trl", spec.trainer.removeprefix("Tree")) if is_stock else ("hf_prefix_tree", spec.trainer)
-    trainer_class = getattr(importlib.import_module(module), trainer_name)
     options |= dict(zip(("train_dataset", "eval_dataset"), datasets, strict=False))
-    trainer = trainer_class(args=args, processing_class=tokenizer, **options)
+    trainer = getattr(importlib.import_module(module), trainer_name)(args=args, processing_class=tokenizer, **options)
     if not (args.bf16 or torch.accelerator.is_available()):
         trainer.add_callback(_WithoutBf16)
     resumed = args.resume_from_checkpoint

@@ -91,12 +91,11 @@ def prefix_tree_mask(**kwargs: Any) -> Mask | None:
         no_flex = "this architecture computes sparse masks from a dense one"
     if context.section is not None and no_flex is not None:
         raise ValueError(f"{type(config).__name__} cannot be streamed: {no_flex}. Use `overflow='split'`.")
-    length = context.prefix_tree.shape[-1]
     kind = kind_of(limit)[0]
     if context.section is not None and context.section.start:
         kind = "path" if kind == "causal" else f"{kind} over a path"
     options = {"sinks": context.sinks, "mask_kind": kind}
-    call = AttentionCall.of(config, device, attention_dtype(device, dtype), length, **options)
+    call = AttentionCall.of(config, device, attention_dtype(device, dtype), context.prefix_tree.shape[-1], **options)
     build: Any = functools.partial(context.mask, flex=True, **limit)
     backend = choose_backend(context.attn_backend, call, build, no_flex)
     mask = context.mask(flex=backend != "sdpa" and not additive, **limit)
