@@ -96,22 +96,21 @@ def load_rows(data: str | Path, split: str = "train", config: str | None = None)
         config (`str`, *optional*): Configuration of a data set that has several.
 
     Raises:
-        `ValueError`: If it can't be read, has no dataset row, or is a file of which a configuration is asked for; of
-            JSON Lines, the line is named.
+        `ValueError`: If it can't be read or has no dataset row; of JSON Lines, the line is named.
     """
     path = Path(data)
     is_file = path.is_file()
     suffix = path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix
-    kind = _BUILDERS.get(suffix, "json")
-    is_json = is_file and kind == "json" and suffix == path.suffix
+    builder = _BUILDERS.get(suffix, "json")
+    is_json = is_file and builder == "json" and suffix == path.suffix
     if not is_file and not path.is_dir() and (path.suffix or path.is_absolute() or str(data).count("/") > 1):
         raise ValueError(f"{data} is no file or folder; pass one, or the name of a data set on the Hub.")
-    if is_file and (config or not path.stat().st_size):
-        reason = f"is a file; leave the configuration {config!r} out" if config else "has no rows; pass at least one"
-        raise ValueError(f"{data} {reason}.")
+    if is_file and not path.stat().st_size:
+        raise ValueError(f"{data} has no rows; pass a file with at least one.")
     try:
         if is_file:
-            rows = load_dataset(kind, data_files=str(path), split=split, **{"sep": "\t"} if suffix == ".tsv" else {})
+            options = {"sep": "\t"} if suffix == ".tsv" else {}
+            rows = load_dataset(builder, data_files=str(path), split=split, **options)
         else:
             rows = load_dataset(str(data), config, split=split)
     except Exception as error:  # a builder, a codec or the Hub: each has errors of its own
