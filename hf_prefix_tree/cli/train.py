@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,9 +50,6 @@ class TrainArguments(ScriptArguments):
     tools_file: str | None = option_field(None, "JSON file of tools: a list, or an object of lists by group.")
     tokenizer_name_or_path: str | None = option_field(None, "Tokenizer, if not the model's.")
     dry_run: bool = option_field(False, "Prepare the data, print the counts, and stop.")
-    # Options of TRL's that nothing here reads are unknown ones.
-    dataset_streaming: bool = field(default=False, init=False)
-    ignore_bias_buffers: bool = field(default=False, init=False)
 
 
 @dataclass
@@ -196,6 +193,8 @@ def run(
     if datasets is None:
         datasets = [load_split(arguments, split, args) for split in splits]
     baseline = arguments.baseline if isinstance(arguments, SFTArguments) else None
+    if unread := [name for name in ("dataset_streaming", "ignore_bias_buffers") if getattr(arguments, name)]:
+        raise ValueError(f"`{unread[0]}=True` has no effect on these trainers; leave it at `False`.")
     for rows in datasets if spec.columns else ():
         _check_columns(method, rows)
     late = [f"`{name}={x!r}`" for name in ("chat_template_path", "eos_token") if (x := getattr(args, name, None))]

@@ -1,5 +1,6 @@
 """What the kernels of `flash-attn-4` are handed, with plain PyTorch in their place: tests/gpu runs them."""
 
+import copy
 import ctypes
 import functools
 import gc
@@ -295,14 +296,31 @@ def test_a_mask_is_prepared_once_for_all_layers(attend_tree, monkeypatch):
 
 
 def test_a_prepared_mask_goes_with_its_tree(attend_tree):
+    gc.collect()  # masks of other tests
     tree, leaves = inputs(1, (4, 2))
     mask = TreeContext(tree).mask(flex=True)
     before, blocks = len(flash._prepared), weakref.ref(mask.kv_indices)
     attend_tree(*leaves, mask, scale=0.3).sum().backward()
     assert len(flash._prepared) == before + 1
     del mask
-    gc.collect()
     assert len(flash._prepared) == before and blocks() is None
+
+
+@pytest.mark.parametrize(("name", "times"), [("depth", 2), ("limit", 2), ("full_kv_num_blocks", 1), ("q_indices", 1)])
+def test_a_prepared_mask_serves_no_other_tensors(attend_tree, monkeypatch, name, times):
+    """Of a mask with the same `subtree_end`: the kernels read them by address."""
+    made, prepare = [], flash._prepare
+    monkeypatch.setattr(flash, "_prepare", lambda *args: made.append(args) or prepare(*args))
+    tree, leaves = inputs(1, (4, 2))
+    mask = TreeContext(tree).mask(window=300, flex=True)
+    attend_tree(*leaves, mask, scale=0.3).sum().backward()
+    other = copy.copy(mask)
+    setattr(other, name, getattr(mask, name).clone())
+    if name == "limit":
+        getattr(mask, name).zero_()
+    expected = attend_dense(*leaves, dense_mask(tree, window=300), scale=0.3)
+    assert_same(attend_tree(*leaves, other, scale=0.3), expected, leaves)
+    assert len(made) == 2 + times
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -38,7 +38,7 @@ from hf_prefix_tree.modeling.attention.masks.causal import TreeBlockMask
 FLASH_KINDS = ("causal", "window", "chunk", "path")  # of masks that are written in the language of the kernels
 # For each packed sequence the keyword arguments of the kernels, and the launches that `_forward` may repeat.
 _KernelMasks = list[tuple[dict[str, Any], dict[Any, Any]]]
-_prepared = WeakTensorKeyDictionary()  # for each `subtree_end` of a mask, its [`_KernelMasks`]
+_prepared = WeakTensorKeyDictionary()  # what `_masks` keeps for each `subtree_end`
 
 
 def attend_flash(
@@ -198,14 +198,14 @@ def _by_group(index: int, lse: Tensor, x: Tensor) -> Tensor:
 
 def _masks(query: Tensor, key: Tensor, tensors: Any, lists: Any, kind: str, backward: bool = False) -> _KernelMasks:
     """
-    Prepared once for all layers, of the forward or of the backward. Holds the addresses of the tensors that the mask
-    reads: they must outlive the result.
+    Those of the forward or of the backward, prepared once for all layers whose tensors are these, not copies. Holds
+    the addresses of the tensors that the mask reads: they must outlive the result.
     """
     heads, lists = (query.shape[1] // key.shape[1], key.shape[1]), lists[4:] if backward else lists[:4]
-    masks, which = _prepared.setdefault(tensors[0], {}), (kind, heads, *(x.data_ptr() for x in (*tensors, *lists)))
-    if which not in masks:
-        masks[which] = _prepare(heads, tensors, lists, kind)
-    return masks[which]
+    prepared, addresses = _prepared.setdefault(tensors[0], {}), [x.data_ptr() for x in (*tensors, *lists)]
+    if prepared.get((kind, heads, backward), (None,))[0] != addresses:
+        prepared[kind, heads, backward] = addresses, _prepare(heads, tensors, lists, kind)
+    return prepared[kind, heads, backward][1]
 
 
 def _prepare(heads: tuple[int, int], tensors: Sequence[Tensor], lists: Sequence[Tensor], kind: str) -> _KernelMasks:
