@@ -185,6 +185,8 @@ def run(
         `ValueError`: If an argument is missing or has no meaning for the method, or the data can't be read.
     """
     spec, is_evaluated = METHODS[method], args.eval_strategy != "no"
+    if unread := [name for name in ("dataset_streaming", "ignore_bias_buffers") if getattr(arguments, name)]:
+        raise ValueError(f"`{unread[0]}=True` has no effect on these trainers; leave it at `False`.")
     splits = [arguments.dataset_train_split, *([arguments.dataset_test_split] if is_evaluated else [])]
     tokenizer = tokenizer or _load_tokenizer(arguments, args, model_args)
     is_precomputed = method == "eagle3" and Path(str(model_args.model_name_or_path), TARGET_FILE).is_file()
@@ -193,8 +195,6 @@ def run(
     if datasets is None:
         datasets = [load_split(arguments, split, args) for split in splits]
     baseline = arguments.baseline if isinstance(arguments, SFTArguments) else None
-    if unread := [name for name in ("dataset_streaming", "ignore_bias_buffers") if getattr(arguments, name)]:
-        raise ValueError(f"`{unread[0]}=True` has no effect on these trainers; leave it at `False`.")
     for rows in datasets if spec.columns else ():
         _check_columns(method, rows)
     late = [f"`{name}={x!r}`" for name in ("chat_template_path", "eos_token") if (x := getattr(args, name, None))]
